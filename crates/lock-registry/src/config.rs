@@ -1,0 +1,299 @@
+//! Where options come from and which source wins. What options there are stands in `layer`, what a URL means in
+//! `store_url`; `connect` opens the result.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use registry_core::{ConfigError, Observer, Registry};
+
+use crate::connect;
+use crate::layer::{Layer, Layout, OPTIONS, Origin};
+use crate::scheme;
+use crate::store_url::{Store, UrlText};
+
+/// A lock store and how to use it, put together from several sources.
+///
+/// When an option is set by more than one source, the strongest wins: methods of this type, then `LOCK_REGISTRY_*` variables,
+/// then the configuration file, then the query of the store URL, then the default. The URL itself is chosen in the same way,
+/// and only the query of the chosen URL counts.
+///
+/// | option | value | default |
+/// |---|---|---|
+/// | `url` | where the locks live | none: one must be given |
+/// | `namespace` | locks of different namespaces never meet | the store's own |
+/// | `lease` | how long a key stays taken if its holder dies, `100ms` to `1day` | `30s` |
+/// | `renew` | whether a held lock's lease is renewed | `true` |
+/// | `poll` | how often a waiter looks by itself, wake-ups or not | `250ms` |
+/// | `handoff` | how often in a row a lock may pass within this process before others get their turn, `0` (never) to `10000` | `32` |
+/// | `timeout` | how long one operation of the store may stay unanswered | `3s` |
+/// | `label` | what others see when they ask who holds a lock | nothing |
+/// | `layout` | how the store lays out its records | `native`, so far the only one |
+/// | `busy_timeout` | SQLite only: how long a statement waits for other writers | `2.5s`, but less than `timeout` |
+/// | `purge_after` | SQLite only: how long rows of free keys are kept | `1h` |
+///
+/// Every option has the same name and form everywhere: `lease=30s` in a URL, `lease = "30s"` in TOML,
+/// `LOCK_REGISTRY_LEASE=30s` in the environment. A name that is none of these is an error wherever it stands.
+///
+/// Neither `Debug` nor any error shows a user name, a password or a URL that cannot be understood.
+///
+/// # Examples
+/// ```
+/// # use std::time::Duration;
+/// # use lock_registry::{LockRegistry, RegistryConfig};
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let registry = RegistryConfig::from_url("memory:?lease=10s&poll=1s")?
+///     .lease(Duration::from_secs(20))
+///     .connect()
+///     .await?;
+/// let guard = registry.obtain("orders/42").lock().await?;
+/// guard.unlock().await?;
+/// # Ok(()) }
+/// ```
+#[derive(Clone, Default)]
+#[must_use = "a configuration does nothing until it is connected"]
+pub struct RegistryConfig {
+    code: Layer,
+    environment: Layer,
+    file: Layer,
+    observers: Vec<Arc<dyn Observer>>,
+    /// What was wrong in a section that was read as part of something larger; told by `check`, where nobody can
+    /// print the surrounding text, which may hold a password.
+    #[cfg(feature = "config")]
+    pub(crate) deferred: Option<ConfigError>,
+}
+
+impl RegistryConfig {
+    /// A configuration in which nothing is set yet.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// A configuration with this store URL. Its options are weaker than those of any other source.
+    ///
+    /// # Errors
+    /// [`ConfigError`] when the URL is wrong or its store is not built in.
+    pub fn from_url(url: &str) -> Result<Self, ConfigError> {
+        let config = Self::new().url(url);
+        config.check()?;
+        Ok(config)
+    }
+
+    /// Sets the store URL. It is looked at when the configuration is checked or connected.
+    pub fn url(mut self, url: impl Into<String>) -> Self {
+        self.code.url = Some(UrlText::new(url));
+        self
+    }
+
+    /// Keeps these locks apart from those of other namespaces in the same store.
+    pub fn namespace(mut self, namespace: impl Into<String>) -> Self {
+        self.code.namespace = Some(namespace.into());
+        self
+    }
+
+    /// Sets how long a key stays taken if its holder dies.
+    pub fn lease(mut self, lease: Duration) -> Self {
+        self.code.lease = Some(lease);
+        self
+    }
+
+    /// Sets whether the leases of held locks are renewed.
+    pub fn renew(mut self, renew: bool) -> Self {
+        self.code.renew = Some(renew);
+        self
+    }
+
+    /// Sets how often a waiter looks by itself.
+    pub fn poll(mut self, poll: Duration) -> Self {
+        self.code.poll = Some(poll);
+        self
+    }
+
+    /// Sets how often in a row a lock may pass within this process; zero is never.
+    pub fn handoff(mut self, handoff: u32) -> Self {
+        self.code.handoff = Some(handoff);
+        self
+    }
+
+    /// Sets how long one operation of the store may stay unanswered.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.code.timeout = Some(timeout);
+        self
+    }
+
+    /// Sets what others see when they ask who holds a lock. Must hold no secret.
+    pub fn label(mut self, label: impl Into<String>) -> Self {
+        self.code.label = Some(label.into());
+        self
+    }
+
+    /// Sets how the store lays out its records.
+    pub fn layout(mut self, layout: Layout) -> Self {
+        self.code.layout = Some(layout);
+        self
+    }
+
+    /// Adds somebody who is told what happens in the registry.
+    pub fn observer(mut self, observer: Arc<dyn Observer>) -> Self {
+        self.observers.push(observer);
+        self
+    }
+
+    /// Checks everything that can be checked without I/O: the URL, every value, every name.
+    ///
+    /// # Errors
+    /// [`ConfigError`] for the first thing that is wrong.
+    pub fn check(&self) -> Result<(), ConfigError> {
+        self.resolve().map(drop)
+    }
+
+    /// Opens the store. Everything is checked before any I/O.
+    ///
+    /// # Errors
+    /// [`ConfigError`] when something is wrong with the configuration or the store cannot be opened.
+    ///
+    /// # Cancel safety
+    /// Dropping the future closes what was opened so far; a database file that was made stays.
+    pub async fn connect(self) -> Result<Registry, ConfigError> {
+        let resolved = self.resolve()?;
+        connect::open(resolved, self.observers).await
+    }
+
+    /// The options that are set, with the source that won. Free of secrets: the URL is shown as by
+    /// [`redact_url`](crate::redact_url).
+    ///
+    /// # Errors
+    /// As [`RegistryConfig::check`].
+    pub fn settings(&self) -> Result<Vec<Setting>, ConfigError> {
+        self.resolve()?;
+        let layers = self.layers()?;
+        let settings = OPTIONS.iter().filter_map(|row| {
+            let (origin, value) = layers
+                .iter()
+                .find_map(|(origin, layer)| Some((*origin, row.shown_in(layer)?)))?;
+            Some(Setting {
+                name: row.name,
+                value,
+                origin,
+            })
+        });
+        Ok(settings.collect())
+    }
+
+    /// The sources, strongest first.
+    fn layers(&self) -> Result<[(Origin, Layer); 4], ConfigError> {
+        let mut url = Layer::default();
+        if let Some(text) = self.chosen_url() {
+            for (name, value) in text.parse()?.options {
+                url.read(Origin::Url, &name, &value)?;
+            }
+        }
+        Ok([
+            (Origin::Code, self.code.clone()),
+            (Origin::Environment, self.environment.clone()),
+            (Origin::File, self.file.clone()),
+            (Origin::Url, url),
+        ])
+    }
+
+    fn chosen_url(&self) -> Option<&UrlText> {
+        self.code
+            .url
+            .as_ref()
+            .or(self.environment.url.as_ref())
+            .or(self.file.url.as_ref())
+    }
+
+    /// Checks everything and lets the strongest source of each option win.
+    fn resolve(&self) -> Result<Resolved, ConfigError> {
+        #[cfg(feature = "config")]
+        if let Some(error) = &self.deferred {
+            return Err(error.clone());
+        }
+        let Some(url) = self.chosen_url() else {
+            return Err(ConfigError::Invalid(format!(
+                "no store URL is given; set one, such as `sqlite:PATH`; schemes are {}",
+                scheme::known()
+            )));
+        };
+        let store = url.parse()?.store;
+        let layers = self.layers()?;
+        for (origin, layer) in &layers {
+            layer.check(*origin, store.scheme())?;
+        }
+        let mut options = Layer::default();
+        for (_, layer) in layers {
+            options = options.or(layer);
+        }
+        Ok(Resolved { store, options })
+    }
+
+    /// The layer of a source that is read from text.
+    #[cfg(feature = "config")]
+    pub(crate) fn layer_mut(&mut self, origin: Origin) -> &mut Layer {
+        match origin {
+            Origin::Environment => &mut self.environment,
+            Origin::File => &mut self.file,
+            Origin::Code | Origin::Url => &mut self.code,
+        }
+    }
+}
+
+impl fmt::Debug for RegistryConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let sources = [
+            (Origin::Code, &self.code),
+            (Origin::Environment, &self.environment),
+            (Origin::File, &self.file),
+        ];
+        let mut debug = f.debug_map();
+        for row in OPTIONS {
+            for (origin, layer) in sources {
+                if let Some(value) = row.shown_in(layer) {
+                    debug.entry(&format_args!("{} ({origin})", row.name), &value);
+                }
+            }
+        }
+        debug.finish()
+    }
+}
+
+/// One option that is set: its value as text, and where it comes from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Setting {
+    /// The option's name.
+    pub name: &'static str,
+    /// Its value, free of secrets.
+    pub value: String,
+    /// The source that won.
+    pub origin: Origin,
+}
+
+/// A configuration that has been checked.
+#[derive(Debug)]
+pub(crate) struct Resolved {
+    pub(crate) store: Store,
+    /// What is not set here is left to the store and the engine.
+    pub(crate) options: Layer,
+}
+
+impl Layer {
+    /// This layer, completed with what only `weaker` sets.
+    fn or(self, weaker: Self) -> Self {
+        Self {
+            url: self.url.or(weaker.url),
+            namespace: self.namespace.or(weaker.namespace),
+            lease: self.lease.or(weaker.lease),
+            renew: self.renew.or(weaker.renew),
+            poll: self.poll.or(weaker.poll),
+            handoff: self.handoff.or(weaker.handoff),
+            timeout: self.timeout.or(weaker.timeout),
+            label: self.label.or(weaker.label),
+            layout: self.layout.or(weaker.layout),
+            busy_timeout: self.busy_timeout.or(weaker.busy_timeout),
+            purge_after: self.purge_after.or(weaker.purge_after),
+        }
+    }
+}

@@ -1,0 +1,129 @@
+//! From a checked configuration to an open registry.
+
+use std::sync::Arc;
+
+use registry_core::{
+    ConfigError, LockBackend, MemoryBackend, Observer, PassThroughBackend, Registry,
+};
+
+use crate::config::{RegistryConfig, Resolved};
+use crate::layer::Layer;
+use crate::memory;
+use crate::store_url::Store;
+
+/// Opens the store at `url`; everything about it is said in the URL.
+///
+/// | URL | store |
+/// |---|---|
+/// | `memory:` | this process, a store of its own |
+/// | `memory:NAME` | this process, the same store for everybody who names it |
+/// | `sqlite:PATH`, `sqlite:///PATH` | the processes of this host, one file; feature `sqlite` |
+/// | `pass-through:` | none: everybody is always granted; for tests, or to turn locking off |
+///
+/// Options follow as a query: `sqlite:locks.db?lease=10s&label=worker%201`. Special characters are percent-encoded. See
+/// [`RegistryConfig`] for the options, and for other places to set them.
+///
+/// # Errors
+/// [`ConfigError`] when the URL is wrong, its store is not built in, or the store cannot be opened. Everything that can be
+/// checked is checked before any I/O. No error shows a password.
+///
+/// # Cancel safety
+/// Dropping the future closes what was opened so far; a database file that was made stays.
+///
+/// # Examples
+/// ```
+/// use lock_registry::LockRegistry;
+///
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let registry = lock_registry::connect("memory:").await?;
+/// let guard = registry.obtain("orders/42").lock().await?;
+/// guard.unlock().await?;
+/// # Ok(()) }
+/// ```
+pub async fn connect(url: &str) -> Result<Registry, ConfigError> {
+    RegistryConfig::new().url(url).connect().await
+}
+
+/// Opens what `resolved` describes.
+pub(crate) async fn open(
+    resolved: Resolved,
+    observers: Vec<Arc<dyn Observer>>,
+) -> Result<Registry, ConfigError> {
+    // Stores open connections on the runtime; some would panic without one.
+    if tokio::runtime::Handle::try_current().is_err() {
+        return Err(ConfigError::NoRuntime);
+    }
+    let Resolved { store, options } = resolved;
+    #[cfg(feature = "metrics")]
+    let metrics = registry_core::observe::MetricsObserver::new(store.scheme());
+    let backend = backend(store, &options).await?;
+    let mut builder = Registry::builder(backend);
+    #[cfg(feature = "metrics")]
+    {
+        builder = builder.observer(Arc::new(metrics));
+    }
+    #[cfg(feature = "tracing")]
+    {
+        builder = builder.observer(Arc::new(registry_core::observe::TracingObserver::new()));
+    }
+    if let Some(lease) = options.lease {
+        builder = builder.lease(lease);
+    }
+    if let Some(renew) = options.renew {
+        builder = builder.renew(renew);
+    }
+    if let Some(poll) = options.poll {
+        builder = builder.poll(poll);
+    }
+    if let Some(handoff) = options.handoff {
+        builder = builder.handoff(handoff);
+    }
+    if let Some(timeout) = options.timeout {
+        builder = builder.timeout(timeout);
+    }
+    if let Some(label) = options.label {
+        builder = builder.label(label);
+    }
+    for observer in observers {
+        builder = builder.observer(observer);
+    }
+    builder.build()
+}
+
+async fn backend(store: Store, options: &Layer) -> Result<Arc<dyn LockBackend>, ConfigError> {
+    Ok(match store {
+        Store::Memory { name: None } => Arc::new(MemoryBackend::new()),
+        Store::Memory { name: Some(name) } => {
+            Arc::new(memory::named(name, options.namespace.clone()))
+        }
+        Store::PassThrough => Arc::new(PassThroughBackend::new()),
+        #[cfg(feature = "sqlite")]
+        Store::Sqlite { path } => {
+            Arc::new(registry_jdbc::SqliteBackend::open(sqlite_config(path, options)).await?)
+        }
+        #[cfg(not(feature = "sqlite"))]
+        Store::Sqlite { .. } => unreachable!("its scheme is refused when the URL is parsed"),
+    })
+}
+
+#[cfg(feature = "sqlite")]
+fn sqlite_config(path: std::path::PathBuf, options: &Layer) -> registry_jdbc::SqliteConfig {
+    let mut config = registry_jdbc::SqliteConfig::new(path);
+    if let Some(namespace) = &options.namespace {
+        config = config.with_namespace(namespace);
+    }
+    if let Some(purge_after) = options.purge_after {
+        config = config.with_purge_after(purge_after);
+    }
+    match (options.busy_timeout, options.timeout) {
+        (Some(busy_timeout), _) => config = config.with_busy_timeout(busy_timeout),
+        // A statement that outlives the engine's patience is of no use to anybody.
+        (None, Some(timeout)) => {
+            let shorter = config.busy_timeout.min(timeout * 5 / 6);
+            config = config.with_busy_timeout(shorter);
+        }
+        (None, None) => {}
+    }
+    config
+}

@@ -1,0 +1,184 @@
+//! Options from TOML, and from a section of whatever file an application already has. Feature `config`.
+//!
+//! No parser's own message is passed on where it could quote the text that it read: the URL in it may hold a password.
+
+use std::fmt;
+
+use registry_core::ConfigError;
+use serde::de::{self, Deserialize, Deserializer, MapAccess, Visitor};
+
+use crate::config::RegistryConfig;
+use crate::layer::{Layer, Origin};
+
+impl RegistryConfig {
+    /// Adds the options that `text`, a TOML document, sets. They are weaker than code and environment, and stronger than
+    /// the query of the store URL.
+    ///
+    /// The options stand at the top, or in a table `[lock-registry]`; if there is such a table, nothing else in the document
+    /// is looked at.
+    ///
+    /// # Errors
+    /// [`ConfigError`] when the text is not TOML, or an option is unknown or has a value that it cannot have.
+    ///
+    /// # Examples
+    /// ```
+    /// # use lock_registry::RegistryConfig;
+    /// let config = RegistryConfig::new().with_toml(r#"
+    ///     [lock-registry]
+    ///     url = "memory:"
+    ///     lease = "10s"
+    ///     renew = false
+    /// "#)?;
+    /// # config.check()?;
+    /// assert!(RegistryConfig::new().with_toml("leese = '10s'").is_err());
+    /// # Ok::<(), lock_registry::ConfigError>(())
+    /// ```
+    pub fn with_toml(mut self, text: &str) -> Result<Self, ConfigError> {
+        let mut table: toml::Table =
+            toml::from_str(text).map_err(|error| unreadable(text, &error))?;
+        if let Some(section) = table.remove(SECTION) {
+            let toml::Value::Table(section) = section else {
+                return Err(ConfigError::Invalid(format!(
+                    "`{SECTION}` in {} must be a table",
+                    Origin::File
+                )));
+            };
+            table = section;
+        }
+        for (name, value) in table {
+            let value = match value {
+                toml::Value::String(text) => Value::Text(text),
+                toml::Value::Boolean(on) => Value::Text(on.to_string()),
+                toml::Value::Integer(number) => Value::Text(number.to_string()),
+                _ => Value::Other,
+            };
+            value.read_into(self.layer_mut(Origin::File), &name)?;
+        }
+        Ok(self)
+    }
+}
+
+const SECTION: &str = "lock-registry";
+
+fn unreadable(text: &str, error: &toml::de::Error) -> ConfigError {
+    let line = error.span().map_or(1, |span| {
+        text.bytes()
+            .take(span.start)
+            .filter(|byte| *byte == b'\n')
+            .count()
+            + 1
+    });
+    ConfigError::Invalid(format!("{} is not TOML: look at line {line}", Origin::File))
+}
+
+/// What stands behind the name of an option.
+enum Value {
+    /// Text, or a number or truth value written as text: each option is read by one function only.
+    Text(String),
+    /// A list, a table, a date: nothing that any option could be.
+    Other,
+}
+
+impl Value {
+    fn read_into(self, layer: &mut Layer, name: &str) -> Result<(), ConfigError> {
+        match self {
+            Self::Text(text) => layer.read(Origin::File, name, &text),
+            Self::Other => {
+                // An unknown name is the more helpful complaint.
+                layer.clone().read(Origin::File, name, "")
+                    .err()
+                    .filter(|error| matches!(error, ConfigError::Unknown { .. }))
+                    .map_or_else(
+                        || Err(ConfigError::Invalid(format!(
+                            "option {name:?} in {} must be text, a whole number, `true` or `false`",
+                            Origin::File
+                        ))),
+                        Err,
+                    )
+            }
+        }
+    }
+}
+
+/// Reads a section of a larger configuration, in any format.
+///
+/// Wrong names and values are not reported here but by [`RegistryConfig::check`] and [`RegistryConfig::connect`]: a format's
+/// own error message would quote the text around the mistake, and a password may stand in it.
+impl<'de> Deserialize<'de> for RegistryConfig {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_map(Section)
+    }
+}
+
+struct Section;
+
+impl<'de> Visitor<'de> for Section {
+    type Value = RegistryConfig;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a table of lock registry options")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<RegistryConfig, A::Error> {
+        let mut config = RegistryConfig::new();
+        while let Some((name, value)) = map.next_entry::<String, Value>()? {
+            if let Err(error) = value.read_into(config.layer_mut(Origin::File), &name) {
+                config.deferred.get_or_insert(error);
+            }
+        }
+        Ok(config)
+    }
+}
+
+impl<'de> Deserialize<'de> for Value {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(AnyValue)
+    }
+}
+
+struct AnyValue;
+
+impl<'de> Visitor<'de> for AnyValue {
+    type Value = Value;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the value of an option")
+    }
+
+    fn visit_bool<E: de::Error>(self, on: bool) -> Result<Value, E> {
+        Ok(Value::Text(on.to_string()))
+    }
+
+    fn visit_i64<E: de::Error>(self, number: i64) -> Result<Value, E> {
+        Ok(Value::Text(number.to_string()))
+    }
+
+    fn visit_u64<E: de::Error>(self, number: u64) -> Result<Value, E> {
+        Ok(Value::Text(number.to_string()))
+    }
+
+    fn visit_f64<E: de::Error>(self, _number: f64) -> Result<Value, E> {
+        Ok(Value::Other)
+    }
+
+    fn visit_str<E: de::Error>(self, text: &str) -> Result<Value, E> {
+        Ok(Value::Text(text.to_owned()))
+    }
+
+    fn visit_unit<E: de::Error>(self) -> Result<Value, E> {
+        Ok(Value::Other)
+    }
+
+    fn visit_seq<A: de::SeqAccess<'de>>(self, mut seq: A) -> Result<Value, A::Error> {
+        while seq.next_element::<de::IgnoredAny>()?.is_some() {}
+        Ok(Value::Other)
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Value, A::Error> {
+        while map
+            .next_entry::<de::IgnoredAny, de::IgnoredAny>()?
+            .is_some()
+        {}
+        Ok(Value::Other)
+    }
+}

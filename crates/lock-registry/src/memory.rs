@@ -1,0 +1,15 @@
+//! The in-process stores that have a name: one per name and namespace, for as long as the process lives.
+
+use std::collections::HashMap;
+use std::sync::{LazyLock, Mutex, PoisonError};
+
+use registry_core::MemoryBackend;
+
+/// The store of this name and namespace; made on first use. It is never dropped, so that its tokens only grow.
+pub(crate) fn named(name: String, namespace: Option<String>) -> MemoryBackend {
+    static STORES: LazyLock<Mutex<HashMap<(String, Option<String>), MemoryBackend>>> =
+        LazyLock::new(Mutex::default);
+
+    let mut stores = STORES.lock().unwrap_or_else(PoisonError::into_inner);
+    stores.entry((name, namespace)).or_default().clone()
+}

@@ -1,0 +1,192 @@
+//! Which store URLs exist, which of them this build can open, and what to do about the others.
+
+use registry_core::ConfigError;
+
+use crate::nearest::nearest;
+
+/// One scheme of a store URL.
+#[derive(Debug)]
+pub(crate) struct Scheme {
+    pub(crate) name: &'static str,
+    /// The Cargo feature that brings the store; none for stores that are always there.
+    feature: Option<Feature>,
+}
+
+#[derive(Debug)]
+struct Feature {
+    name: &'static str,
+    here: Here,
+}
+
+/// Whether a store can be opened by this build.
+#[derive(Debug, PartialEq, Eq)]
+enum Here {
+    BuiltIn,
+    /// The feature exists and is off.
+    Off,
+    /// No released version has it yet.
+    NotYet,
+}
+
+impl Scheme {
+    /// Finds the scheme and makes sure that this build can open it.
+    pub(crate) fn find(name: &str) -> Result<&'static Self, ConfigError> {
+        let Some(scheme) = SCHEMES.iter().find(|scheme| scheme.name == name) else {
+            return Err(ConfigError::unknown(
+                "scheme",
+                name,
+                "the store URL",
+                nearest(name, SCHEMES.iter().map(|scheme| scheme.name)),
+                known(),
+            ));
+        };
+        match &scheme.feature {
+            None
+            | Some(Feature {
+                here: Here::BuiltIn,
+                ..
+            }) => Ok(scheme),
+            Some(feature) => Err(ConfigError::not_built_in(
+                scheme.name,
+                feature.name,
+                feature.remedy(),
+            )),
+        }
+    }
+}
+
+impl Feature {
+    fn remedy(&self) -> String {
+        let line = |version: &str| {
+            format!(
+                "lock-registry = {{ version = \"{version}\", features = [\"{}\"] }}",
+                self.name
+            )
+        };
+        let version = env!("CARGO_PKG_VERSION");
+        match self.here {
+            Here::NotYet => format!(
+                "it comes with feature `{}`, which lock-registry {version} does not have yet; with a version that has it, \
+                 write into Cargo.toml: {}",
+                self.name,
+                line("…"),
+            ),
+            Here::Off | Here::BuiltIn => {
+                format!(
+                    "turn on feature `{}` in Cargo.toml: {}",
+                    self.name,
+                    line(version)
+                )
+            }
+        }
+    }
+}
+
+/// All schemes, for messages.
+pub(crate) fn known() -> String {
+    SCHEMES
+        .iter()
+        .map(|scheme| scheme.name)
+        .collect::<Vec<_>>()
+        .join(", ")
+}
+
+const fn always(name: &'static str) -> Scheme {
+    Scheme {
+        name,
+        feature: None,
+    }
+}
+
+const fn with(name: &'static str, feature: &'static str, built_in: bool) -> Scheme {
+    let here = if built_in { Here::BuiltIn } else { Here::Off };
+    Scheme {
+        name,
+        feature: Some(Feature {
+            name: feature,
+            here,
+        }),
+    }
+}
+
+const fn later(name: &'static str, feature: &'static str) -> Scheme {
+    Scheme {
+        name,
+        feature: Some(Feature {
+            name: feature,
+            here: Here::NotYet,
+        }),
+    }
+}
+
+static SCHEMES: &[Scheme] = &[
+    always("memory"),
+    with("sqlite", "sqlite", cfg!(feature = "sqlite")),
+    always("pass-through"),
+    later("postgres", "postgres"),
+    later("mysql", "mysql"),
+    later("redis", "redis"),
+    later("rediss", "redis-tls"),
+    later("redis+sentinel", "redis"),
+    later("redis+cluster", "redis"),
+    later("redis+quorum", "redis"),
+    later("zk", "zk"),
+    later("etcd", "etcd"),
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_unknown_scheme_is_told_the_nearest_and_all() {
+        let error = Scheme::find("postgress").unwrap_err();
+        let ConfigError::Unknown {
+            what,
+            given,
+            nearest,
+            known,
+            ..
+        } = &error
+        else {
+            panic!("{error:?}")
+        };
+        assert_eq!(
+            (*what, given.as_str(), nearest.as_str()),
+            ("scheme", "postgress", "postgres")
+        );
+        assert!(known.contains("redis+sentinel"), "{known}");
+    }
+
+    #[test]
+    fn a_store_that_is_not_built_in_names_its_feature_and_the_cargo_line() {
+        for (scheme, feature) in [
+            ("redis", "redis"),
+            ("rediss", "redis-tls"),
+            ("etcd", "etcd"),
+            ("zk", "zk"),
+        ] {
+            let error = Scheme::find(scheme).unwrap_err();
+            assert!(
+                matches!(&error, ConfigError::NotBuiltIn { feature: named, .. } if *named == feature),
+                "{error:?}"
+            );
+            let text = error.to_string();
+            assert!(
+                text.contains(&format!("features = [\"{feature}\"]")),
+                "{text}"
+            );
+        }
+    }
+
+    #[cfg(not(feature = "sqlite"))]
+    #[test]
+    fn sqlite_without_its_feature_names_the_cargo_line() {
+        let text = Scheme::find("sqlite").unwrap_err().to_string();
+        let line = format!(
+            "lock-registry = {{ version = \"{}\", features = [\"sqlite\"] }}",
+            env!("CARGO_PKG_VERSION")
+        );
+        assert!(text.contains(&line), "{text}");
+    }
+}

@@ -1,0 +1,359 @@
+//! Which source of an option wins, what is refused, and that no secret is ever shown.
+
+use std::error::Error;
+use std::time::Duration;
+
+use lock_registry::{ConfigError, LockRegistry, RegistryConfig, connect, redact_url};
+
+const CANARY: &str = "canary";
+
+/// Everything that a person could be shown of an error.
+fn told(error: &dyn Error) -> String {
+    let mut text = format!("{error:?}");
+    let mut next = Some(error);
+    while let Some(error) = next {
+        text = format!("{text}\n{error}\n{error:#?}");
+        next = error.source();
+    }
+    text
+}
+
+fn setting(config: &RegistryConfig, name: &str) -> Option<String> {
+    let settings = config.settings().unwrap();
+    settings
+        .into_iter()
+        .find(|setting| setting.name == name)
+        .map(|setting| setting.value)
+}
+
+#[test]
+fn code_is_stronger_than_the_url() {
+    let config = RegistryConfig::from_url("memory:?lease=5s&poll=1s")
+        .unwrap()
+        .lease(Duration::from_secs(20));
+    assert_eq!(setting(&config, "lease").as_deref(), Some("20s"));
+    assert_eq!(setting(&config, "poll").as_deref(), Some("1s"));
+    assert_eq!(setting(&config, "renew"), None);
+}
+
+#[test]
+fn nothing_is_opened_without_a_url() {
+    let error = RegistryConfig::new().check().unwrap_err();
+    assert!(error.to_string().contains("sqlite:PATH"), "{error}");
+}
+
+#[tokio::test]
+async fn values_from_code_are_checked_too() {
+    for config in [
+        RegistryConfig::new().url("memory:").lease(Duration::ZERO),
+        RegistryConfig::new()
+            .url("memory:")
+            .lease(Duration::from_millis(1)),
+        RegistryConfig::new()
+            .url("memory:")
+            .lease(Duration::from_secs(100 * 365 * 24 * 3_600)),
+        RegistryConfig::new().url("memory:").poll(Duration::ZERO),
+        RegistryConfig::new().url("memory:").timeout(Duration::ZERO),
+        RegistryConfig::new().url("memory:").handoff(1_000_000),
+        RegistryConfig::new()
+            .url("memory:")
+            .label("x".repeat(5_000)),
+    ] {
+        let error = config.connect().await.unwrap_err();
+        assert!(matches!(error, ConfigError::Invalid(_)), "{error:?}");
+        assert!(error.to_string().contains("in the code"), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn the_engine_takes_every_value_that_passes_the_check() {
+    for query in [
+        "lease=100ms&timeout=10ms",
+        "lease=1day&poll=1h&timeout=1h&handoff=10000",
+        "poll=1ms&handoff=0&renew=false",
+    ] {
+        connect(&format!("memory:?{query}"))
+            .await
+            .unwrap_or_else(|error| panic!("{query}: {error}"));
+    }
+}
+
+#[tokio::test]
+async fn every_plain_memory_url_is_a_store_of_its_own() {
+    let (one, other) = (
+        connect("memory:").await.unwrap(),
+        connect("memory:").await.unwrap(),
+    );
+    let guard = one.obtain("key").try_lock().await.unwrap().unwrap();
+    assert!(other.obtain("key").try_lock().await.unwrap().is_some());
+    guard.unlock().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_named_memory_store_is_shared_within_its_namespace() {
+    let one = connect("memory:shared").await.unwrap();
+    let other = connect("memory:shared").await.unwrap();
+    let elsewhere = connect("memory:shared?namespace=elsewhere").await.unwrap();
+    let guard = one.obtain("key").try_lock().await.unwrap().unwrap();
+    assert!(other.obtain("key").try_lock().await.unwrap().is_none());
+    assert!(elsewhere.obtain("key").try_lock().await.unwrap().is_some());
+    guard.unlock().await.unwrap();
+}
+
+#[tokio::test]
+async fn pass_through_grants_everybody() {
+    let registry = connect("pass-through:").await.unwrap();
+    let other = connect("pass-through:").await.unwrap();
+    let _one = registry.obtain("key").try_lock().await.unwrap().unwrap();
+    assert!(other.obtain("key").try_lock().await.unwrap().is_some());
+}
+
+#[test]
+fn a_registry_outside_a_runtime_is_an_error_not_a_panic() {
+    let mut connecting = std::pin::pin!(connect("memory:"));
+    let mut cx = std::task::Context::from_waker(std::task::Waker::noop());
+    let std::task::Poll::Ready(outcome) = connecting.as_mut().poll(&mut cx) else {
+        panic!("it waits")
+    };
+    assert!(
+        matches!(outcome, Err(ConfigError::NoRuntime)),
+        "{outcome:?}"
+    );
+}
+
+#[tokio::test]
+async fn no_public_type_shows_the_password_of_a_url() {
+    for url in [
+        "redis://user:canary@host:6379/0",
+        "postgres://user:can/ary@host/canary@db",
+        "mysql://user:canary@host?password=canary",
+        "redis+sentinel://:canary@a:1,b:2/main",
+        "bogus://user:canary@host",
+        "user:canary@host",
+        "sqlite://user:canary@host/locks.db",
+        "redis://user:canary",
+        "memory:?url=redis:canary",
+        "memory:?can%20ary=canary",
+        "memory:?canary",
+    ] {
+        let config = RegistryConfig::new().url(url);
+        for shown in [
+            format!("{config:?}"),
+            format!("{config:#?}"),
+            redact_url(url),
+            told(&config.check().unwrap_err()),
+            told(&config.settings().unwrap_err()),
+            told(&connect(url).await.unwrap_err()),
+            told(&RegistryConfig::from_url(url).unwrap_err()),
+        ] {
+            assert!(!shown.contains(CANARY), "{url}: {shown}");
+        }
+    }
+}
+
+#[cfg(feature = "sqlite")]
+mod sqlite {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_file_excludes_two_registries() {
+        let folder = tempfile::tempdir().unwrap();
+        let url = format!("sqlite:{}/a%20b.db?lease=10s", folder.path().display());
+        let (one, other) = (connect(&url).await.unwrap(), connect(&url).await.unwrap());
+        let guard = one.obtain("key").try_lock().await.unwrap().unwrap();
+        assert!(other.obtain("key").try_lock().await.unwrap().is_none());
+        guard.unlock().await.unwrap();
+        assert!(other.obtain("key").try_lock().await.unwrap().is_some());
+        assert!(folder.path().join("a b.db").exists());
+    }
+
+    #[tokio::test]
+    async fn nothing_is_made_when_an_option_is_wrong() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().display();
+        for query in ["leese=5s", "lease=1ms", "layout=spring", "purge_after=soon"] {
+            connect(&format!("sqlite:{path}/locks.db?{query}"))
+                .await
+                .unwrap_err();
+        }
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+
+    #[tokio::test]
+    async fn a_missing_folder_is_an_error_that_names_it() {
+        let folder = tempfile::tempdir().unwrap();
+        let error = connect(&format!(
+            "sqlite:{}/absent/locks.db",
+            folder.path().display()
+        ))
+        .await
+        .unwrap_err();
+        assert!(matches!(error, ConfigError::Open { .. }), "{error:?}");
+        assert!(told(&error).contains("absent"), "{error}");
+    }
+
+    #[test]
+    fn options_of_sqlite_are_for_sqlite() {
+        assert!(RegistryConfig::from_url("sqlite:a.db?busy_timeout=1s").is_ok());
+        assert!(RegistryConfig::from_url("memory:?busy_timeout=1s").is_err());
+    }
+}
+
+#[cfg(feature = "config")]
+mod texts {
+    use super::*;
+
+    #[test]
+    fn code_beats_environment_beats_file_beats_url() {
+        let toml = "url = 'memory:?namespace=url&lease=1s&poll=1s&label=url'\nlease = '2s'\npoll = '2s'\nlabel = 'file'";
+        let vars = [
+            ("LOCK_REGISTRY_POLL", "3s"),
+            ("LOCK_REGISTRY_LABEL", "environment"),
+        ];
+        let config = RegistryConfig::new()
+            .with_toml(toml)
+            .unwrap()
+            .with_vars(vars)
+            .unwrap()
+            .label("code");
+        let values =
+            ["namespace", "lease", "poll", "label"].map(|name| setting(&config, name).unwrap());
+        assert_eq!(values, ["url", "2s", "3s", "code"]);
+    }
+
+    #[test]
+    fn the_strongest_url_is_taken_with_its_options_alone() {
+        let config = RegistryConfig::new()
+            .with_toml("url = 'memory:file?lease=1s'")
+            .unwrap()
+            .with_vars([("LOCK_REGISTRY_URL", "memory:env?poll=1s")])
+            .unwrap();
+        assert_eq!(
+            setting(&config, "url").as_deref(),
+            Some("memory:env?poll=1s")
+        );
+        assert_eq!(setting(&config, "lease"), None);
+        assert_eq!(
+            setting(&config.url("memory:code"), "url").as_deref(),
+            Some("memory:code")
+        );
+    }
+
+    #[test]
+    fn toml_takes_numbers_and_truth_values_and_a_table_of_its_own() {
+        let config = RegistryConfig::new()
+            .with_toml(
+                "title = 'app'\n[lock-registry]\nurl = 'memory:'\nrenew = false\nhandoff = 8",
+            )
+            .unwrap();
+        assert_eq!(setting(&config, "renew").as_deref(), Some("false"));
+        assert_eq!(setting(&config, "handoff").as_deref(), Some("8"));
+    }
+
+    #[test]
+    fn bad_toml_is_refused_with_a_way_out() {
+        for (toml, hint) in [
+            ("leese = '1s'", "lease"),
+            ("lease = 30", "no unit"),
+            ("lease = 1.5", "must be text"),
+            ("lease = ['1s']", "must be text"),
+            ("[leese]\na = 1", "lease"),
+            ("lease = '1s'\nlease = '2s'", "line 2"),
+            ("lease = ", "line 1"),
+            ("\n\nurl = 'memory:", "line 3"),
+            ("lock-registry = 1", "table"),
+            ("handoff = -1", "whole number"),
+        ] {
+            let error = RegistryConfig::new()
+                .with_toml(toml)
+                .unwrap_err()
+                .to_string();
+            assert!(error.contains(hint), "{toml:?}: {error}");
+        }
+    }
+
+    #[test]
+    fn unknown_variables_name_the_nearest_and_others_are_passed_over() {
+        for (variable, nearest) in [
+            ("LOCK_REGISTRY_LEESE", "LOCK_REGISTRY_LEASE"),
+            ("LOCK_REGISTRY_URI", "LOCK_REGISTRY_URL"),
+            ("LOCK_REGISTRY_lease", "LOCK_REGISTRY_LEASE"),
+        ] {
+            let error = RegistryConfig::new()
+                .with_vars([(variable, "1s")])
+                .unwrap_err();
+            let ConfigError::Unknown {
+                what: "variable",
+                given,
+                nearest: told,
+                ..
+            } = error
+            else {
+                panic!("{error:?}")
+            };
+            assert_eq!((given.as_str(), told.as_str()), (variable, nearest));
+        }
+        let vars = [
+            ("LOCK_REGISTRY_LOG", "debug"),
+            ("LOCK_REGISTRIES", "x"),
+            ("PATH", "/bin"),
+        ];
+        assert!(RegistryConfig::new().with_vars(vars).is_ok());
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_variable_that_is_not_utf8_is_refused_without_its_value() {
+        use std::os::unix::ffi::OsStringExt as _;
+
+        let value = std::ffi::OsString::from_vec(b"canary\xff".to_vec());
+        let error = RegistryConfig::new()
+            .with_vars([("LOCK_REGISTRY_URL", value)])
+            .unwrap_err();
+        assert!(!told(&error).contains(CANARY), "{error:?}");
+    }
+
+    #[test]
+    fn no_error_about_toml_or_variables_shows_a_password() {
+        for toml in [
+            "url = 'redis://u:canary@h/0'\nleese = '1s'",
+            "url = 'redis://u:canary@h/0",
+            "url = redis://u:canary@h/0",
+            "url = 'memory:'\nurl = 'redis://u:canary@h/0'",
+            "url = ['redis://u:canary@h/0']",
+            "lock-registry = 'redis://u:canary@h/0'",
+        ] {
+            let error = RegistryConfig::new().with_toml(toml).unwrap_err();
+            assert!(!told(&error).contains(CANARY), "{toml}: {}", told(&error));
+        }
+        let config = RegistryConfig::new()
+            .with_toml("url = 'redis://u:canary@h/0'")
+            .unwrap()
+            .with_vars([("LOCK_REGISTRY_URL", "redis://u:canary@h/0")])
+            .unwrap();
+        assert!(!format!("{config:?}").contains(CANARY));
+        assert!(!told(&config.check().unwrap_err()).contains(CANARY));
+    }
+
+    #[test]
+    fn a_section_of_another_file_tells_its_mistakes_when_it_is_checked() {
+        #[derive(Debug, serde::Deserialize)]
+        struct App {
+            locks: RegistryConfig,
+        }
+        let app: App =
+            toml::from_str("[locks]\nurl = 'memory:'\nlease = '7s'\nhandoff = 3\nrenew = true")
+                .unwrap();
+        assert_eq!(setting(&app.locks, "lease").as_deref(), Some("7s"));
+        assert_eq!(setting(&app.locks, "handoff").as_deref(), Some("3"));
+
+        let wrong: App =
+            toml::from_str("locks = { url = 'redis://u:canary@h', leese = '7s' }").unwrap();
+        let error = wrong.locks.check().unwrap_err();
+        assert!(
+            matches!(&error, ConfigError::Unknown { nearest, .. } if nearest == "lease"),
+            "{error:?}"
+        );
+        assert!(!told(&error).contains(CANARY) && !format!("{wrong:?}").contains(CANARY));
+    }
+}

@@ -1,0 +1,209 @@
+//! Never two holders: of one key, in one store, whoever asks through whatever.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use registry_core::{Attempt, Claim, LockError, LockRegistry as _, Registry};
+use tokio::task::{JoinSet, yield_now};
+
+use crate::faulty::Faults;
+use crate::harness::RemoteLock;
+use crate::lab::{Lab, attempt, busy, freed, granted, key};
+
+/// The promise that everything else is about.
+pub async fn a_second_claim_is_busy_while_the_first_holds(lab: &Lab) {
+    let client = lab.client().await;
+    let first = Claim::new(key("orders/42"), lab.long());
+    granted(&*client, &first).await;
+    for _ in 0..3 {
+        busy(&*client, &Claim::new(key("orders/42"), lab.long())).await;
+    }
+    freed(&*client, &first).await;
+}
+
+/// Two clients are two processes.
+pub async fn a_claim_of_another_client_is_busy_while_the_first_holds(lab: &Lab) {
+    let (first, second) = (lab.client().await, lab.client().await);
+    let holder = Claim::new(key("orders/42"), lab.long());
+    granted(&*first, &holder).await;
+    busy(&*second, &Claim::new(key("orders/42"), lab.long())).await;
+    freed(&*first, &holder).await;
+    let next = Claim::new(key("orders/42"), lab.long());
+    granted(&*second, &next).await;
+    busy(&*first, &Claim::new(key("orders/42"), lab.long())).await;
+    freed(&*second, &next).await;
+}
+
+/// Deciding and taking is one step: there is no moment between them for a second one.
+pub async fn of_many_claims_at_once_exactly_one_is_granted(lab: &Lab) {
+    let clients = [lab.client().await, lab.client().await, lab.client().await];
+    for round in 0..10 {
+        let claims: Vec<_> =
+            (0..12).map(|_| Claim::new(key("orders/42"), lab.long())).collect();
+        let mut tasks = JoinSet::new();
+        for (n, claim) in claims.into_iter().enumerate() {
+            let client = Arc::clone(&clients[n % clients.len()]);
+            tasks.spawn(async move {
+                match attempt(&*client, &claim).await {
+                    Attempt::Granted(_) => Some(claim),
+                    Attempt::Busy(_) => None,
+                }
+            });
+        }
+        let winners: Vec<Claim> = tasks.join_all().await.into_iter().flatten().collect();
+        assert_eq!(winners.len(), 1, "winners of round {round}: {winners:?}");
+        freed(&*clients[0], &winners[0]).await;
+    }
+}
+
+/// Keys have nothing to do with each other.
+pub async fn claims_of_different_keys_are_held_at_once(lab: &Lab) {
+    let client = lab.client().await;
+    let claims: Vec<_> =
+        (0..20).map(|n| Claim::new(key(&format!("orders/{n}")), lab.long())).collect();
+    for claim in &claims {
+        granted(&*client, claim).await;
+    }
+    freed(&*client, &claims[7]).await;
+    for (n, claim) in claims.iter().enumerate().filter(|(n, _)| *n != 7) {
+        busy(&*client, &Claim::new(claim.key().clone(), lab.long())).await;
+        freed(&*client, &claims[n]).await;
+    }
+}
+
+/// Busy is an answer, not an error, also inside one process.
+pub async fn try_lock_gives_none_while_this_process_holds_the_lock(lab: &Lab) {
+    let registry = lab.registry().await;
+    let guard = registry.obtain("orders/42").lock().await.expect("a free lock is had");
+    for _ in 0..3 {
+        let second = registry.obtain("orders/42").try_lock().await.expect("busy is no error");
+        assert!(second.is_none(), "two guards of one key");
+    }
+    guard.unlock().await.expect("a held lock is unlocked");
+    let again = registry.obtain("orders/42").try_lock().await.expect("a free lock is no error");
+    again.expect("a free lock is had").unlock().await.expect("a held lock is unlocked");
+}
+
+/// Busy is an answer, not an error, also across processes.
+pub async fn try_lock_gives_none_while_another_process_holds_the_lock(lab: &Lab) {
+    let (here, there) = (lab.registry().await, lab.registry().await);
+    let guard = there.obtain("orders/42").lock().await.expect("a free lock is had");
+    for _ in 0..3 {
+        let second = here.obtain("orders/42").try_lock().await.expect("busy is no error");
+        assert!(second.is_none(), "two guards of one key");
+    }
+    guard.unlock().await.expect("a held lock is unlocked");
+    let again = here.obtain("orders/42").try_lock().await.expect("a free lock is no error");
+    again.expect("a free lock is had").unlock().await.expect("a held lock is unlocked");
+}
+
+/// An outage must never look like "somebody else holds it".
+pub async fn an_outage_is_an_error_and_never_busy(lab: &Lab) {
+    let faulty = lab.faulty(Faults::outage()).await;
+    let registry = lab.registry_over(&faulty, lab.long());
+    match registry.obtain("orders/42").try_lock().await {
+        Err(error @ LockError::Backend { .. }) => assert!(error.is_retryable(), "{error:?}"),
+        other => panic!("an outage is reported as {other:?}"),
+    }
+    faulty.heal();
+    let guard = registry.obtain("orders/42").try_lock().await.expect("the outage is over");
+    guard.expect("nobody holds the lock").unlock().await.expect("a held lock is unlocked");
+}
+
+/// Whoever obtains a lock twice has two handles of one lock.
+pub async fn two_handles_of_one_key_are_one_lock(lab: &Lab) {
+    let registry = lab.registry().await;
+    let (first, second) = (registry.obtain("orders/42"), registry.obtain("orders/42"));
+    let guard = first.lock().await.expect("a free lock is had");
+    assert!(second.try_lock().await.expect("busy is no error").is_none(), "two guards of one key");
+    drop(first);
+    let third = registry.clone().obtain("orders/42");
+    assert!(third.try_lock().await.expect("busy is no error").is_none(), "two guards of one key");
+    guard.unlock().await.expect("a held lock is unlocked");
+}
+
+/// Keys have nothing to do with each other, in one process either.
+pub async fn one_caller_holds_many_keys_at_once(lab: &Lab) {
+    let registry = lab.registry().await;
+    let locks: Vec<_> = (0..20).map(|n| registry.obtain(&format!("orders/{n}"))).collect();
+    let guards = join_all(locks.iter().map(|lock| lock.lock())).await;
+    for guard in guards {
+        let guard = guard.expect("a free lock is had");
+        assert!(guard.is_held());
+        guard.unlock().await.expect("a held lock is unlocked");
+    }
+}
+
+/// Twenty callers of several processes start at once: one enters.
+pub async fn of_many_try_locks_at_once_exactly_one_wins(lab: &Lab) {
+    let registries = [lab.registry().await, lab.registry().await, lab.registry().await];
+    let mut tasks = JoinSet::new();
+    for n in 0..21 {
+        let lock = registries[n % registries.len()].obtain("orders/42");
+        tasks.spawn(async move { lock.try_lock().await.expect("busy is no error") });
+    }
+    let winners: Vec<_> = tasks.join_all().await.into_iter().flatten().collect();
+    assert_eq!(winners.len(), 1, "{winners:?}");
+    for guard in winners {
+        guard.unlock().await.expect("a held lock is unlocked");
+    }
+}
+
+/// Many tasks of several processes work under one lock: none meets another, and all get their turn.
+pub async fn critical_sections_of_several_processes_never_overlap(lab: &Lab) {
+    let registries = [lab.registry().await, lab.registry().await];
+    never_overlap(&registries, 4, 6).await;
+}
+
+/// The same inside one process, where the lock is handed from task to task.
+pub async fn critical_sections_of_one_process_never_overlap(lab: &Lab) {
+    let registries = [lab.registry().await];
+    never_overlap(&registries, 16, 8).await;
+}
+
+async fn never_overlap(registries: &[Registry], tasks_each: usize, rounds: usize) {
+    let inside = Arc::new(AtomicUsize::new(0));
+    let mut tasks = JoinSet::new();
+    for registry in registries {
+        for _ in 0..tasks_each {
+            let lock = registry.obtain("orders/42");
+            let inside = Arc::clone(&inside);
+            tasks.spawn(async move {
+                for _ in 0..rounds {
+                    let guard = lock.lock().await.expect("the lock is had at last");
+                    assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0, "two are inside");
+                    yield_now().await;
+                    assert_eq!(inside.fetch_sub(1, Ordering::SeqCst), 1, "two were inside");
+                    guard.unlock().await.expect("a held lock is unlocked");
+                }
+                rounds
+            });
+        }
+    }
+    let done: usize = tasks.join_all().await.into_iter().sum();
+    assert_eq!(done, registries.len() * tasks_each * rounds, "all got their turn");
+}
+
+/// A real other process.
+pub async fn a_lock_that_another_process_holds_is_busy_here(lab: &Lab) {
+    let mut there = lab.remote(lab.long()).await;
+    let here = lab.registry().await;
+    assert!(matches!(there.lock("orders/42", Duration::ZERO).await, RemoteLock::Held { .. }));
+    assert!(here.obtain("orders/42").try_lock().await.expect("busy is no error").is_none());
+    assert!(there.unlock("orders/42").await, "the other process held it until then");
+    let guard = here.obtain("orders/42").try_lock().await.expect("a free lock is no error");
+    guard.expect("a free lock is had").unlock().await.expect("a held lock is unlocked");
+}
+
+/// A real other process, the other way round.
+pub async fn a_lock_that_is_held_here_is_busy_in_another_process(lab: &Lab) {
+    let mut there = lab.remote(lab.long()).await;
+    let here = lab.registry().await;
+    let guard = here.obtain("orders/42").lock().await.expect("a free lock is had");
+    assert_eq!(there.lock("orders/42", Duration::ZERO).await, RemoteLock::Busy);
+    guard.unlock().await.expect("a held lock is unlocked");
+    assert!(matches!(there.lock("orders/42", Duration::ZERO).await, RemoteLock::Held { .. }));
+    assert!(there.unlock("orders/42").await, "the other process held it until then");
+}

@@ -1,0 +1,188 @@
+//! Tokens of one key only grow: over clients, expiry, release, restart.
+
+use std::sync::Arc;
+
+use registry_core::{Claim, FencingToken, LockBackend, LockRegistry as _};
+
+use crate::lab::{Lab, busy, freed, granted, key, renew, renewed};
+
+/// A store that fences has no grant without a token.
+pub async fn every_grant_has_a_token(lab: &Lab) {
+    let client = lab.client().await;
+    for name in ["orders/1", "orders/2", "orders/1"] {
+        take_and_release(lab, &*client, name, 1).await;
+    }
+}
+
+/// A successor has a larger token than every holder before it.
+pub async fn tokens_grow_over_release(lab: &Lab) {
+    let client = lab.client().await;
+    let mut last = take_and_release(lab, &*client, "orders/42", 1).await;
+    // As fast as the store can, so that a clock that is too coarse shows.
+    for _ in 0..200 {
+        let next = take_and_release(lab, &*client, "orders/42", 1).await;
+        assert!(next > last, "{next} after {last}");
+        last = next;
+    }
+}
+
+/// Whichever client asks, the tokens come out of one sequence.
+pub async fn tokens_grow_over_clients(lab: &Lab) {
+    let clients = [lab.client().await, lab.client().await, lab.client().await];
+    let mut last = take_and_release(lab, &*clients[0], "orders/42", 1).await;
+    for n in 1..60 {
+        let next = take_and_release(lab, &*clients[n % 3], "orders/42", 1).await;
+        assert!(next > last, "{next} after {last}");
+        last = next;
+    }
+}
+
+/// The successor of a holder that died is told apart from it.
+pub async fn tokens_grow_over_expiry(lab: &Lab) {
+    let client = lab.client().await;
+    let dead = Claim::new(key("orders/42"), lab.short());
+    let last = token(granted(&*client, &dead).await.token);
+    let heir = Claim::new(key("orders/42"), lab.long());
+    let next = token(lab.granted_at_last(&*client, &heir).await.token);
+    assert!(next > last, "{next} after {last}");
+    freed(&*client, &heir).await;
+}
+
+/// A broken lock's holder may still be at work: its token must be the smaller one.
+pub async fn tokens_grow_over_a_forced_release(lab: &Lab) {
+    let client = lab.client().await;
+    let broken = Claim::new(key("orders/42"), lab.long());
+    let last = token(granted(&*client, &broken).await.token);
+    client.force_release(broken.key()).await.expect("a held lock is broken");
+    let next = take_and_release(lab, &*client, "orders/42", 1).await;
+    assert!(next > last, "{next} after {last}");
+}
+
+/// The same claim, granted a second time after its release, is a new grant.
+pub async fn tokens_grow_when_one_claim_is_granted_anew(lab: &Lab) {
+    let client = lab.client().await;
+    let claim = Claim::new(key("orders/42"), lab.long());
+    let last = token(granted(&*client, &claim).await.token);
+    freed(&*client, &claim).await;
+    let next = token(granted(&*client, &claim).await.token);
+    assert!(next > last, "{next} after {last}");
+    freed(&*client, &claim).await;
+}
+
+/// The store's data outlives the store's process, and so does the sequence.
+pub async fn tokens_grow_over_a_restart(lab: &Lab) {
+    let client = lab.client().await;
+    let last = take_and_release(lab, &*client, "orders/42", 1_000).await;
+    shut(client).await;
+    lab.restart().await;
+    let next = take_and_release(lab, &*lab.client().await, "orders/42", 1).await;
+    assert!(next.get() >= last.get() + 1_000, "{next} after {last} and its block of 1000");
+}
+
+/// A store that came up empty still hands out larger tokens: they follow its clock, not only its data.
+pub async fn tokens_grow_even_when_the_store_lost_its_data(lab: &Lab) {
+    let client = lab.client().await;
+    let last = take_and_release(lab, &*client, "orders/42", 1).await;
+    shut(client).await;
+    lab.wipe().await;
+    let next = take_and_release(lab, &*lab.client().await, "orders/42", 1).await;
+    assert!(next > last, "{next} after {last}");
+}
+
+/// A repeated request is the same grant and has the same token.
+pub async fn a_repeated_acquire_has_the_same_token(lab: &Lab) {
+    let (first, second) = (lab.client().await, lab.client().await);
+    let claim = Claim::new(key("orders/42"), lab.long()).with_token_block(5);
+    let grant = granted(&*first, &claim).await;
+    assert_eq!(granted(&*first, &claim).await.token, grant.token);
+    assert_eq!(granted(&*second, &claim).await.token, grant.token);
+    freed(&*first, &claim).await;
+}
+
+/// A holder keeps its token, whatever others try and however often it renews.
+pub async fn a_holder_keeps_its_token(lab: &Lab) {
+    let client = lab.client().await;
+    let claim = Claim::new(key("orders/42"), lab.long());
+    let grant = granted(&*client, &claim).await;
+    for _ in 0..3 {
+        busy(&*client, &Claim::new(key("orders/42"), lab.long()).with_token_block(100)).await;
+        renewed(&*client, &claim).await;
+        renew(&*client, &Claim::new(key("orders/42"), lab.long())).await;
+    }
+    assert_eq!(granted(&*client, &claim).await.token, grant.token);
+    freed(&*client, &claim).await;
+}
+
+/// The tokens of a block belong to the one who reserved them, for hand-offs that the store never sees.
+pub async fn a_reserved_block_of_tokens_is_given_to_nobody_else(lab: &Lab) {
+    let clients = [lab.client().await, lab.client().await];
+    let mut free_from = 0;
+    for (n, block) in [1, 33, 1_000_000, 2, 1].into_iter().enumerate() {
+        let next = take_and_release(lab, &*clients[n % 2], "orders/42", block).await;
+        assert!(next.get() >= free_from, "{next} is inside the block that ends before {free_from}");
+        free_from = next.get() + u64::from(block);
+    }
+}
+
+/// A block that was reserved by a holder that died stays reserved.
+pub async fn a_reserved_block_of_tokens_outlives_its_holder(lab: &Lab) {
+    let client = lab.client().await;
+    let block = 1_000_000;
+    let dead = Claim::new(key("orders/42"), lab.short()).with_token_block(block);
+    let last = token(granted(&*client, &dead).await.token);
+    let heir = Claim::new(key("orders/42"), lab.long());
+    let next = token(lab.granted_at_last(&*client, &heir).await.token);
+    assert!(next.get() >= last.get() + u64::from(block), "{next} after {last} and its block of {block}");
+    freed(&*client, &heir).await;
+}
+
+/// What users see is what the store gave: over tasks and processes, every guard's token is larger than the last one's.
+pub async fn guards_of_all_processes_have_growing_tokens(lab: &Lab) {
+    let registries = [lab.registry().await, lab.registry().await];
+    let mut last = None;
+    for n in 0..20 {
+        let guard = registries[n % 2].obtain("orders/42").lock().await.expect("a free lock is had");
+        let next = guard.fencing_token();
+        assert!(next.is_some() && next > last, "{next:?} after {last:?}");
+        last = next;
+        guard.unlock().await.expect("a held lock is unlocked");
+    }
+}
+
+/// Tasks that hand the lock to each other inside a process are told apart too.
+pub async fn waiters_of_all_processes_have_growing_tokens(lab: &Lab) {
+    let registries = [lab.registry().await, lab.registry().await];
+    let seen = Arc::new(tokio::sync::Mutex::new(Vec::new()));
+    let mut tasks = tokio::task::JoinSet::new();
+    for n in 0..12 {
+        let lock = registries[n % 2].obtain("orders/42");
+        let seen = Arc::clone(&seen);
+        tasks.spawn(async move {
+            for _ in 0..4 {
+                let guard = lock.lock().await.expect("the lock is had at last");
+                seen.lock().await.push(guard.fencing_token().expect("the store fences"));
+                guard.unlock().await.expect("a held lock is unlocked");
+            }
+        });
+    }
+    tasks.join_all().await;
+    let seen = seen.lock().await;
+    assert_eq!(seen.len(), 48);
+    assert!(seen.is_sorted_by(|one, next| one < next), "in the order of the guards: {seen:?}");
+}
+
+async fn take_and_release(lab: &Lab, client: &dyn LockBackend, name: &str, block: u32) -> FencingToken {
+    let claim = Claim::new(key(name), lab.long()).with_token_block(block);
+    let grant = granted(client, &claim).await;
+    freed(client, &claim).await;
+    token(grant.token)
+}
+
+fn token(token: Option<FencingToken>) -> FencingToken {
+    token.expect("a store that fences gives a token with every grant")
+}
+
+async fn shut(client: Arc<dyn LockBackend>) {
+    client.close().await;
+    drop(client);
+}

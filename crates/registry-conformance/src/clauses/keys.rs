@@ -1,0 +1,200 @@
+//! Any text may be a key, and two keys are the same lock only if they are the same bytes.
+
+use std::collections::HashSet;
+
+use registry_core::{
+    Claim, InvalidKey, Key, LockBackend, LockError, LockRegistry as _, LockRegistryExt as _, Release,
+};
+
+use crate::faulty::Faults;
+use crate::lab::{Lab, busy, freed, granted, is_free, key, release};
+
+/// Whatever the characters: two different texts are two locks, and each is its own.
+pub async fn hostile_keys_are_different_locks(lab: &Lab) {
+    all_different(lab, hostile()).await;
+}
+
+/// Nothing is folded, trimmed or normalised, as collations and file systems like to do.
+pub async fn keys_that_look_alike_are_different_locks(lab: &Lab) {
+    all_different(lab, alike()).await;
+}
+
+/// Nothing is cut off: the longest keys differ in their last byte.
+pub async fn the_longest_keys_are_different_locks(lab: &Lab) {
+    let stem = "x".repeat(Key::BYTES_MAX - 1);
+    let wide = "🔒".repeat(Key::BYTES_MAX / 4 - 1);
+    let mut keys: Vec<_> = ["a", "b", "A", "/", "\0", ""].map(|end| format!("{stem}{end}")).into();
+    keys.extend(["🔒", "🔓", "aaaa", "aaab"].map(|end| format!("{wide}{end}")));
+    all_different(lab, keys).await;
+}
+
+/// Separators of stores' own names are characters like any other.
+pub async fn keys_made_of_separators_are_different_locks(lab: &Lab) {
+    let mut keys = Vec::new();
+    for separator in ["/", ":", ".", "-", "_", "%", "\\", "\0", "{", "}", "*", "?"] {
+        keys.extend([
+            separator.to_owned(),
+            separator.repeat(2),
+            format!("a{separator}b"),
+            format!("{separator}a"),
+            format!("a{separator}"),
+            format!("a{separator}{separator}b"),
+        ]);
+    }
+    all_different(lab, keys).await;
+}
+
+/// Short keys by the hundred: whatever hashes or escapes has to keep them apart.
+pub async fn no_two_of_many_keys_are_the_same_lock(lab: &Lab) {
+    let parts = ["a", "A", "%", "2", "/", "é"];
+    let mut keys = Vec::new();
+    for one in parts {
+        for two in parts {
+            keys.push(format!("{one}{two}"));
+            keys.extend(parts.map(|three| format!("{one}{two}{three}")));
+        }
+    }
+    all_different(lab, keys).await;
+}
+
+/// Holds all of `keys` at once, then finds that each is held by its own claim, and frees one after the other.
+async fn all_different(lab: &Lab, keys: Vec<String>) {
+    let client = lab.client().await;
+    let distinct: HashSet<_> = keys.iter().collect();
+    assert_eq!(distinct.len(), keys.len(), "the clause names no key twice");
+    let claims: Vec<_> = keys
+        .iter()
+        .map(|name| key(name))
+        // A layout that cannot hold a key says so beforehand.
+        .filter(|key| client.check_key(key).is_ok())
+        .map(|key| Claim::new(key, lab.long()))
+        .collect();
+    assert!(!claims.is_empty(), "the layout can hold none of {keys:?}");
+    for claim in &claims {
+        granted(&*client, claim).await;
+    }
+    for claim in &claims {
+        busy(&*client, &Claim::new(claim.key().clone(), lab.long())).await;
+    }
+    for claim in &claims {
+        freed(&*client, claim).await;
+        assert!(is_free(&*client, claim.key()).await, "{:?} is not free", claim.key());
+        assert_eq!(release(&*client, claim).await, Release::NotHeld);
+    }
+}
+
+/// What is told of a lock names the key as it was given, to the byte.
+pub async fn keys_come_back_as_they_were_given(lab: &Lab) {
+    let client = lab.client().await;
+    let mut names = hostile();
+    names.extend(alike());
+    let claims: Vec<_> = names
+        .iter()
+        .map(|name| key(name))
+        .filter(|key| client.check_key(key).is_ok())
+        .map(|key| Claim::new(key, lab.long()))
+        .collect();
+    for claim in &claims {
+        granted(&*client, claim).await;
+        let holder = client.inspect(claim.key()).await.expect("inspect answers");
+        assert_eq!(holder.map(|holder| holder.key).as_ref(), Some(claim.key()));
+    }
+    let listed: HashSet<Key> =
+        client.list().await.expect("list answers").into_iter().map(|holder| holder.key).collect();
+    let given: HashSet<Key> = claims.iter().map(|claim| claim.key().clone()).collect();
+    assert_eq!(listed, given);
+    for claim in &claims {
+        freed(&*client, claim).await;
+    }
+}
+
+/// What users see: any text is a lock's key.
+pub async fn hostile_keys_are_locked_and_unlocked(lab: &Lab) {
+    let client = lab.client().await;
+    let registry = lab.registry().await;
+    for name in hostile() {
+        if client.check_key(&key(&name)).is_err() {
+            continue;
+        }
+        let lock = registry.obtain(&name);
+        assert_eq!(lock.key(), name);
+        let guard = lock.try_lock().await.expect("no trouble").expect("the lock is free");
+        assert_eq!(guard.key(), name);
+        assert!(lock.try_lock().await.expect("busy is no error").is_none());
+        guard.unlock().await.expect("a held lock is unlocked");
+    }
+}
+
+/// The empty text is no key, and the store never hears of it.
+pub async fn an_empty_key_is_refused_before_any_request(lab: &Lab) {
+    refused_everywhere(lab, "", |why| matches!(why, InvalidKey::Empty)).await;
+}
+
+/// One byte too many is refused, and the store never hears of it.
+pub async fn a_key_that_is_too_long_is_refused_before_any_request(lab: &Lab) {
+    let long = "x".repeat(Key::BYTES_MAX + 1);
+    refused_everywhere(lab, &long, |why| matches!(why, InvalidKey::TooLong { bytes: 4_097, .. })).await;
+    // Bytes count, not characters.
+    let wide = "é".repeat(Key::BYTES_MAX / 2 + 1);
+    refused_everywhere(lab, &wide, |why| matches!(why, InvalidKey::TooLong { bytes: 4_098, .. })).await;
+}
+
+async fn refused_everywhere(lab: &Lab, name: &str, expected: impl Fn(&InvalidKey) -> bool) {
+    let faulty = lab.faulty(Faults::none()).await;
+    let registry = lab.registry_over(&faulty, lab.long());
+    let lock = registry.obtain(name);
+    let refusals = [
+        lock.lock().await.map(drop),
+        lock.try_lock().await.map(drop),
+        lock.try_lock_for(lab.short()).await.map(drop),
+        lock.holder().await.map(drop),
+        registry.execute_locked(name, async |_| ()).await.map(drop),
+    ];
+    for refusal in refusals {
+        match refusal {
+            Err(LockError::InvalidKey(why)) => assert!(expected(&why), "{why:?}"),
+            other => panic!("an invalid key gives {other:?}"),
+        }
+    }
+    assert_eq!(faulty.requests(), 0, "the store heard of a key that is none");
+}
+
+/// What a layout cannot hold is refused beforehand, so that it never meets the store.
+pub async fn a_layout_holds_every_key_that_it_does_not_refuse(lab: &Lab) {
+    let client: std::sync::Arc<dyn LockBackend> = lab.client().await;
+    let mut names = hostile();
+    names.push("x".repeat(Key::BYTES_MAX));
+    for name in names {
+        let key = key(&name);
+        if client.check_key(&key).is_ok() {
+            let claim = Claim::new(key, lab.long());
+            granted(&*client, &claim).await;
+            freed(&*client, &claim).await;
+        }
+    }
+}
+
+fn hostile() -> Vec<String> {
+    [
+        "/", "//", ".", "..", "../../etc/passwd", "a/../b", "\0", "a\0b", "a\0", "'", "\"", "`", "\\",
+        "'); DROP TABLE locks; --", "%", "_", "*", "?", "[a-z]", "%00", "%2F", "{", "}", "{}", "{a}b",
+        "a{b}c", " ", "  ", "\t", "\n", "\r\n", "a\nb", "🔒", "👩‍👩‍👧", "\u{202e}abc", "\u{feff}", "\u{200b}",
+        "ключ", "鍵", "مفتاح", "null", "NULL", "0", "-1", "641", "true", "$1", "${HOME}", "#", ";", ":", "a:b",
+        "@", "~", "CON", "-", "--", "orders/42?x=1&y=2", "\u{7f}", "\u{1b}[31m", "\u{fffd}", "\u{10ffff}",
+    ]
+    .map(str::to_owned)
+    .into()
+}
+
+fn alike() -> Vec<String> {
+    [
+        "key", "Key", "KEY", "kEY", " key", "key ", "key  ", "\tkey", "key\n", "key\0", "kéy", "ke\u{301}y",
+        "k\u{e9}y", "ｋｅｙ", "кey", "keү", "ß", "ss", "SS", "ı", "i", "I", "İ", "ﬁ", "fi", "Å", "\u{212b}", "1", "01", "1.0", "１",
+    ]
+    .map(str::to_owned)
+    .into_iter()
+    // The same text written in two ways above is one key.
+    .collect::<HashSet<_>>()
+    .into_iter()
+    .collect()
+}

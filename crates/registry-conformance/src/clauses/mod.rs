@@ -1,0 +1,28 @@
+//! The promises, one function each, named as statements. A function that returns has found its promise kept; one that
+//! panics has found it broken and says where.
+//!
+//! A clause either talks to the [`LockBackend`](registry_core::LockBackend) itself, which shows what the store promises
+//! to the engine, or goes through [`Registry`](registry_core::Registry), which shows what users are promised over that
+//! store. Two clients of one store stand for two processes.
+//!
+//! Backends run all of them with [`conformance!`](crate::conformance).
+//!
+//! # Cancel safety
+//! Clauses are run to their end. One that is dropped leaves its locks to the store's leases.
+#![expect(clippy::missing_panics_doc, reason = "a panic is how a clause says that its promise is broken")]
+
+pub mod spi;
+pub mod exclusion;
+pub mod fencing;
+pub mod expiry;
+pub mod renewal;
+pub mod release;
+pub mod waiting;
+pub mod keys;
+pub mod inspect;
+pub mod options;
+pub mod loss;
+pub mod reentry;
+pub mod handoff;
+pub mod drop_and_cancel;
+pub mod close;

@@ -1,0 +1,315 @@
+//! Renewal prolongs what is held, and nothing else.
+
+use std::time::Duration;
+
+use registry_core::{Claim, LockError, LockOptions, LockRegistry as _, Renewal};
+use tokio::time::sleep;
+
+use crate::faulty::{Fault, Faults, Operation};
+use crate::lab::{Lab, busy, freed, granted, is_free, key, release, renew, renewed};
+
+/// What renewal is for.
+pub async fn renewing_prolongs_a_grant(lab: &Lab) {
+    let client = lab.client().await;
+    let claim = Claim::new(key("orders/42"), lab.renewed());
+    granted(&*client, &claim).await;
+    let left = renewed(&*client, &claim.clone().with_lease(lab.long())).await;
+    assert!(left > lab.renewed(), "{left:?} of {:?}", lab.long());
+    sleep(lab.renewed() * 3 / 2).await;
+    busy(&*client, &Claim::new(key("orders/42"), lab.long())).await;
+    freed(&*client, &claim).await;
+}
+
+/// A claim is known by its id alone, for renewal too.
+pub async fn a_grant_is_renewed_through_another_client(lab: &Lab) {
+    let (first, second) = (lab.client().await, lab.client().await);
+    let claim = Claim::new(key("orders/42"), lab.long());
+    granted(&*first, &claim).await;
+    renewed(&*second, &claim).await;
+    freed(&*first, &claim).await;
+}
+
+/// A renewal that was sent earlier and arrives later must not take back what a longer one gave.
+pub async fn renewing_never_shortens_a_lease(lab: &Lab) {
+    let client = lab.client().await;
+    let claim = Claim::new(key("orders/42"), lab.long());
+    granted(&*client, &claim).await;
+    renewed(&*client, &claim.clone().with_lease(lab.short())).await;
+    sleep(lab.short() * 2).await;
+    busy(&*client, &Claim::new(key("orders/42"), lab.long())).await;
+    freed(&*client, &claim).await;
+}
+
+/// Once over, always over: somebody else may have been let in and out again since.
+pub async fn renewing_does_not_bring_back_an_expired_grant(lab: &Lab) {
+    let client = lab.client().await;
+    let claim = Claim::new(key("orders/42"), lab.short());
+    granted(&*client, &claim).await;
+    lab.let_expire(&*client, &claim).await;
+    assert_eq!(renew(&*client, &claim.clone().with_lease(lab.long())).await, Renewal::Gone);
+    assert!(is_free(&*client, claim.key()).await, "the renewal made a new grant");
+}
+
+/// The same when the successor has come and gone.
+pub async fn renewing_does_not_bring_back_a_grant_that_was_followed_by_another(lab: &Lab) {
+    let client = lab.client().await;
+    let claim = Claim::new(key("orders/42"), lab.short());
+    granted(&*client, &claim).await;
+    let next = Claim::new(key("orders/42"), lab.long());
+    lab.granted_at_last(&*client, &next).await;
+    freed(&*client, &next).await;
+    assert_eq!(renew(&*client, &claim.clone().with_lease(lab.long())).await, Renewal::Gone);
+    assert!(is_free(&*client, claim.key()).await, "the renewal made a new grant");
+}
+
+/// A renewal may arrive after the release of its own claim.
+pub async fn renewing_does_not_bring_back_a_released_grant(lab: &Lab) {
+    let client = lab.client().await;
+    let claim = Claim::new(key("orders/42"), lab.long());
+    granted(&*client, &claim).await;
+    freed(&*client, &claim).await;
+    assert_eq!(renew(&*client, &claim).await, Renewal::Gone);
+    assert!(is_free(&*client, claim.key()).await, "the renewal made a new grant");
+}
+
+/// Renewal is not another way to acquire.
+pub async fn renewing_what_was_never_granted_grants_nothing(lab: &Lab) {
+    let client = lab.client().await;
+    let claim = Claim::new(key("orders/42"), lab.long());
+    assert_eq!(renew(&*client, &claim).await, Renewal::Gone);
+    assert!(is_free(&*client, claim.key()).await, "the renewal made a grant");
+}
+
+/// Renewal is by owner: a stranger's, or a predecessor's, neither helps nor harms the holder.
+pub async fn renewing_anothers_grant_does_nothing_to_it(lab: &Lab) {
+    let client = lab.client().await;
+    let holder = Claim::new(key("orders/42"), lab.short());
+    granted(&*client, &holder).await;
+    let stranger = Claim::new(key("orders/42"), lab.long());
+    assert_eq!(renew(&*client, &stranger).await, Renewal::Gone);
+    // Had it prolonged the holder's lease, the key would not be free before the stranger's lease is over.
+    let next = Claim::new(key("orders/42"), lab.long());
+    lab.granted_at_last(&*client, &next).await;
+    freed(&*client, &next).await;
+}
+
+/// The engine matches answers to claims by position.
+pub async fn a_batch_is_answered_in_the_order_of_its_claims(lab: &Lab) {
+    let client = lab.client().await;
+    let claims: Vec<_> =
+        (0..12).map(|n| Claim::new(key(&format!("orders/{n}")), lab.long())).collect();
+    for (n, claim) in claims.iter().enumerate() {
+        match n % 4 {
+            0 | 3 => drop(granted(&*client, claim).await),
+            1 => {
+                granted(&*client, claim).await;
+                freed(&*client, claim).await;
+            }
+            // Held by somebody else.
+            _ => drop(granted(&*client, &Claim::new(claim.key().clone(), lab.long())).await),
+        }
+    }
+    // Not in the order in which they were granted, and not in the order of their keys.
+    let mut batch = claims;
+    batch.reverse();
+    batch.swap(1, 8);
+    let answers = client.renew(&batch).await;
+    assert_eq!(answers.len(), batch.len(), "one answer for each claim");
+    for (claim, answer) in batch.iter().zip(answers) {
+        let n: usize = claim.key().as_str()["orders/".len()..].parse().expect("the key ends in a number");
+        let held = matches!(n % 4, 0 | 3);
+        match answer.expect("no trouble") {
+            Renewal::Renewed(left) => assert!(held && left > Duration::ZERO, "{claim:?} is not held"),
+            Renewal::Gone => assert!(!held, "{claim:?} is held"),
+        }
+    }
+}
+
+/// One claim that is gone must not cost the others their leases.
+pub async fn a_dead_claim_in_a_batch_does_not_stop_the_others(lab: &Lab) {
+    let client = lab.client().await;
+    let mut batch: Vec<_> =
+        (0..3).map(|n| Claim::new(key(&format!("orders/{n}")), lab.renewed())).collect();
+    for claim in &batch {
+        granted(&*client, claim).await;
+    }
+    freed(&*client, &batch[1]).await;
+    batch.iter_mut().for_each(|claim| *claim = claim.clone().with_lease(lab.long()));
+    client.renew(&batch).await;
+    sleep(lab.renewed() * 3 / 2).await;
+    for n in [0, 2] {
+        busy(&*client, &Claim::new(batch[n].key().clone(), lab.long())).await;
+        freed(&*client, &batch[n]).await;
+    }
+    assert!(is_free(&*client, batch[1].key()).await, "a released claim came back");
+}
+
+/// Each claim of a batch is renewed for its own lease, not for the first one's.
+pub async fn each_claim_of_a_batch_has_its_own_lease(lab: &Lab) {
+    let client = lab.client().await;
+    let long = Claim::new(key("long"), lab.renewed());
+    let short = Claim::new(key("short"), lab.renewed());
+    granted(&*client, &long).await;
+    granted(&*client, &short).await;
+    for answer in client.renew(&[long.clone().with_lease(lab.long()), short.clone()]).await {
+        assert!(matches!(answer, Ok(Renewal::Renewed(_))), "{answer:?}");
+    }
+    let next = Claim::new(key("short"), lab.long());
+    lab.granted_at_last(&*client, &next).await;
+    busy(&*client, &Claim::new(key("long"), lab.long())).await;
+    freed(&*client, &long).await;
+    freed(&*client, &next).await;
+}
+
+/// Nothing is asked, nothing is answered.
+pub async fn an_empty_batch_has_no_answers(lab: &Lab) {
+    assert!(lab.client().await.renew(&[]).await.is_empty());
+}
+
+/// A registry with very many locks is renewed in one go; stores have limits on a statement's parameters.
+pub async fn a_large_batch_is_renewed_whole(lab: &Lab) {
+    let client = lab.client().await;
+    let claims: Vec<_> =
+        (0..1_500).map(|n| Claim::new(key(&format!("orders/{n}")), lab.long())).collect();
+    // Few are held, so that the clause is about the batch and not about 1,500 grants.
+    for claim in claims.iter().step_by(100) {
+        granted(&*client, claim).await;
+    }
+    let answers = client.renew(&claims).await;
+    assert_eq!(answers.len(), claims.len(), "one answer for each claim");
+    for (n, answer) in answers.into_iter().enumerate() {
+        let held = matches!(answer.expect("no trouble"), Renewal::Renewed(_));
+        assert_eq!(held, n % 100 == 0, "orders/{n}");
+    }
+    for claim in claims.iter().step_by(100) {
+        release(&*client, claim).await;
+    }
+}
+
+/// What users see of renewal: nothing. The lock is simply held for as long as the guard lives.
+pub async fn a_held_lock_outlives_its_lease_by_renewal(lab: &Lab) {
+    let registry = lab.registry_of(lab.renewed()).await;
+    let other = lab.registry().await;
+    let guard = registry.obtain("orders/42").lock().await.expect("a free lock is had");
+    let token = guard.fencing_token();
+    for _ in 0..4 {
+        sleep(lab.renewed() * 3 / 4).await;
+        assert!(guard.is_held(), "the lock was lost though all is well");
+        assert!(other.obtain("orders/42").try_lock().await.expect("busy is no error").is_none());
+    }
+    assert_eq!(guard.fencing_token(), token, "a renewal is no new grant");
+    guard.unlock().await.expect("a held lock is unlocked");
+}
+
+/// Renewal by hand, for a step that is known to take long.
+pub async fn a_guard_renewed_by_hand_is_valid_for_longer(lab: &Lab) {
+    let registry = lab.registry_of(lab.renewed()).await;
+    let guard = registry.obtain("orders/42").lock().await.expect("a free lock is had");
+    guard.renew(lab.long()).await.expect("a held lock is renewed");
+    assert!(guard.valid_for() > lab.renewed(), "{:?} after a renewal for {:?}", guard.valid_for(), lab.long());
+    sleep(lab.renewed() * 3 / 2).await;
+    assert!(guard.is_held());
+    guard.unlock().await.expect("a held lock is unlocked");
+}
+
+/// Renewal by hand never takes time away.
+pub async fn a_guard_renewed_by_hand_never_loses_time(lab: &Lab) {
+    let registry = lab.registry().await;
+    let other = lab.registry().await;
+    let options = LockOptions::new().renew(false);
+    let guard = registry.obtain("orders/42").lock_with(options).await.expect("no trouble");
+    let guard = guard.expect("without a wait there is always a guard");
+    guard.renew(lab.short()).await.expect("a held lock is renewed");
+    sleep(lab.short() * 2).await;
+    assert!(guard.is_held(), "a short renewal cut a long lease");
+    assert!(other.obtain("orders/42").try_lock().await.expect("busy is no error").is_none());
+    guard.unlock().await.expect("a held lock is unlocked");
+}
+
+/// A store that is away for less than a lease is nobody's loss.
+pub async fn renewal_survives_an_outage_shorter_than_the_lease(lab: &Lab) {
+    let faulty = lab.faulty(Faults::none()).await;
+    let registry = lab.registry_over(&faulty, lab.renewed());
+    let guard = registry.obtain("orders/42").lock().await.expect("a free lock is had");
+    faulty.apply(Faults::outage());
+    lab.eventually("the keeper tries to renew", async || faulty.calls(Operation::Renew) > 0).await;
+    faulty.heal();
+    sleep(lab.renewed() * 2).await;
+    assert!(guard.is_held(), "the outage was shorter than the lease");
+    guard.unlock().await.expect("a held lock is unlocked");
+}
+
+/// Unknown is borne until the lease is over: a reply that is lost is not a lock that is lost.
+pub async fn a_lost_renewal_reply_is_borne(lab: &Lab) {
+    let faults = Faults::none()
+        .at(Operation::Renew, 1, Fault::LoseReply)
+        .at(Operation::Renew, 3, Fault::LoseRequest);
+    let faulty = lab.faulty(faults).await;
+    let registry = lab.registry_over(&faulty, lab.renewed());
+    let guard = registry.obtain("orders/42").lock().await.expect("a free lock is had");
+    let limit = lab.renewed() * 6 + lab.patience();
+    lab.within(limit, "the keeper goes on", async || faulty.calls(Operation::Renew) >= 5).await;
+    assert!(guard.is_held(), "a lost reply is not a lost lock");
+    guard.unlock().await.expect("a held lock is unlocked");
+}
+
+/// Renewal ends before the release begins: a key is never kept alive by a renewal that its holder forgot.
+pub async fn nothing_is_renewed_after_unlock(lab: &Lab) {
+    let faulty = lab.faulty(Faults::none()).await;
+    let registry = lab.registry_over(&faulty, lab.renewed());
+    let guard = registry.obtain("orders/42").lock().await.expect("a free lock is had");
+    lab.eventually("the keeper renews", async || faulty.calls(Operation::Renew) > 0).await;
+    guard.unlock().await.expect("a held lock is unlocked");
+    let renewals = faulty.calls(Operation::Renew);
+    sleep(lab.renewed() * 2).await;
+    assert_eq!(faulty.calls(Operation::Renew), renewals, "renewal goes on without a holder");
+}
+
+/// The same when the release cannot reach the store: the lease must be left to end.
+pub async fn nothing_is_renewed_after_an_unlock_that_failed(lab: &Lab) {
+    let faulty = lab.faulty(Faults::none().always(Operation::Release, Fault::Refuse)).await;
+    let registry = lab.registry_over(&faulty, lab.renewed());
+    let guard = registry.obtain("orders/42").lock().await.expect("a free lock is had");
+    drop(guard);
+    sleep(lab.renewed() / 2).await;
+    let renewals = faulty.calls(Operation::Renew);
+    sleep(lab.renewed() * 2).await;
+    assert_eq!(faulty.calls(Operation::Renew), renewals, "renewal goes on without a holder");
+    let other = lab.registry().await;
+    let guard = other.obtain("orders/42").try_lock_for(lab.patience()).await.expect("no trouble");
+    guard.expect("the lease was left to end").unlock().await.expect("a held lock is unlocked");
+}
+
+/// Redisson's `leaseTime`: the caller wants the lease to be the limit.
+pub async fn a_lock_that_is_not_to_be_renewed_is_not_renewed(lab: &Lab) {
+    let faulty = lab.faulty(Faults::none()).await;
+    let registry = lab.registry_over(&faulty, lab.long());
+    let options = LockOptions::new().lease(lab.short()).renew(false);
+    let guard = registry.obtain("orders/42").lock_with(options).await.expect("no trouble");
+    let guard = guard.expect("without a wait there is always a guard");
+    guard.lost().await;
+    assert_eq!(faulty.calls(Operation::Renew), 0);
+    drop(guard);
+}
+
+/// The keeper serves many locks: the loss of one is not the loss of the rest.
+pub async fn one_lost_lock_does_not_stop_the_renewal_of_others(lab: &Lab) {
+    let client = lab.client().await;
+    let registry = lab.registry_of(lab.renewed()).await;
+    let mut guards = Vec::new();
+    for n in 0..3 {
+        guards.push(registry.obtain(&format!("orders/{n}")).lock().await.expect("a free lock is had"));
+    }
+    release(&*client, guards[1].claim()).await;
+    guards[1].lost().await;
+    sleep(lab.renewed() * 2).await;
+    for guard in guards {
+        let broken = guard.key() == "orders/1";
+        assert_eq!(guard.is_held(), !broken, "{guard:?}");
+        match guard.unlock().await {
+            Ok(()) => assert!(!broken),
+            Err(LockError::Lost { .. }) => assert!(broken),
+            Err(error) => panic!("{error:?}"),
+        }
+    }
+}

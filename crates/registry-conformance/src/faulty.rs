@@ -1,0 +1,290 @@
+//! A backend that wraps another and loses, delays and repeats what passes through it, by plan and by seed.
+//! Decides nothing about locks. For tests of the engine and of whatever is built on it.
+#![deny(clippy::missing_trait_methods)]
+
+use std::any::Any;
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use registry_core::{
+    Attempt, BackendError, Busy, Capabilities, Claim, Finding, Holder, InvalidKey, Key,
+    LockBackend, Release, Renewal,
+};
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tokio::time::sleep;
+
+mod plan;
+
+pub use plan::{Fault, Faults, Operation};
+use plan::{Plan, Verdict};
+
+/// Wraps any backend and puts faults in, as [`Faults`] says.
+///
+/// What a call does to the inner store is never made up: a fault loses, delays or repeats requests and replies, as
+/// a network does. On a paused single-threaded runtime the same seed gives the same faults.
+///
+/// # Examples
+/// ```
+/// # #[tokio::main(flavor = "current_thread")] async fn main() {
+/// # use std::sync::Arc;
+/// # use std::time::Duration;
+/// use registry_conformance::{Fault, Faults, FaultyBackend, Operation};
+/// use registry_core::{Claim, Key, LockBackend, MemoryBackend};
+///
+/// let store = MemoryBackend::new();
+/// let faults = Faults::seeded(7).at(Operation::Acquire, 1, Fault::LoseReply);
+/// let faulty = FaultyBackend::new(Arc::new(store.clone()), faults);
+///
+/// let claim = Claim::new(Key::new("orders/42").unwrap(), Duration::from_secs(30));
+/// assert!(faulty.try_acquire(&claim).await.unwrap_err().is_retryable());
+/// let other = Claim::new(claim.key().clone(), Duration::from_secs(30));
+/// assert!(matches!(store.try_acquire(&other).await, Ok(registry_core::Attempt::Busy(_))), "it was done all the same");
+/// # }
+/// ```
+pub struct FaultyBackend {
+    inner: Arc<dyn LockBackend>,
+    plan: Mutex<Plan>,
+    /// Counts plans, so that a new one ends the delays of the old.
+    version: watch::Sender<u64>,
+    late: Mutex<JoinSet<()>>,
+}
+
+impl FaultyBackend {
+    /// Wraps `inner` and begins with `faults`.
+    #[must_use]
+    pub fn new(inner: Arc<dyn LockBackend>, faults: Faults) -> Self {
+        Self {
+            inner,
+            plan: Mutex::new(Plan::new(faults)),
+            version: watch::Sender::new(0),
+            late: Mutex::new(JoinSet::new()),
+        }
+    }
+
+    /// Replaces the plan. Calls are counted anew for its scripted faults; delays under way end at once.
+    pub fn apply(&self, faults: Faults) {
+        self.plan().replace(faults);
+        self.version.send_modify(|version| *version += 1);
+    }
+
+    /// Puts no more faults in. Delays under way end at once; late repetitions still come.
+    pub fn heal(&self) {
+        self.apply(Faults::none());
+    }
+
+    /// How often `operation` was called, from the beginning, whatever became of the calls.
+    #[must_use]
+    pub fn calls(&self, operation: Operation) -> u64 {
+        self.plan().calls(operation)
+    }
+
+    /// How often any of the operations that a store has to answer was called, from the beginning.
+    #[must_use]
+    pub fn requests(&self) -> u64 {
+        let plan = self.plan();
+        Operation::ALL.into_iter().filter(|op| *op != Operation::Wait).map(|op| plan.calls(op)).sum()
+    }
+
+    /// How many faults were put in, from the beginning.
+    #[must_use]
+    pub fn faults(&self) -> u64 {
+        self.plan().hits()
+    }
+
+    /// The wrapped backend.
+    #[must_use]
+    pub fn inner(&self) -> &Arc<dyn LockBackend> {
+        &self.inner
+    }
+
+    /// Returns when all late repetitions so far have been executed.
+    ///
+    /// # Cancel safety
+    /// Dropping the future drops the repetitions that have not been executed yet.
+    pub async fn settled(&self) {
+        loop {
+            let mut late = std::mem::take(&mut *self.late());
+            if late.is_empty() {
+                return;
+            }
+            while late.join_next().await.is_some() {}
+        }
+    }
+
+    /// Passes one call on, with the faults that the plan has for it.
+    async fn call<T, F>(
+        &self,
+        operation: Operation,
+        fail: impl Fn(BackendError) -> T + Send,
+        request: impl Fn(Arc<dyn LockBackend>) -> F + Send + Sync + 'static,
+    ) -> T
+    where
+        F: Future<Output = T> + Send + 'static,
+        T: Send,
+    {
+        let verdict = self.plan().verdict(operation);
+        self.delay(verdict.delay_request).await;
+        if verdict.refuse {
+            return fail(BackendError::transient("refused on purpose").as_refused());
+        }
+        if verdict.lose_request {
+            return fail(BackendError::transient("request lost on purpose"));
+        }
+        let reply = request(Arc::clone(&self.inner)).await;
+        if verdict.repeat {
+            drop(request(Arc::clone(&self.inner)).await);
+        }
+        if let Some(after) = verdict.repeat_late {
+            self.repeat_late(after, request);
+        }
+        self.delay(verdict.delay_reply).await;
+        if verdict.lose_reply {
+            return fail(BackendError::transient("reply lost on purpose"));
+        }
+        reply
+    }
+
+    /// Executes `request` once more, later and on its own.
+    fn repeat_late<T, F>(
+        &self,
+        after: Duration,
+        request: impl Fn(Arc<dyn LockBackend>) -> F + Send + 'static,
+    ) where
+        F: Future<Output = T> + Send + 'static,
+        T: Send,
+    {
+        let inner = Arc::clone(&self.inner);
+        let mut late = self.late();
+        // Those that are done would pile up until somebody asks for `settled`.
+        while late.try_join_next().is_some() {}
+        late.spawn(async move {
+            sleep(after).await;
+            drop(request(inner).await);
+        });
+    }
+
+    /// Waits for `time`, or until the plan is replaced.
+    async fn delay(&self, time: Option<Duration>) {
+        let Some(time) = time else { return };
+        let mut version = self.version.subscribe();
+        tokio::select! {
+            () = sleep(time) => (),
+            _ = version.changed() => (),
+        }
+    }
+
+    fn plan(&self) -> std::sync::MutexGuard<'_, Plan> {
+        self.plan.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn late(&self) -> std::sync::MutexGuard<'_, JoinSet<()>> {
+        self.late.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for FaultyBackend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FaultyBackend").field("inner", &self.inner).finish_non_exhaustive()
+    }
+}
+
+#[async_trait]
+impl LockBackend for FaultyBackend {
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
+    }
+
+    fn check_key(&self, key: &Key) -> Result<(), InvalidKey> {
+        self.inner.check_key(key)
+    }
+
+    fn shard(&self, claim: &Claim) -> u32 {
+        self.inner.shard(claim)
+    }
+
+    async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        let claim = claim.clone();
+        self.call(Operation::Acquire, Err, move |inner| {
+            let claim = claim.clone();
+            async move { inner.try_acquire(&claim).await }
+        })
+        .await
+    }
+
+    async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
+        let count = claims.len();
+        let claims: Arc<[Claim]> = claims.into();
+        let fail = move |error: BackendError| vec![Err(error); count];
+        self.call(Operation::Renew, fail, move |inner| {
+            let claims = Arc::clone(&claims);
+            async move { inner.renew(&claims).await }
+        })
+        .await
+    }
+
+    async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+        let claim = claim.clone();
+        self.call(Operation::Release, Err, move |inner| {
+            let claim = claim.clone();
+            async move { inner.release(&claim).await }
+        })
+        .await
+    }
+
+    async fn wait(&self, claim: &Claim, busy: &Busy) {
+        let verdict: Verdict = self.plan().verdict(Operation::Wait);
+        self.delay(verdict.delay_request).await;
+        let early = async {
+            match verdict.wake_early {
+                Some(after) => self.delay(Some(after)).await,
+                None => std::future::pending().await,
+            }
+        };
+        let told = async {
+            self.inner.wait(claim, busy).await;
+            if verdict.lose_wake {
+                std::future::pending::<()>().await;
+            }
+            self.delay(verdict.delay_reply).await;
+        };
+        tokio::select! {
+            () = early => (),
+            () = told => (),
+        }
+    }
+
+    async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
+        let key = key.clone();
+        self.call(Operation::Inspect, Err, move |inner| {
+            let key = key.clone();
+            async move { inner.inspect(&key).await }
+        })
+        .await
+    }
+
+    async fn list(&self) -> Result<Vec<Holder>, BackendError> {
+        self.call(Operation::List, Err, |inner| async move { inner.list().await }).await
+    }
+
+    async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
+        let key = key.clone();
+        self.call(Operation::ForceRelease, Err, move |inner| {
+            let key = key.clone();
+            async move { inner.force_release(&key).await }
+        })
+        .await
+    }
+
+    async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
+        self.call(Operation::Diagnose, Err, |inner| async move { inner.diagnose().await }).await
+    }
+
+    async fn close(&self) {
+        self.settled().await;
+        self.inner.close().await;
+    }
+
+}

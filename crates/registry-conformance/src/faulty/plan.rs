@@ -1,0 +1,274 @@
+//! Which fault hits which call: by probability and seed, or by the call's number.
+
+use std::time::Duration;
+
+/// A call of the backend SPI.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Operation {
+    /// `try_acquire`.
+    Acquire,
+    /// `renew`; one call may carry many claims.
+    Renew,
+    /// `release`.
+    Release,
+    /// `wait`.
+    Wait,
+    /// `inspect`.
+    Inspect,
+    /// `list`.
+    List,
+    /// `force_release`.
+    ForceRelease,
+    /// `diagnose`.
+    Diagnose,
+}
+
+impl Operation {
+    /// All operations, in the order of their declaration.
+    pub const ALL: [Self; 8] = [
+        Self::Acquire,
+        Self::Renew,
+        Self::Release,
+        Self::Wait,
+        Self::Inspect,
+        Self::List,
+        Self::ForceRelease,
+        Self::Diagnose,
+    ];
+
+    const fn index(self) -> usize {
+        self as usize
+    }
+}
+
+/// What may befall a call. Several faults may befall one call, unless one of them keeps it from the store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Fault {
+    /// The store does nothing, and the caller is told so.
+    Refuse,
+    /// The store does nothing, and the caller cannot know that.
+    LoseRequest,
+    /// The store does what was asked, and the caller cannot know that.
+    LoseReply,
+    /// The request takes this long to the store; when random, at most this long.
+    DelayRequest(Duration),
+    /// The reply takes this long from the store; when random, at most this long.
+    DelayReply(Duration),
+    /// The store executes the request twice in a row. The caller gets the first reply.
+    Repeat,
+    /// The store executes the request a second time this much later, whatever has happened since; when random, at
+    /// most this much later.
+    RepeatLate(Duration),
+    /// The store's wake-up never arrives. Only for [`Operation::Wait`].
+    LoseWake,
+    /// A wake-up arrives after this time though nothing has happened; when random, at most this long. Only for
+    /// [`Operation::Wait`].
+    WakeEarly(Duration),
+}
+
+/// A plan of faults.
+///
+/// # Examples
+/// ```
+/// use std::time::Duration;
+/// use registry_conformance::{Fault, Faults, Operation};
+///
+/// let faults = Faults::seeded(42)
+///     .sometimes(Operation::Release, 0.1, Fault::LoseReply)
+///     .sometimes(Operation::Acquire, 0.5, Fault::DelayReply(Duration::from_millis(20)))
+///     .at(Operation::Renew, 3, Fault::Refuse)
+///     .from(Operation::Renew, 5, Fault::LoseRequest);
+/// # drop(faults);
+/// ```
+#[derive(Debug, Clone)]
+pub struct Faults {
+    seed: u64,
+    rules: Vec<(Operation, When, Fault)>,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum When {
+    Sometimes(f64),
+    At(u64),
+    From(u64),
+}
+
+impl Faults {
+    /// No faults.
+    #[must_use]
+    pub const fn none() -> Self {
+        Self::seeded(0)
+    }
+
+    /// No faults yet; chance follows from `seed`.
+    #[must_use]
+    pub const fn seeded(seed: u64) -> Self {
+        Self { seed, rules: Vec::new() }
+    }
+
+    /// No request reaches the store, and callers are told so: all operations but [`Operation::Wait`] are refused.
+    #[must_use]
+    pub fn outage() -> Self {
+        let operations = Operation::ALL.into_iter().filter(|op| *op != Operation::Wait);
+        operations.fold(Self::none(), |faults, op| faults.always(op, Fault::Refuse))
+    }
+
+    /// Each call of `operation` meets `fault` with this `probability`.
+    ///
+    /// # Panics
+    /// When `probability` is not within `0.0..=1.0`.
+    #[must_use]
+    pub fn sometimes(mut self, operation: Operation, probability: f64, fault: Fault) -> Self {
+        assert!((0.0..=1.0).contains(&probability), "{probability} is a probability");
+        self.rules.push((operation, When::Sometimes(probability), fault));
+        self
+    }
+
+    /// Call number `call` of `operation` meets `fault`. The first call is number 1.
+    #[must_use]
+    pub fn at(mut self, operation: Operation, call: u64, fault: Fault) -> Self {
+        self.rules.push((operation, When::At(call), fault));
+        self
+    }
+
+    /// Call number `call` of `operation` and all after it meet `fault`.
+    #[must_use]
+    pub fn from(mut self, operation: Operation, call: u64, fault: Fault) -> Self {
+        self.rules.push((operation, When::From(call), fault));
+        self
+    }
+
+    /// Every call of `operation` meets `fault`.
+    #[must_use]
+    pub fn always(self, operation: Operation, fault: Fault) -> Self {
+        self.from(operation, 1, fault)
+    }
+}
+
+/// What befalls one call.
+#[derive(Debug, Default)]
+pub(super) struct Verdict {
+    pub(super) refuse: bool,
+    pub(super) lose_request: bool,
+    pub(super) lose_reply: bool,
+    pub(super) delay_request: Option<Duration>,
+    pub(super) delay_reply: Option<Duration>,
+    pub(super) repeat: bool,
+    pub(super) repeat_late: Option<Duration>,
+    pub(super) lose_wake: bool,
+    pub(super) wake_early: Option<Duration>,
+}
+
+/// A plan being carried out.
+#[derive(Debug)]
+pub(super) struct Plan {
+    faults: Faults,
+    random: fastrand::Rng,
+    /// Calls under this plan, by operation.
+    calls: [u64; Operation::ALL.len()],
+    /// Calls under the plans before it.
+    calls_before: [u64; Operation::ALL.len()],
+    hits: u64,
+}
+
+impl Plan {
+    pub(super) fn new(faults: Faults) -> Self {
+        let random = fastrand::Rng::with_seed(faults.seed);
+        let none = [0; Operation::ALL.len()];
+        Self { faults, random, calls: none, calls_before: none, hits: 0 }
+    }
+
+    pub(super) fn replace(&mut self, faults: Faults) {
+        let before = std::mem::replace(self, Self::new(faults));
+        self.hits = before.hits;
+        self.calls_before = before.calls_before;
+        for (sum, calls) in self.calls_before.iter_mut().zip(before.calls) {
+            *sum += calls;
+        }
+    }
+
+    pub(super) fn calls(&self, operation: Operation) -> u64 {
+        self.calls[operation.index()] + self.calls_before[operation.index()]
+    }
+
+    pub(super) fn hits(&self) -> u64 {
+        self.hits
+    }
+
+    /// Counts a call of `operation` and decides what befalls it.
+    pub(super) fn verdict(&mut self, operation: Operation) -> Verdict {
+        let call = &mut self.calls[operation.index()];
+        *call += 1;
+        let call = *call;
+        let mut verdict = Verdict::default();
+        for (_, when, fault) in self.faults.rules.iter().filter(|rule| rule.0 == operation) {
+            // The die is thrown for every rule of every call, so that one rule more does not change the others' luck
+            // more than it must.
+            let (hit, exact) = match when {
+                When::Sometimes(probability) => (self.random.f64() < *probability, false),
+                When::At(number) => (call == *number, true),
+                When::From(number) => (call >= *number, true),
+            };
+            if !hit {
+                continue;
+            }
+            self.hits += 1;
+            let random = &mut self.random;
+            let mut time = |most: Duration| if exact { most } else { most.mul_f64(random.f64()) };
+            match *fault {
+                Fault::Refuse => verdict.refuse = true,
+                Fault::LoseRequest => verdict.lose_request = true,
+                Fault::LoseReply => verdict.lose_reply = true,
+                Fault::DelayRequest(most) => verdict.delay_request = Some(time(most)),
+                Fault::DelayReply(most) => verdict.delay_reply = Some(time(most)),
+                Fault::Repeat => verdict.repeat = true,
+                Fault::RepeatLate(most) => verdict.repeat_late = Some(time(most)),
+                Fault::LoseWake => verdict.lose_wake = true,
+                Fault::WakeEarly(most) => verdict.wake_early = Some(time(most)),
+            }
+        }
+        verdict
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn luck(seed: u64) -> Vec<bool> {
+        let faults = Faults::seeded(seed).sometimes(Operation::Acquire, 0.5, Fault::Refuse);
+        let mut plan = Plan::new(faults);
+        (0..64).map(|_| plan.verdict(Operation::Acquire).refuse).collect()
+    }
+
+    #[test]
+    fn the_same_seed_gives_the_same_faults() {
+        assert_eq!(luck(7), luck(7));
+        assert_ne!(luck(7), luck(8));
+    }
+
+    #[test]
+    fn scripted_faults_hit_the_calls_they_name() {
+        let faults = Faults::none()
+            .at(Operation::Renew, 2, Fault::LoseReply)
+            .from(Operation::Renew, 4, Fault::Refuse);
+        let mut plan = Plan::new(faults);
+        let hit: Vec<_> = (0..5)
+            .map(|_| plan.verdict(Operation::Renew))
+            .map(|verdict| (verdict.lose_reply, verdict.refuse))
+            .collect();
+        assert_eq!(hit, [(false, false), (true, false), (false, false), (false, true), (false, true)]);
+        assert!(!plan.verdict(Operation::Release).refuse, "another operation has its own count");
+    }
+
+    #[test]
+    fn a_new_plan_counts_anew_and_forgets_nothing() {
+        let mut plan = Plan::new(Faults::none().at(Operation::Acquire, 1, Fault::Refuse));
+        assert!(plan.verdict(Operation::Acquire).refuse);
+        plan.replace(Faults::none().at(Operation::Acquire, 1, Fault::LoseReply));
+        assert!(plan.verdict(Operation::Acquire).lose_reply);
+        assert_eq!((plan.calls(Operation::Acquire), plan.hits()), (2, 2));
+    }
+}

@@ -1,0 +1,120 @@
+//! Runs one clause against one harness, and checks that a whole suite was run. Called by what
+//! [`conformance!`](crate::conformance) makes.
+
+use std::fmt;
+
+use futures_util::future::BoxFuture;
+use tokio::runtime::{Builder, Runtime};
+use tokio::time::timeout;
+
+use crate::harness::{Clock, Harness};
+use crate::lab::Lab;
+use crate::list::CLAUSES;
+use crate::need::Need;
+
+/// One promise, as a function that panics when the promise is broken.
+#[derive(Clone, Copy)]
+#[non_exhaustive]
+pub struct Clause {
+    /// The module that the promise belongs to.
+    pub theme: &'static str,
+    /// The promise.
+    pub name: &'static str,
+    /// What a store must have for the promise to mean anything.
+    pub needs: &'static [Need],
+    pub(crate) call: for<'a> fn(&'a Lab) -> BoxFuture<'a, ()>,
+}
+
+impl fmt::Debug for Clause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}::{}", self.theme, self.name)
+    }
+}
+
+/// All clauses of the suite, in the order of a reader.
+#[must_use]
+pub fn clauses() -> &'static [Clause] {
+    CLAUSES
+}
+
+/// Runs the clause `theme::name` against a fresh store of `harness`, on a runtime of its own.
+///
+/// # Panics
+/// When the promise is broken, when the clause takes for ever, when there is no such clause, and when the store lacks
+/// what the clause needs: a clause that cannot run is a failure unless it was declared as a skip.
+pub fn run(harness: &dyn Harness, theme: &str, name: &str) {
+    let clause = find(theme, name);
+    runtime(harness).block_on(async {
+        let lab = Lab::open(harness).await;
+        for need in clause.needs {
+            let told = match need {
+                Need::Faithful => Some(lab.store().faithful()),
+                need => need.told_by(lab.capabilities()),
+            };
+            // What the capabilities cannot tell is found out by the clause itself.
+            assert!(told != Some(false), "the store has no {need}: say so in `without`");
+        }
+        if timeout(lab.limit(), (clause.call)(&lab)).await.is_err() {
+            panic!("{clause:?} is not done after {:?}", lab.limit());
+        }
+        lab.store().close().await;
+    });
+}
+
+/// Checks what [`conformance!`](crate::conformance) made: every clause was emitted, as many run and are skipped as the
+/// caller says, and nothing is skipped that the store can do.
+///
+/// # Panics
+/// When any of that is not so.
+pub fn check(harness: &dyn Harness, runs: usize, skips: usize, without: &[&str], emitted: &[(&str, &str)]) {
+    let without: Vec<Need> = without
+        .iter()
+        .map(|name| {
+            Need::of_name(name).unwrap_or_else(|| {
+                let known: Vec<_> = Need::ALL.iter().map(|need| need.name()).collect();
+                panic!("`{name}` is nothing a clause needs; known are {}", known.join(", "))
+            })
+        })
+        .collect();
+    let listed: Vec<_> = CLAUSES.iter().map(|clause| (clause.theme, clause.name)).collect();
+    assert_eq!(emitted, listed, "every clause becomes a test");
+
+    runtime(harness).block_on(async {
+        for need in Need::ALL {
+            let met = need.is_met_by(harness).await;
+            let declared = without.contains(&need);
+            assert!(!(met && declared), "the store has {need}: it must not be skipped");
+            assert!(met || declared, "the store has no {need}: say so in `without`");
+        }
+    });
+
+    let is_skipped = |clause: &&Clause| clause.needs.iter().any(|need| without.contains(need));
+    let skipped = CLAUSES.iter().filter(is_skipped).count();
+    assert_eq!(
+        (CLAUSES.len() - skipped, skipped),
+        (runs, skips),
+        "(runs, skips) of {} clauses are not what the caller states",
+        CLAUSES.len()
+    );
+}
+
+fn find(theme: &str, name: &str) -> &'static Clause {
+    CLAUSES
+        .iter()
+        .find(|clause| clause.theme == theme && clause.name == name)
+        .unwrap_or_else(|| panic!("there is no clause {theme}::{name}"))
+}
+
+fn runtime(harness: &dyn Harness) -> Runtime {
+    let mut builder = match harness.clock() {
+        Clock::Paused => Builder::new_current_thread(),
+        Clock::Real => Builder::new_multi_thread(),
+    };
+    builder.enable_all();
+    match harness.clock() {
+        Clock::Paused => builder.start_paused(true),
+        // Few threads, many tests at once; two are enough for a real race.
+        Clock::Real => builder.worker_threads(2),
+    };
+    builder.build().expect("a runtime can be built")
+}

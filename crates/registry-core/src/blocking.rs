@@ -1,0 +1,259 @@
+//! The same locks for threads that are not async.
+//!
+//! Calls from inside a runtime are refused with [`LockError::InsideRuntime`] instead of blocking its tasks; that includes
+//! `spawn_blocking`, where `Handle::block_on` with the async registry does the job.
+
+use std::fmt;
+use std::future::Future;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::runtime::{Handle, Runtime};
+
+use crate::backend::Holder;
+use crate::capabilities::Capabilities;
+use crate::error::{ConfigError, LockError, LostReason};
+use crate::fencing::FencingToken;
+use crate::guard::LockGuard;
+use crate::lock::DistributedLock;
+use crate::options::LockOptions;
+use crate::registry::{CloseReport, LockRegistry, Registry};
+
+/// A registry with a runtime of its own, for threads that are not async. Clones are the same registry.
+///
+/// # Examples
+/// ```
+/// # use registry_core::Registry;
+/// # use registry_core::blocking::BlockingRegistry;
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let registry = BlockingRegistry::open(async { Registry::in_memory() })?;
+/// let guard = registry.obtain("orders/42").lock()?;
+/// guard.unlock()?;
+/// # Ok(()) }
+/// ```
+#[derive(Clone)]
+pub struct BlockingRegistry {
+    registry: Registry,
+    home: Arc<Home>,
+}
+
+/// The runtime. Dropping it in the wrong place panics, so it is dropped with care.
+struct Home(Option<Runtime>);
+
+impl Home {
+    fn block_on<F: Future>(&self, work: F) -> Result<F::Output, LockError> {
+        if Handle::try_current().is_ok() {
+            return Err(LockError::InsideRuntime);
+        }
+        let runtime = self.0.as_ref().ok_or(LockError::Closed)?;
+        Ok(runtime.block_on(work))
+    }
+}
+
+impl Drop for Home {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.0.take() {
+            // The ordinary drop blocks, and panics if this thread runs async tasks.
+            runtime.shutdown_background();
+        }
+    }
+}
+
+impl BlockingRegistry {
+    /// Starts a runtime with one thread and opens the registry in it.
+    ///
+    /// # Errors
+    /// What `open` fails with; [`ConfigError::Invalid`] if the runtime cannot be started or if this is called inside one.
+    pub fn open<F>(open: F) -> Result<Self, ConfigError>
+    where
+        F: Future<Output = Result<Registry, ConfigError>>,
+    {
+        if Handle::try_current().is_ok() {
+            return Err(ConfigError::Invalid(LockError::InsideRuntime.to_string()));
+        }
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .thread_name("lock-registry")
+            .enable_all()
+            .build()
+            .map_err(|error| ConfigError::Invalid(format!("cannot start a runtime: {error}")))?;
+        let registry = runtime.block_on(open)?;
+        Ok(Self {
+            registry,
+            home: Arc::new(Home(Some(runtime))),
+        })
+    }
+
+    /// The lock of `key`. See [`LockRegistry::obtain`].
+    #[must_use]
+    pub fn obtain(&self, key: &str) -> BlockingLock {
+        BlockingLock {
+            lock: self.registry.obtain(key),
+            home: Arc::clone(&self.home),
+        }
+    }
+
+    /// What the store can do and what it promises.
+    #[must_use]
+    pub fn capabilities(&self) -> Capabilities {
+        self.registry.capabilities()
+    }
+
+    /// The async registry behind this one.
+    #[must_use]
+    pub fn registry(&self) -> &Registry {
+        &self.registry
+    }
+
+    /// Ends the registry. See [`LockRegistry::close`].
+    ///
+    /// # Errors
+    /// [`LockError::InsideRuntime`].
+    pub fn close(&self, limit: Duration) -> Result<CloseReport, LockError> {
+        self.home.block_on(self.registry.close(limit))
+    }
+}
+
+impl fmt::Debug for BlockingRegistry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("BlockingRegistry")
+            .field(&self.registry)
+            .finish()
+    }
+}
+
+/// A lock for threads that are not async. See [`DistributedLock`].
+#[derive(Clone)]
+pub struct BlockingLock {
+    lock: DistributedLock,
+    home: Arc<Home>,
+}
+
+impl BlockingLock {
+    /// The key of the lock.
+    #[must_use]
+    pub fn key(&self) -> &str {
+        self.lock.key()
+    }
+
+    /// Blocks until this lock is ours. See [`DistributedLock::lock`].
+    ///
+    /// # Errors
+    /// Those of [`DistributedLock::lock`], and [`LockError::InsideRuntime`].
+    pub fn lock(&self) -> Result<BlockingGuard, LockError> {
+        self.lock_with(LockOptions::new())?.ok_or(LockError::Closed)
+    }
+
+    /// Takes this lock if nobody has it. See [`DistributedLock::try_lock`].
+    ///
+    /// # Errors
+    /// Those of [`DistributedLock::try_lock`], and [`LockError::InsideRuntime`].
+    pub fn try_lock(&self) -> Result<Option<BlockingGuard>, LockError> {
+        self.lock_with(LockOptions::new().wait(Duration::ZERO))
+    }
+
+    /// Blocks for at most `wait`. See [`DistributedLock::try_lock_for`].
+    ///
+    /// # Errors
+    /// Those of [`DistributedLock::try_lock_for`], and [`LockError::InsideRuntime`].
+    pub fn try_lock_for(&self, wait: Duration) -> Result<Option<BlockingGuard>, LockError> {
+        self.lock_with(LockOptions::new().wait(wait))
+    }
+
+    /// Takes this lock as `options` say. See [`DistributedLock::lock_with`].
+    ///
+    /// # Errors
+    /// Those of [`DistributedLock::lock_with`], and [`LockError::InsideRuntime`].
+    pub fn lock_with(&self, options: LockOptions) -> Result<Option<BlockingGuard>, LockError> {
+        let guard = self.home.block_on(self.lock.lock_with(options))??;
+        Ok(guard.map(|guard| BlockingGuard {
+            guard,
+            home: Arc::clone(&self.home),
+        }))
+    }
+
+    /// Tells who holds this lock. See [`DistributedLock::holder`].
+    ///
+    /// # Errors
+    /// Those of [`DistributedLock::holder`], and [`LockError::InsideRuntime`].
+    pub fn holder(&self) -> Result<Option<Holder>, LockError> {
+        self.home.block_on(self.lock.holder())?
+    }
+}
+
+impl fmt::Debug for BlockingLock {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("BlockingLock").field(&self.lock).finish()
+    }
+}
+
+/// A held lock, for threads that are not async. See [`LockGuard`].
+#[must_use = "the lock is let go as soon as the guard is dropped"]
+pub struct BlockingGuard {
+    // Before the runtime, so that its release still finds a janitor.
+    guard: LockGuard,
+    home: Arc<Home>,
+}
+
+impl BlockingGuard {
+    /// The key of the lock.
+    #[must_use]
+    pub fn key(&self) -> &str {
+        self.guard.key()
+    }
+
+    /// The token of this grant. See [`LockGuard::fencing_token`].
+    #[must_use]
+    pub fn fencing_token(&self) -> Option<FencingToken> {
+        self.guard.fencing_token()
+    }
+
+    /// The instant until which the lock is surely held. See [`LockGuard::valid_until`].
+    #[must_use]
+    pub fn valid_until(&self) -> Instant {
+        self.guard.valid_until()
+    }
+
+    /// Whether the lock is surely held now.
+    #[must_use]
+    pub fn is_held(&self) -> bool {
+        self.guard.is_held()
+    }
+
+    /// Blocks until the lock is lost or `limit` is over.
+    ///
+    /// # Errors
+    /// [`LockError::InsideRuntime`].
+    pub fn lost_within(&self, limit: Duration) -> Result<Option<LostReason>, LockError> {
+        self.home
+            .block_on(async { tokio::time::timeout(limit, self.guard.lost()).await.ok() })
+    }
+
+    /// Makes the lease end `lease` from now, or later. See [`LockGuard::renew`].
+    ///
+    /// # Errors
+    /// Those of [`LockGuard::renew`], and [`LockError::InsideRuntime`].
+    pub fn renew(&self, lease: Duration) -> Result<(), LockError> {
+        self.home.block_on(self.guard.renew(lease))?
+    }
+
+    /// Lets go and waits for the store. See [`LockGuard::unlock`].
+    ///
+    /// # Errors
+    /// Those of [`LockGuard::unlock`], and [`LockError::InsideRuntime`]: then the lock is let go in the background.
+    pub fn unlock(self) -> Result<(), LockError> {
+        let Self { guard, home } = self;
+        home.block_on(guard.unlock())?
+    }
+
+    /// The async guard inside.
+    pub fn guard(&self) -> &LockGuard {
+        &self.guard
+    }
+}
+
+impl fmt::Debug for BlockingGuard {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("BlockingGuard").field(&self.guard).finish()
+    }
+}

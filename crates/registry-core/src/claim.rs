@@ -1,0 +1,196 @@
+//! The remote half of an acquisition: a claim that may or may not be known to the store yet, and the clean-up for it.
+//!
+//! The clean-up is armed before the first request leaves: whoever drops a [`Contender`] in mid-flight leaves to the
+//! janitor a claim that is carried to its end and given back.
+
+use std::sync::Arc;
+
+use crate::backend::{Attempt, Claim, Grant};
+use crate::call::{Call, CallFuture};
+use crate::clock::Moment;
+use crate::engine::Engine;
+use crate::error::BackendError;
+use crate::held::HeldClaim;
+use crate::mutant::{Mutant, mutated};
+use crate::options::Terms;
+use crate::release::{GivingBack, give_back, give_back_in_background};
+use crate::slot::Turn;
+
+type AttemptCall = Call<Result<Attempt, BackendError>>;
+
+/// What came of one attempt.
+#[derive(Debug)]
+pub(crate) enum Answer {
+    /// The store answered a request that left at this moment.
+    Answered(Moment, Result<Attempt, BackendError>),
+    /// It did not answer in time. The outcome is unknown.
+    Unanswered,
+}
+
+/// The one caller of this process that contends for a key.
+#[derive(Debug)]
+pub(crate) struct Contender {
+    terms: Arc<Terms>,
+    /// Both are here until a grant is taken or the contender is dropped.
+    parts: Option<(Turn, Claim)>,
+    in_flight: Option<AttemptCall>,
+    /// Attempts of this claim whose outcome is unknown.
+    stray_attempts: u32,
+    /// The store may have the claim in its queue.
+    queued: bool,
+}
+
+impl Contender {
+    pub(crate) fn new(turn: Turn, claim: Claim, terms: Arc<Terms>) -> Self {
+        Self {
+            terms,
+            parts: Some((turn, claim)),
+            in_flight: None,
+            stray_attempts: 0,
+            queued: false,
+        }
+    }
+
+    pub(crate) fn claim(&self) -> &Claim {
+        &self
+            .parts
+            .as_ref()
+            .expect("the claim is here until a grant is taken")
+            .1
+    }
+
+    /// Asks the store once.
+    ///
+    /// # Cancel safety
+    /// Dropping the future leaves the request with the contender.
+    pub(crate) async fn attempt(&mut self, engine: &Engine) -> Answer {
+        // Taken before the request leaves. The store's lease starts at an unknown moment between send and
+        // reply; counting from the reply would let us trust a lease that is already over.
+        let sent_at = Moment::now();
+        let call = engine.acquire(self.claim());
+        let answer = self
+            .in_flight
+            .insert(call)
+            .answer_within(engine.defaults.answer_limit)
+            .await;
+        let Some(answer) = answer else {
+            return Answer::Unanswered;
+        };
+        self.in_flight = None;
+        match &answer {
+            Ok(Attempt::Granted(_)) => {}
+            Ok(Attempt::Busy(_)) => self.queued |= self.claim().queue(),
+            Err(error) if error.refused() => {}
+            Err(_) => self.stray_attempts += 1,
+        }
+        Answer::Answered(sent_at, answer)
+    }
+
+    /// Takes a grant. If its lease was over before it arrived, the claim goes back to the store and the contender goes on
+    /// with the same turn and a fresh claim.
+    pub(crate) fn take(
+        mut self,
+        grant: Grant,
+        sent_at: Moment,
+    ) -> Result<Arc<HeldClaim>, Box<Self>> {
+        let (turn, claim) = self
+            .parts
+            .take()
+            .expect("the claim is here until a grant is taken");
+        let terms = Arc::clone(&self.terms);
+        let taken = HeldClaim::take(
+            turn,
+            claim.clone(),
+            terms,
+            grant,
+            sent_at,
+            self.stray_attempts,
+        );
+        taken.map_err(|turn| {
+            let fresh = claim.clone().with_id(crate::ClaimId::random());
+            give_back_in_background(GivingBack {
+                engine: Arc::clone(turn.slot().engine()),
+                until: Moment::now().after(claim.lease()),
+                claim,
+                turn: None,
+                stray_attempts: self.stray_attempts + 1,
+            });
+            Box::new(Self::new(turn, fresh, Arc::clone(&self.terms)))
+        })
+    }
+
+    /// Leaves the present claim to the janitor and goes on with a fresh one. For a claim whose request hangs: only a
+    /// request that has been answered can be repeated safely under the same id.
+    pub(crate) fn start_over(&mut self, fresh: Claim) {
+        let Some((turn, claim)) = self.parts.take() else {
+            return;
+        };
+        let engine = Arc::clone(turn.slot().engine());
+        self.leave_behind(engine, claim, None);
+        *self = Self::new(turn, fresh, Arc::clone(&self.terms));
+    }
+
+    fn leave_behind(&mut self, engine: Arc<Engine>, claim: Claim, turn: Option<Turn>) {
+        let in_flight = self.in_flight.take().and_then(|mut call| call.take());
+        let stray_attempts = self.stray_attempts;
+        if mutated(Mutant::CancelledAcquireLeaks) {
+            return;
+        }
+        if let Some(call) = in_flight {
+            let janitor = engine.janitor.clone();
+            let queued = self.queued || claim.queue();
+            let giving = GivingBack {
+                engine,
+                until: Moment::now().after(claim.lease()),
+                claim,
+                turn,
+                stray_attempts,
+            };
+            janitor.hand_over(Box::pin(finish_and_give_back(call, giving, queued)));
+        } else if stray_attempts > 0 || self.queued {
+            give_back_in_background(GivingBack {
+                engine,
+                until: Moment::now().after(claim.lease()),
+                claim,
+                turn,
+                stray_attempts,
+            });
+        }
+    }
+}
+
+impl Drop for Contender {
+    fn drop(&mut self) {
+        if let Some((turn, claim)) = self.parts.take() {
+            let engine = Arc::clone(turn.slot().engine());
+            self.leave_behind(engine, claim, Some(turn));
+        }
+    }
+}
+
+/// Waits for the outcome of a request that its caller has left, and gives back what it got.
+async fn finish_and_give_back(
+    mut call: CallFuture<Result<Attempt, BackendError>>,
+    mut giving: GivingBack,
+    queued: bool,
+) {
+    let limit = giving.engine.defaults.answer_limit;
+    let answer = match tokio::time::timeout(limit, &mut call).await {
+        Ok(answer) => answer,
+        Err(_) => {
+            // A store that hangs must not keep local callers from finding that out for themselves.
+            giving.turn = None;
+            call.await
+        }
+    };
+    match answer {
+        // Nothing is there unless an earlier attempt left it.
+        Ok(Attempt::Busy(_)) if giving.stray_attempts == 0 && !queued => return,
+        Err(error) if error.refused() && giving.stray_attempts == 0 && !queued => return,
+        Ok(_) => {}
+        Err(_) => giving.stray_attempts += 1,
+    }
+    // The request may have been carried out just now.
+    giving.until = Moment::now().after(giving.claim.lease());
+    give_back(giving).await;
+}

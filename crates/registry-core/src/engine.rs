@@ -1,0 +1,199 @@
+//! What all locks of one registry share: the store, the slots, the keeper, the janitor, the observers.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use tokio::sync::Notify;
+
+use crate::backend::{Attempt, Claim, LockBackend, Release, Renewal};
+use crate::call::{Call, CallFuture};
+use crate::capabilities::Capabilities;
+use crate::clock::Moment;
+use crate::error::{BackendError, LockError};
+use crate::event::{LockEvent, Observers};
+use crate::gauge::Gauge;
+use crate::janitor::Janitor;
+use crate::keeper::Keeper;
+use crate::key::Key;
+use crate::options::{Defaults, LockOptions, Terms};
+use crate::slot::SlotTable;
+
+pub(crate) struct Engine {
+    pub(crate) backend: Arc<dyn LockBackend>,
+    pub(crate) capabilities: Capabilities,
+    pub(crate) defaults: Defaults,
+    /// The terms of a lock that asks for nothing special, shared instead of made anew each time.
+    pub(crate) default_terms: Arc<Terms>,
+    pub(crate) observers: Observers,
+    pub(crate) keeper: Keeper,
+    pub(crate) janitor: Janitor,
+    /// Claims that are held now.
+    pub(crate) held: Gauge,
+    pub(crate) closing: AtomicBool,
+    pub(crate) close_began: Notify,
+    pub(crate) slots: SlotTable,
+}
+
+impl Engine {
+    pub(crate) fn slots(&self) -> &SlotTable {
+        &self.slots
+    }
+
+    pub(crate) fn tell<'a>(&self, event: impl FnOnce() -> LockEvent<'a>) {
+        if !self.observers.is_empty() {
+            self.observers.tell(&event());
+        }
+    }
+
+    pub(crate) fn terms(&self, options: &LockOptions) -> Result<Arc<Terms>, LockError> {
+        if options.asks_for_terms() {
+            let terms = Terms::resolve(options, &self.defaults, &self.capabilities)?;
+            return Ok(Arc::new(terms));
+        }
+        options.check_wait()?;
+        Ok(Arc::clone(&self.default_terms))
+    }
+
+    /// Refuses work that nobody would finish.
+    pub(crate) fn check_open(&self) -> Result<(), LockError> {
+        if self.closing.load(Ordering::Acquire) || !self.janitor.is_alive() {
+            return Err(LockError::Closed);
+        }
+        Ok(())
+    }
+
+    /// Refuses to look into a store that cannot show anything.
+    pub(crate) fn require_inspect(&self) -> Result<(), LockError> {
+        if self.capabilities.inspect {
+            return Ok(());
+        }
+        Err(LockError::Unsupported {
+            capability: "inspect",
+            store: self.capabilities.store,
+        })
+    }
+
+    /// Returns when the registry begins to close.
+    pub(crate) async fn close_begins(&self) {
+        let began = self.close_began.notified();
+        tokio::pin!(began);
+        began.as_mut().enable();
+        if !self.closing.load(Ordering::Acquire) {
+            began.await;
+        }
+    }
+
+    pub(crate) fn acquire(&self, claim: &Claim) -> Call<Result<Attempt, BackendError>> {
+        let (backend, claim) = (Arc::clone(&self.backend), claim.clone());
+        self.call(Box::pin(async move { backend.try_acquire(&claim).await }))
+    }
+
+    pub(crate) fn release(&self, claim: &Claim) -> Call<Result<Release, BackendError>> {
+        let (backend, claim) = (Arc::clone(&self.backend), claim.clone());
+        self.call(Box::pin(async move { backend.release(&claim).await }))
+    }
+
+    pub(crate) fn renew(&self, claim: Claim) -> Call<Result<Renewal, BackendError>> {
+        let backend = Arc::clone(&self.backend);
+        self.call(Box::pin(async move {
+            let mut answers = backend.renew(std::slice::from_ref(&claim)).await;
+            answers.pop().unwrap_or_else(|| Err(missing_answer()))
+        }))
+    }
+
+    pub(crate) fn close_backend(&self) -> Call<()> {
+        let backend = Arc::clone(&self.backend);
+        self.call(Box::pin(async move { backend.close().await }))
+    }
+
+    /// A call that only looks, under the operation time-out.
+    pub(crate) async fn ask<T: Send + 'static>(
+        &self,
+        operation: &'static str,
+        key: &str,
+        future: CallFuture<Result<T, BackendError>>,
+    ) -> Result<T, LockError> {
+        let limit = self.defaults.answer_limit;
+        let answer = self.call(future).answer_within(limit).await;
+        answer
+            .unwrap_or_else(|| Err(self.unanswered()))
+            .map_err(|source| trouble(operation, key, source))
+    }
+
+    fn call<T: Send + 'static>(&self, future: CallFuture<T>) -> Call<T> {
+        Call::new(&self.janitor, future)
+    }
+
+    /// The error of a call that stayed unanswered.
+    pub(crate) fn unanswered(&self) -> BackendError {
+        BackendError::transient(format!(
+            "the {} store did not answer within {:?}",
+            self.capabilities.store, self.defaults.answer_limit
+        ))
+    }
+
+    /// Sleeps until `deadline` on the engine's clock.
+    pub(crate) async fn sleep_until(&self, deadline: Moment) {
+        loop {
+            let left = deadline.since(Moment::now());
+            if left.is_zero() {
+                return;
+            }
+            // tokio's timers do not count suspend; a look now and then does.
+            tokio::time::sleep(left.min(LOOK_AT_CLOCK)).await;
+        }
+    }
+}
+
+impl fmt::Debug for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Engine")
+            .field("backend", &self.backend)
+            .field("defaults", &self.defaults)
+            .field("slots", &self.slots)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for Engine {
+    fn drop(&mut self) {
+        // Guards keep the engine alive, so nothing is held any more and the keeper may end.
+        self.keeper.stop();
+    }
+}
+
+/// The public error for trouble with the store.
+pub(crate) fn trouble(operation: &'static str, key: &str, source: BackendError) -> LockError {
+    LockError::Backend {
+        operation,
+        key: key.to_owned(),
+        source,
+    }
+}
+
+/// The public error for an operation on a lost lock.
+pub(crate) fn lost(key: &Key, reason: crate::LostReason) -> LockError {
+    LockError::Lost {
+        key: key.as_str().to_owned(),
+        reason,
+    }
+}
+
+/// The error of a claim that a backend left out of its answer.
+pub(crate) fn missing_answer() -> BackendError {
+    BackendError::new(
+        crate::BackendErrorKind::Protocol,
+        "the store's answer to a renewal lacks this claim",
+    )
+}
+
+/// A pause before try number `attempt` (from 0): doubling from 10 ms to 1 s, the upper half of it jittered against stampedes.
+pub(crate) fn backoff(attempt: u32) -> Duration {
+    let ceiling_ms = 10_u64 << attempt.min(7);
+    let ceiling_us = ceiling_ms.min(1_000) * 1_000;
+    Duration::from_micros(fastrand::u64(ceiling_us / 2..=ceiling_us))
+}
+
+const LOOK_AT_CLOCK: Duration = Duration::from_secs(30);

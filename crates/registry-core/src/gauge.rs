@@ -1,0 +1,40 @@
+//! A count of things alive, and a way to wait until there are none.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use tokio::sync::Notify;
+
+#[derive(Debug, Default)]
+pub(crate) struct Gauge {
+    alive: AtomicUsize,
+    none_left: Notify,
+}
+
+impl Gauge {
+    pub(crate) fn enter(&self) {
+        self.alive.fetch_add(1, Ordering::AcqRel);
+    }
+
+    pub(crate) fn leave(&self) {
+        if self.alive.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.none_left.notify_waiters();
+        }
+    }
+
+    pub(crate) fn alive(&self) -> usize {
+        self.alive.load(Ordering::Acquire)
+    }
+
+    pub(crate) async fn none_left(&self) {
+        loop {
+            let none_left = self.none_left.notified();
+            tokio::pin!(none_left);
+            // Listening starts before the look, or the last one to leave could slip through in between.
+            none_left.as_mut().enable();
+            if self.alive() == 0 {
+                return;
+            }
+            none_left.await;
+        }
+    }
+}

@@ -1,0 +1,391 @@
+//! The guard of a held lock: what its holder can ask, and how the lock is let go.
+
+use std::fmt;
+use std::future::Future;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::backend::{Claim, LockBackend, Renewal};
+use crate::call::CallFuture;
+use crate::clock::Moment;
+use crate::engine::{Engine, lost, trouble};
+use crate::error::{LockError, LostReason};
+use crate::event::LockEvent;
+use crate::fencing::FencingToken;
+use crate::held::HeldClaim;
+use crate::hold::Hold;
+use crate::janitor::Janitor;
+use crate::key::Key;
+use crate::mutant::{Mutant, mutated};
+use crate::options::check_lease;
+use crate::release::{GivenBack, GivingBack, give_back};
+use crate::slot::Turn;
+
+/// Proof that a lock is held, for as long as [`is_held`](Self::is_held) says so.
+///
+/// The guard owns everything it needs and may be moved between tasks and threads. While it lives, the lease is renewed in the
+/// background. Let go with [`unlock`](Self::unlock), which waits for the store's answer and tells if the lock had been
+/// lost. Dropping the guard lets go as well: the release is handed to the registry's janitor and happens soon after;
+/// neither does it block nor can it fail loudly, inside or outside a runtime.
+///
+/// A lease can end under a working holder: the process was paused, the network was down, somebody broke the lock. Watch
+/// [`lost`](Self::lost) or wrap the work in [`protect`](Self::protect), and give
+/// [`fencing_token`](Self::fencing_token) along with each write: only the token protects data against a holder that
+/// does not know yet.
+///
+/// A guard that is leaked (`mem::forget`) is renewed for ever unless the lock was taken with
+/// [`max_hold`](crate::LockOptions::max_hold).
+#[must_use = "the lock is let go as soon as the guard is dropped"]
+pub struct LockGuard {
+    /// Taken out only by whoever consumes the guard.
+    hold: Option<Arc<Hold>>,
+}
+
+impl LockGuard {
+    pub(crate) fn new(hold: Arc<Hold>) -> Self {
+        Self { hold: Some(hold) }
+    }
+
+    /// The key of the lock.
+    #[must_use]
+    pub fn key(&self) -> &str {
+        self.held().claim().key().as_str()
+    }
+
+    /// The token of this grant: larger than all that were given for this key before. `None` if the store
+    /// [does not fence](crate::Capabilities::fencing).
+    #[must_use]
+    pub fn fencing_token(&self) -> Option<FencingToken> {
+        self.hold().token()
+    }
+
+    /// The instant until which the lock is surely held if no further renewal succeeds. In the past once the lock is lost.
+    ///
+    /// Counted from before the request was sent, less a margin of 1 % and 2 ms for clocks that run at different rates, on a clock
+    /// that counts the time that this host is suspended.
+    #[must_use]
+    pub fn valid_until(&self) -> Instant {
+        let now = Moment::now();
+        self.held().valid_until().max(now).to_instant(now)
+    }
+
+    /// How long the lock is surely held if no further renewal succeeds. Zero once it is lost.
+    #[must_use]
+    pub fn valid_for(&self) -> Duration {
+        self.held().valid_until().since(Moment::now())
+    }
+
+    /// Whether the lock is surely held now.
+    #[must_use]
+    pub fn is_held(&self) -> bool {
+        Moment::now() < self.held().valid_until()
+    }
+
+    /// Waits until the lock is lost, and tells why. Never resolves if the lock is let go properly.
+    ///
+    /// The future does not borrow the guard, so it can be watched elsewhere. It resolves no later than
+    /// [`valid_until`](Self::valid_until), whatever the network does; on a process that was paused, at its first poll.
+    ///
+    /// # Cancel safety
+    /// Dropping the future loses nothing; a later call tells again.
+    pub fn lost(&self) -> impl Future<Output = LostReason> + Send + 'static + use<> {
+        let hold = Arc::clone(self.hold());
+        async move {
+            loop {
+                let hint = hold.held().lost_hint();
+                tokio::pin!(hint);
+                // Listening starts before the look, or a loss could slip through in between.
+                hint.as_mut().enable();
+                if let Some(reason) = hold.loss() {
+                    return reason;
+                }
+                if hold.is_over() {
+                    return std::future::pending().await;
+                }
+                // The keeper tells of a loss, but the deadline holds even if the keeper's runtime is gone.
+                let deadline = hold.held().valid_until();
+                tokio::select! {
+                    () = &mut hint => {}
+                    () = hold.held().engine().sleep_until(deadline) => {}
+                }
+            }
+        }
+    }
+
+    /// Runs `work` for as long as the lock is held. If the lock is lost first, `work` is dropped at its current `.await`.
+    ///
+    /// This stops the work; it does not undo it. What was sent before may still take effect later: give the
+    /// [`fencing_token`](Self::fencing_token) along with it.
+    ///
+    /// # Errors
+    /// [`LockError::Lost`] if the lock was lost before `work` was done.
+    ///
+    /// # Cancel safety
+    /// Dropping the future drops `work`; the guard stays.
+    pub async fn protect<F: Future>(&self, work: F) -> Result<F::Output, LockError> {
+        let key = self.held().claim().key();
+        tokio::select! {
+            biased;
+            // First, so that a process that wakes from a long pause does not take one more step.
+            reason = self.lost() => Err(lost(key, reason)),
+            done = work => Ok(done),
+        }
+    }
+
+    /// Makes the lease end `lease` from now, or later, and renewals from here on ask for `lease`.
+    ///
+    /// # Errors
+    /// [`LockError::InvalidOption`] for a lease that the store does not take, before any I/O; [`LockError::Lost`] if the lock
+    /// is not held any more; [`LockError::Backend`] if the store did not confirm: then the lease goes on as it was.
+    ///
+    /// # Cancel safety
+    /// Dropping the future may or may not have prolonged the lease in the store; the guard trusts only what was confirmed.
+    pub async fn renew(&self, lease: Duration) -> Result<(), LockError> {
+        let held = self.held();
+        let engine = held.engine();
+        check_lease("lease", lease, &engine.capabilities)?;
+        if let Some(reason) = held.loss() {
+            return Err(lost(held.claim().key(), reason));
+        }
+        let sent_at = Moment::now();
+        let key = held.claim().key();
+        let claim = held.claim().clone().with_lease(lease);
+        let answer = engine
+            .renew(claim)
+            .answer_within(engine.defaults.answer_limit)
+            .await;
+        match answer.unwrap_or_else(|| Err(engine.unanswered())) {
+            Ok(Renewal::Renewed(granted)) => {
+                held.set_lease_length(lease);
+                held.renewed(sent_at, granted);
+            }
+            Ok(Renewal::Gone) => held.lose(LostReason::Gone),
+            Err(error) => return Err(trouble("renew", key.as_str(), error)),
+        }
+        match held.loss() {
+            Some(reason) => Err(lost(key, reason)),
+            None => Ok(()),
+        }
+    }
+
+    /// A further guard of the same hold: same token, same lease, no call to the store. The lock is let go with the last one.
+    ///
+    /// # Errors
+    /// [`LockError::Lost`] if the lock is not held any more.
+    pub fn reenter(&self) -> Result<Self, LockError> {
+        self.hold().enter_again().ok_or_else(|| {
+            lost(
+                self.held().claim().key(),
+                self.held().loss().unwrap_or(LostReason::Expired),
+            )
+        })
+    }
+
+    /// Lets go, and waits until the store has freed the key or the next local caller has it.
+    ///
+    /// With guards from [`reenter`](Self::reenter) left, only this one ends. With a
+    /// [`min_hold`](crate::LockOptions::min_hold) that is not over, this returns at once and the key is freed when it is.
+    ///
+    /// # Errors
+    /// [`LockError::Lost`] if the lock had been lost: what was done since was not protected. [`LockError::Backend`] if the store
+    /// did not confirm in time: the release is repeated in the background, and the lease ends in any case.
+    ///
+    /// # Cancel safety
+    /// Dropping the future leaves the release to the background, as dropping the guard does.
+    pub async fn unlock(mut self) -> Result<(), LockError> {
+        let min_hold_left = self.held().min_hold_left();
+        if min_hold_left > self.valid_for() {
+            // The key must stay taken even if this process ends right after. A failure is not the caller's: the
+            // lease goes on as it was, and the loss check below tells the rest.
+            let _ = self
+                .renew(min_hold_left.max(self.held().engine().capabilities.lease_min))
+                .await;
+        }
+        let Some(hold) = self.hold.take() else {
+            return Ok(());
+        };
+        if !hold.leave() {
+            let held = hold.held();
+            return held
+                .loss()
+                .map_or(Ok(()), |reason| Err(lost(held.claim().key(), reason)));
+        }
+        let held = Arc::clone(hold.held());
+        drop(hold);
+        let key = held.claim().key().clone();
+        let turn = match held.end() {
+            Ok(turn) => turn,
+            Err(reason) => return Err(lost(&key, reason)),
+        };
+        let turn = match held.hand_over(turn) {
+            Ok(()) => return Ok(()),
+            Err(turn) => turn,
+        };
+        let engine = Arc::clone(held.engine());
+        let letting_go = LettingGo::new(&engine, give_held_back(held, turn));
+        if !min_hold_left.is_zero() {
+            drop(letting_go);
+            return Ok(());
+        }
+        letting_go.outcome(&engine, &key).await
+    }
+
+    /// The claim under which the store knows this hold. For fenced writes, which compare it inside the store.
+    #[must_use]
+    pub fn claim(&self) -> &Claim {
+        self.held().claim()
+    }
+
+    /// The backend of the registry that this lock is from, if it is a `B`. For fenced writes.
+    #[must_use]
+    pub fn backend<B: LockBackend>(&self) -> Option<&B> {
+        let backend: &dyn std::any::Any = &*self.held().engine().backend;
+        backend.downcast_ref()
+    }
+
+    /// Empties the guard without letting go. Whoever does this has other plans for the claim.
+    pub(crate) fn disarm(mut self) {
+        self.hold = None;
+    }
+
+    pub(crate) fn hold_arc(&self) -> Option<Arc<Hold>> {
+        self.hold.clone()
+    }
+
+    fn hold(&self) -> &Arc<Hold> {
+        self.hold
+            .as_ref()
+            .expect("a guard has its hold until it is consumed")
+    }
+
+    fn held(&self) -> &Arc<HeldClaim> {
+        self.hold().held()
+    }
+}
+
+impl fmt::Debug for LockGuard {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut guard = f.debug_struct("LockGuard");
+        if let Some(hold) = &self.hold {
+            guard
+                .field("key", hold.held().claim().key())
+                .field("token", &hold.token())
+                .field("valid_for", &self.valid_for());
+        }
+        guard.finish_non_exhaustive()
+    }
+}
+
+impl Drop for LockGuard {
+    fn drop(&mut self) {
+        let Some(hold) = self.hold.take() else { return };
+        if !hold.leave() {
+            return;
+        }
+        let held = Arc::clone(hold.held());
+        // A claim that was lost has been dealt with by whoever noticed.
+        if let Ok(turn) = held.end() {
+            let engine = Arc::clone(held.engine());
+            drop(LettingGo::new(&engine, let_go(held, turn)));
+        }
+    }
+}
+
+/// A claim between its last guard and the store's answer. Whoever drops it leaves the rest to the janitor.
+struct LettingGo {
+    job: Option<CallFuture<GivenBack>>,
+    janitor: Janitor,
+}
+
+impl LettingGo {
+    fn new(engine: &Engine, job: impl Future<Output = GivenBack> + Send + 'static) -> Self {
+        Self {
+            job: Some(Box::pin(job)),
+            janitor: engine.janitor.clone(),
+        }
+    }
+
+    /// Waits for the outcome, as long as a caller can be expected to.
+    async fn outcome(mut self, engine: &Engine, key: &Key) -> Result<(), LockError> {
+        let Some(job) = self.job.as_mut() else {
+            return Ok(());
+        };
+        let Ok(outcome) = tokio::time::timeout(engine.defaults.answer_limit, job).await else {
+            if mutated(Mutant::ReleaseErrorSwallowed) {
+                return Ok(());
+            }
+            return Err(trouble("release", key.as_str(), engine.unanswered()));
+        };
+        self.job = None;
+        match outcome {
+            GivenBack::Freed => Ok(()),
+            _ if mutated(Mutant::ReleaseErrorSwallowed) => Ok(()),
+            GivenBack::NotHeld => Err(lost(key, LostReason::Gone)),
+            GivenBack::Unknown(error) => Err(trouble("release", key.as_str(), error)),
+        }
+    }
+}
+
+impl Drop for LettingGo {
+    fn drop(&mut self) {
+        if let Some(job) = self.job.take() {
+            self.janitor.hand_over(Box::pin(async move {
+                job.await;
+            }));
+        }
+    }
+}
+
+/// Hands the claim to the next local caller, or gives it back.
+async fn let_go(held: Arc<HeldClaim>, turn: Turn) -> GivenBack {
+    match held.hand_over(turn) {
+        Ok(()) => GivenBack::Freed,
+        Err(turn) => give_held_back(held, turn).await,
+    }
+}
+
+/// Gives the claim back to the store, when its `min_hold` is over.
+async fn give_held_back(held: Arc<HeldClaim>, turn: Turn) -> GivenBack {
+    held.retire();
+    let engine = Arc::clone(held.engine());
+    let min_hold_left = held.min_hold_left();
+    if !min_hold_left.is_zero() {
+        keep_for(&held, &engine, min_hold_left).await;
+    }
+    let claim = held.claim().clone();
+    let outcome = give_back(GivingBack {
+        engine: Arc::clone(&engine),
+        claim,
+        turn: Some(turn),
+        until: Moment::now().after(held.lease_length()),
+        stray_attempts: if held.stray_attempts() == 0 {
+            0
+        } else {
+            held.stray_attempts() + 1
+        },
+    })
+    .await;
+    if matches!(outcome, GivenBack::Freed) {
+        let held_for = Moment::now().since(held.granted_at());
+        engine.tell(|| LockEvent::Released {
+            key: held.claim().key().as_str(),
+            held_for,
+        });
+    }
+    outcome
+}
+
+/// Keeps a claim that nobody uses any more until its `min_hold` is over.
+async fn keep_for(held: &HeldClaim, engine: &Engine, left: Duration) {
+    let end = Moment::now().after(left);
+    if held.valid_until() < end {
+        let lease = left.max(engine.capabilities.lease_min);
+        let claim = held.claim().clone().with_lease(lease);
+        // Best effort: a process that dies cannot keep anything either.
+        let _ = engine
+            .renew(claim)
+            .answer_within(engine.defaults.answer_limit)
+            .await;
+    }
+    engine.sleep_until(end).await;
+}

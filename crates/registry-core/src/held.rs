@@ -1,0 +1,405 @@
+//! One claim that the store has granted: its lease, who has it locally, and how it ends.
+//!
+//! It ends exactly once: by the last guard ([`HeldClaim::end`]) or by loss ([`HeldClaim::lose`]), whichever comes first.
+//! Handing over is an end that is taken back in favour of the next local caller.
+
+use std::fmt;
+use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::Notify;
+
+use crate::backend::{Claim, Grant};
+use crate::clock::Moment;
+use crate::engine::Engine;
+use crate::error::{BackendError, LostReason};
+use crate::event::LockEvent;
+use crate::fencing::FencingToken;
+use crate::hold::Hold;
+use crate::keeper::Seat;
+use crate::lease::{Due, Lease};
+use crate::mutant::{Mutant, mutated};
+use crate::options::Terms;
+use crate::release::{GivingBack, give_back_in_background};
+use crate::slot::{Slot, Turn};
+
+pub(crate) struct HeldClaim {
+    claim: Claim,
+    terms: Arc<Terms>,
+    slot: Arc<Slot>,
+    first_token: Option<FencingToken>,
+    granted_at: Moment,
+    /// Attempts of this claim whose outcome stayed unknown: one of them may still arrive after the release.
+    stray_attempts: u32,
+    /// The lease's end, for readers that must not wait for a lock. `PAST` once it has ended.
+    valid_until: AtomicI64,
+    lost: Notify,
+    state: Mutex<State>,
+}
+
+struct State {
+    phase: Phase,
+    lease: Lease,
+    /// Here while the claim is held; whoever ends it takes it along.
+    turn: Option<Turn>,
+    seat: Option<Seat>,
+    handovers: u32,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Phase {
+    Held,
+    Ending,
+    Lost(LostReason),
+}
+
+/// What the keeper has to do about a claim.
+pub(crate) enum Tick {
+    Nothing,
+    Renew { ask: Duration },
+    Lose(LostReason),
+}
+
+impl HeldClaim {
+    /// Takes a grant into custody. Gives the turn back when the lease was over before the grant arrived.
+    pub(crate) fn take(
+        turn: Turn,
+        claim: Claim,
+        terms: Arc<Terms>,
+        grant: Grant,
+        sent_at: Moment,
+        stray_attempts: u32,
+    ) -> Result<Arc<Self>, Turn> {
+        let now = Moment::now();
+        let lease = Lease::granted(terms.lease, sent_at, grant.lease, now);
+        if matches!(lease.due(now), Due::Over(_)) {
+            return Err(turn);
+        }
+        turn.taken();
+        let slot = Arc::clone(turn.slot());
+        let held = Arc::new(Self {
+            claim,
+            terms,
+            first_token: grant.token,
+            granted_at: now,
+            stray_attempts,
+            valid_until: AtomicI64::new(lease.valid_until().to_bits()),
+            lost: Notify::new(),
+            state: Mutex::new(State {
+                phase: Phase::Held,
+                lease,
+                turn: Some(turn),
+                seat: None,
+                handovers: 0,
+            }),
+            slot,
+        });
+        held.engine().held.enter();
+        held.seat(&mut held.state(), now);
+        Ok(held)
+    }
+
+    pub(crate) fn claim(&self) -> &Claim {
+        &self.claim
+    }
+
+    pub(crate) fn slot(&self) -> &Arc<Slot> {
+        &self.slot
+    }
+
+    pub(crate) fn engine(&self) -> &Arc<Engine> {
+        self.slot.engine()
+    }
+
+    pub(crate) fn granted_at(&self) -> Moment {
+        self.granted_at
+    }
+
+    pub(crate) fn valid_until(&self) -> Moment {
+        Moment::from_bits(self.valid_until.load(Ordering::Acquire))
+    }
+
+    pub(crate) fn stray_attempts(&self) -> u32 {
+        self.stray_attempts
+    }
+
+    /// Why it was lost; also notices a lease that has run out unseen.
+    pub(crate) fn loss(self: &Arc<Self>) -> Option<LostReason> {
+        if Moment::now() < self.valid_until() {
+            return None;
+        }
+        let due = {
+            let state = self.state();
+            match state.phase {
+                Phase::Lost(reason) => return Some(reason),
+                Phase::Ending => return None,
+                Phase::Held => state.lease.due(Moment::now()),
+            }
+        };
+        if let Due::Over(reason) = due {
+            self.lose(reason);
+        }
+        match self.state().phase {
+            Phase::Lost(reason) => Some(reason),
+            Phase::Held | Phase::Ending => None,
+        }
+    }
+
+    /// Resolves whenever something may have been lost. A hint to look at [`loss`](Self::loss).
+    pub(crate) fn lost_hint(&self) -> tokio::sync::futures::Notified<'_> {
+        self.lost.notified()
+    }
+
+    /// Ends the claim by loss: tells the holder first, and only then lets anybody else at the key.
+    pub(crate) fn lose(self: &Arc<Self>, reason: LostReason) {
+        let (turn, lease_length) = {
+            let mut state = self.state();
+            if state.phase != Phase::Held {
+                return;
+            }
+            state.phase = Phase::Lost(reason);
+            self.valid_until
+                .store(Moment::PAST.to_bits(), Ordering::Release);
+            self.unseat(&mut state);
+            (state.turn.take(), state.lease.length())
+        };
+        self.lost.notify_waiters();
+        let engine = self.engine();
+        engine.held.leave();
+        engine.tell(|| LockEvent::Lost {
+            key: self.claim.key().as_str(),
+            token: self.first_token,
+            reason,
+        });
+        let (turn_now, turn_after) = match reason {
+            // The store may be out of reach. Local callers must find that out by themselves instead of queueing
+            // behind a record that nobody can remove.
+            LostReason::Expired | LostReason::Gone => (turn, None),
+            LostReason::MaxHold | LostReason::Closed => (None, turn),
+        };
+        drop(turn_now);
+        if reason != LostReason::Gone || self.stray_attempts > 0 {
+            give_back_in_background(GivingBack {
+                engine: Arc::clone(engine),
+                claim: self.claim.clone(),
+                turn: turn_after,
+                // A renewal that was never answered may have been carried out a moment ago.
+                until: Moment::now().after(lease_length),
+                stray_attempts: self.stray_attempts + 1,
+            });
+        }
+    }
+
+    /// Ends the claim by the holder's own will. The keeper starts no renewal from here on.
+    pub(crate) fn end(self: &Arc<Self>) -> Result<Turn, LostReason> {
+        if let Some(reason) = self.loss() {
+            return Err(reason);
+        }
+        let mut state = self.state();
+        match state.phase {
+            Phase::Lost(reason) => Err(reason),
+            Phase::Held | Phase::Ending => {
+                if !mutated(Mutant::RenewAfterRelease) {
+                    state.phase = Phase::Ending;
+                }
+                state.turn.take().ok_or(LostReason::Gone)
+            }
+        }
+    }
+
+    /// Passes the ended claim to the next local caller, without the store, if that is allowed and somebody wants it.
+    pub(crate) fn hand_over(self: &Arc<Self>, turn: Turn) -> Result<(), Turn> {
+        let engine = self.engine();
+        let defaults = &engine.defaults;
+        let now = Moment::now();
+        let allowed = {
+            let state = self.state();
+            state.handovers < defaults.handoffs_max
+                && !engine.capabilities.fair
+                && now.since(self.granted_at) < HANDOVER_SPAN
+                && now.since(self.granted_at) >= self.terms.min_hold
+                && self.terms.lease.max_hold.is_none()
+                // Enough of the lease must be left for the next one to get going before the keeper's next try.
+                && self.valid_until().since(now) > self.terms.lease.length / 3
+        };
+        if !allowed {
+            return Err(turn);
+        }
+        let mut turn = Some(turn);
+        // One place for both closures below, which never run at the same time.
+        let turn_cell = std::cell::RefCell::new(&mut turn);
+        let taken = self.slot.hand_over(
+            &self.terms,
+            |owner| {
+                let mut state = self.state();
+                state.phase = Phase::Held;
+                state.turn = turn_cell.borrow_mut().take();
+                state.handovers += 1;
+                if state.seat.is_none() {
+                    self.seat(&mut state, now);
+                }
+                let token = self
+                    .first_token
+                    .and_then(|first| first.checked_add(u64::from(state.handovers)));
+                drop(state);
+                let key = self.claim.key().as_str();
+                engine.tell(|| LockEvent::HandedOver { key, token });
+                Hold::first_guard(Arc::clone(self), token, owner)
+            },
+            |guard| {
+                guard.disarm();
+                let mut state = self.state();
+                state.phase = Phase::Ending;
+                **turn_cell.borrow_mut() = state.turn.take();
+            },
+        );
+        match turn {
+            Some(turn) => Err(turn),
+            None if taken => Ok(()),
+            // Lost in the very moment between two takers; whoever lost it took the turn along.
+            None => Ok(()),
+        }
+    }
+
+    /// Takes the claim out of the keeper's hands for good, before it is given back.
+    pub(crate) fn retire(&self) {
+        if !mutated(Mutant::RenewAfterRelease) {
+            self.unseat(&mut self.state());
+        }
+        self.engine().held.leave();
+    }
+
+    /// The time from now until this claim may be freed at the earliest.
+    pub(crate) fn min_hold_left(&self) -> Duration {
+        self.granted_at
+            .after(self.terms.min_hold)
+            .since(Moment::now())
+    }
+
+    /// How long a lease of this claim lasts.
+    pub(crate) fn lease_length(&self) -> Duration {
+        self.state().lease.length()
+    }
+
+    /// Makes the renewals to come ask for `length`.
+    pub(crate) fn set_lease_length(&self, length: Duration) {
+        self.state().lease.set_length(length);
+    }
+
+    /// What the keeper has to do about this claim, which it has just taken off its schedule at `seat`.
+    pub(crate) fn tick(self: &Arc<Self>, seat: Seat, now: Moment) -> Tick {
+        let mut state = self.state();
+        if state.seat != Some(seat) {
+            // Seated anew in the meantime.
+            return Tick::Nothing;
+        }
+        state.seat = None;
+        if state.phase != Phase::Held {
+            return Tick::Nothing;
+        }
+        match state.lease.due(now) {
+            Due::Over(reason) => Tick::Lose(reason),
+            Due::At(_) => {
+                self.seat(&mut state, now);
+                Tick::Nothing
+            }
+            Due::Renew(ask) => {
+                // Several tries must fit between the first renewal and the end of the lease.
+                let answer_limit = self
+                    .engine()
+                    .defaults
+                    .answer_limit
+                    .min(state.lease.length() / 6);
+                state.lease.renewal_sent(now, answer_limit);
+                self.seat(&mut state, now);
+                Tick::Renew { ask }
+            }
+        }
+    }
+
+    /// Notes that a renewal sent at `sent_at` was granted.
+    pub(crate) fn renewed(self: &Arc<Self>, sent_at: Moment, granted: Duration) {
+        let now = Moment::now();
+        let valid_for = {
+            let mut state = self.state();
+            if state.phase != Phase::Held {
+                return;
+            }
+            // A lease that was over before the answer came stays over: its holder may have been told already.
+            if matches!(state.lease.due(now), Due::Over(_)) {
+                None
+            } else {
+                state.lease.renewed(sent_at, granted);
+                self.valid_until
+                    .store(state.lease.valid_until().to_bits(), Ordering::Release);
+                self.unseat(&mut state);
+                self.seat(&mut state, now);
+                Some(state.lease.valid_until().since(now))
+            }
+        };
+        match valid_for {
+            Some(valid_for) => self.engine().tell(|| LockEvent::Renewed {
+                key: self.claim.key().as_str(),
+                valid_for,
+            }),
+            None => {
+                self.loss();
+            }
+        }
+    }
+
+    /// Notes that a renewal failed with an unknown outcome. It is tried again soon, as long as the lease lasts.
+    pub(crate) fn renewal_failed(self: &Arc<Self>, error: &BackendError) {
+        let now = Moment::now();
+        let valid_for = {
+            let mut state = self.state();
+            if state.phase != Phase::Held {
+                return;
+            }
+            // Some dozen tries fit into the two thirds of the lease that are left; the jitter keeps the
+            // clients of a store that has just come back from all asking at once.
+            let pause = (state.lease.length() / 20).min(Duration::from_secs(1));
+            let pause = pause.mul_f64(0.5 + fastrand::f64() / 2.0);
+            state.lease.renewal_failed(now.after(pause));
+            self.unseat(&mut state);
+            self.seat(&mut state, now);
+            state.lease.valid_until().since(now)
+        };
+        self.engine().tell(|| LockEvent::RenewFailed {
+            key: self.claim.key().as_str(),
+            error,
+            valid_for,
+        });
+    }
+
+    fn seat(self: &Arc<Self>, state: &mut State, now: Moment) {
+        let at = match state.lease.due(now) {
+            Due::At(at) => at,
+            Due::Renew(_) | Due::Over(_) => now,
+        };
+        state.seat = Some(self.engine().keeper.seat(at, Arc::clone(self)));
+    }
+
+    fn unseat(&self, state: &mut State) {
+        if let Some(seat) = state.seat.take() {
+            self.engine().keeper.unseat(seat);
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for HeldClaim {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("HeldClaim")
+            .field("key", self.claim.key())
+            .field("token", &self.first_token)
+            .finish_non_exhaustive()
+    }
+}
+
+/// How long a claim may be passed around locally before other processes get their turn.
+const HANDOVER_SPAN: Duration = Duration::from_secs(1);

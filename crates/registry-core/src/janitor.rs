@@ -1,0 +1,106 @@
+//! Finishes what guards and dropped callers leave behind. Knows nothing about locks: it polls the futures it is given.
+//!
+//! Handing a job over is one send: it neither blocks, spawns nor panics, with or without a runtime. When the runtime is
+//! gone, jobs are dropped, what they hold is passed on by their own `Drop`, and the store's lease does the rest.
+
+use std::future::Future;
+use std::panic::AssertUnwindSafe;
+use std::pin::Pin;
+use std::sync::Arc;
+
+use futures_util::future::{FutureExt as _, poll_fn};
+use futures_util::stream::{FuturesUnordered, Stream as _};
+use tokio::sync::mpsc;
+
+use crate::gauge::Gauge;
+
+/// A piece of work that must not be lost with its caller.
+pub(crate) type Job = Pin<Box<dyn Future<Output = ()> + Send>>;
+
+#[derive(Debug, Clone)]
+pub(crate) struct Janitor {
+    jobs: mpsc::UnboundedSender<Counted>,
+    pending: Arc<Gauge>,
+}
+
+impl Janitor {
+    /// A janitor and the task that does its work until the janitor is dropped and all jobs are done.
+    pub(crate) fn new() -> (Self, impl Future<Output = ()> + Send) {
+        let (jobs, inbox) = mpsc::unbounded_channel();
+        (
+            Self {
+                jobs,
+                pending: Arc::default(),
+            },
+            work(inbox),
+        )
+    }
+
+    /// Takes over `job`.
+    pub(crate) fn hand_over(&self, job: Job) {
+        self.pending.enter();
+        // Without a runtime the send fails and the job is dropped here.
+        let _ = self.jobs.send(Counted {
+            job,
+            pending: Arc::clone(&self.pending),
+        });
+    }
+
+    /// Whether there is a runtime that does the work.
+    pub(crate) fn is_alive(&self) -> bool {
+        !self.jobs.is_closed()
+    }
+
+    /// How many jobs are not done yet.
+    pub(crate) fn pending(&self) -> usize {
+        self.pending.alive()
+    }
+
+    /// Waits until no job is left.
+    pub(crate) async fn idle(&self) {
+        self.pending.none_left().await;
+    }
+}
+
+/// A job that is counted from the moment it is handed over until it is dropped, done or not.
+struct Counted {
+    job: Job,
+    pending: Arc<Gauge>,
+}
+
+impl std::fmt::Debug for Counted {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Counted").finish_non_exhaustive()
+    }
+}
+
+impl Future for Counted {
+    type Output = ();
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut std::task::Context<'_>) -> std::task::Poll<()> {
+        self.job.as_mut().poll(cx)
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        // What the job holds must be given up before anybody hears that it is done.
+        self.job = Box::pin(std::future::ready(()));
+        self.pending.leave();
+    }
+}
+
+async fn work(mut inbox: mpsc::UnboundedReceiver<Counted>) {
+    let mut jobs = FuturesUnordered::new();
+    let mut open = true;
+    while open || !jobs.is_empty() {
+        tokio::select! {
+            job = inbox.recv(), if open => match job {
+                // A backend that panics spoils its own job, not the others'.
+                Some(job) => jobs.push(AssertUnwindSafe(job).catch_unwind()),
+                None => open = false,
+            },
+            _ = poll_fn(|cx| Pin::new(&mut jobs).poll_next(cx)), if !jobs.is_empty() => {}
+        }
+    }
+}

@@ -1,0 +1,236 @@
+//! Renews all held claims of a registry and ends those whose lease runs out. Decides nothing about time: see `lease`.
+//!
+//! One task and one schedule for the whole registry: claims that are due together are renewed together, in batches per
+//! shard, and every batch is a call of its own, so that no shard waits for another.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::future::Future;
+use std::panic::AssertUnwindSafe;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use futures_util::future::{FutureExt as _, poll_fn};
+use futures_util::stream::{FuturesUnordered, Stream as _};
+use tokio::sync::Notify;
+
+use crate::backend::{Claim, LockBackend, Renewal};
+use crate::clock::Moment;
+use crate::engine::missing_answer;
+use crate::error::{BackendError, LostReason};
+use crate::held::{HeldClaim, Tick};
+
+/// A place in the schedule.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Seat {
+    at: Moment,
+    ticket: u64,
+}
+
+type Seats = BTreeMap<Seat, Arc<HeldClaim>>;
+
+#[derive(Clone)]
+pub(crate) struct Keeper(Arc<Shared>);
+
+#[derive(Default)]
+struct Shared {
+    schedule: Mutex<Schedule>,
+    changed: Notify,
+}
+
+#[derive(Default)]
+struct Schedule {
+    seats: Seats,
+    next_ticket: u64,
+    /// When the task looks again by itself; `None` while it waits to be called.
+    wakes_at: Option<Moment>,
+    stopped: bool,
+}
+
+impl Keeper {
+    pub(crate) fn new() -> Self {
+        Self(Arc::default())
+    }
+
+    /// Puts a claim on the schedule. Every held claim is there, renewed or not, so that its end is noticed.
+    pub(crate) fn seat(&self, at: Moment, held: Arc<HeldClaim>) -> Seat {
+        let mut schedule = self.schedule();
+        let seat = Seat {
+            at,
+            ticket: schedule.next_ticket,
+        };
+        schedule.next_ticket += 1;
+        schedule.seats.insert(seat, held);
+        if schedule.wakes_at.is_none_or(|wakes_at| at < wakes_at) {
+            schedule.wakes_at = Some(at);
+            drop(schedule);
+            self.0.changed.notify_one();
+        }
+        seat
+    }
+
+    pub(crate) fn unseat(&self, seat: Seat) {
+        let held = self.schedule().seats.remove(&seat);
+        drop(held);
+    }
+
+    /// All claims that are held now.
+    pub(crate) fn all(&self) -> Vec<Arc<HeldClaim>> {
+        self.schedule().seats.values().cloned().collect()
+    }
+
+    /// Lets the task end. Nothing is held any more.
+    pub(crate) fn stop(&self) {
+        self.schedule().stopped = true;
+        self.0.changed.notify_one();
+    }
+
+    /// The task that keeps the schedule, until [`stop`](Self::stop).
+    pub(crate) fn work(
+        &self,
+        backend: Arc<dyn LockBackend>,
+    ) -> impl Future<Output = ()> + Send + use<> {
+        work(self.clone(), backend)
+    }
+
+    /// Takes what is due off the schedule and settles when to look again. `None` when stopped.
+    fn take_due(&self, now: Moment) -> Option<Seats> {
+        let mut schedule = self.schedule();
+        if schedule.stopped {
+            return None;
+        }
+        let first_later = Seat {
+            at: now.after(TOGETHER),
+            ticket: 0,
+        };
+        let later = schedule.seats.split_off(&first_later);
+        let due = std::mem::replace(&mut schedule.seats, later);
+        schedule.wakes_at = schedule
+            .seats
+            .first_key_value()
+            // tokio's timers do not count the time that the host is suspended; a look now and then does.
+            .map(|(seat, _)| seat.at.min(now.after(LOOK_AT_CLOCK)))
+            // An empty schedule is looked at once more before the task goes to sleep for good, so that a registry
+            // that locks and unlocks all the time does not call its keeper each time.
+            .or_else(|| {
+                if due.is_empty() {
+                    None
+                } else {
+                    Some(now.after(LOOK_AT_CLOCK))
+                }
+            });
+        Some(due)
+    }
+
+    fn schedule(&self) -> MutexGuard<'_, Schedule> {
+        self.0
+            .schedule
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl fmt::Debug for Keeper {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Keeper")
+            .field("held", &self.schedule().seats.len())
+            .finish_non_exhaustive()
+    }
+}
+
+/// One renewal call and whom it is for.
+struct Batch {
+    helds: Vec<Arc<HeldClaim>>,
+    sent_at: Moment,
+    answers: Vec<Result<Renewal, BackendError>>,
+}
+
+type BatchCall = Pin<Box<dyn Future<Output = Option<Batch>> + Send>>;
+
+async fn work(keeper: Keeper, backend: Arc<dyn LockBackend>) {
+    let mut calls: FuturesUnordered<BatchCall> = FuturesUnordered::new();
+    loop {
+        let now = Moment::now();
+        let Some(due) = keeper.take_due(now) else {
+            break;
+        };
+        let mut renewals: BTreeMap<u32, Vec<(Arc<HeldClaim>, Claim)>> = BTreeMap::new();
+        for (seat, held) in due {
+            match held.tick(seat, now) {
+                Tick::Nothing => {}
+                Tick::Lose(reason) => held.lose(reason),
+                Tick::Renew { ask } => {
+                    let claim = held.claim().clone().with_lease(ask);
+                    renewals
+                        .entry(backend.shard(&claim))
+                        .or_default()
+                        .push((held, claim));
+                }
+            }
+        }
+        for (_, shard) in renewals {
+            for batch in shard.chunks(BATCH_MAX) {
+                calls.push(renew(Arc::clone(&backend), batch.to_vec(), now));
+            }
+        }
+        let wakes_at = keeper.schedule().wakes_at;
+        let sleep = async {
+            match wakes_at {
+                Some(at) => tokio::time::sleep(at.since(Moment::now())).await,
+                None => std::future::pending().await,
+            }
+        };
+        tokio::select! {
+            () = sleep => {}
+            () = keeper.0.changed.notified() => {}
+            batch = poll_fn(|cx| Pin::new(&mut calls).poll_next(cx)), if !calls.is_empty() => {
+                if let Some(Some(batch)) = batch {
+                    settle(batch);
+                }
+            }
+        }
+    }
+    // A call in flight is carried through: backends need not survive being dropped in the middle.
+    while poll_fn(|cx| Pin::new(&mut calls).poll_next(cx))
+        .await
+        .is_some()
+    {}
+}
+
+fn renew(
+    backend: Arc<dyn LockBackend>,
+    batch: Vec<(Arc<HeldClaim>, Claim)>,
+    sent_at: Moment,
+) -> BatchCall {
+    let (helds, claims): (Vec<_>, Vec<_>) = batch.into_iter().unzip();
+    let call = async move {
+        let answers = backend.renew(&claims).await;
+        Batch {
+            helds,
+            sent_at,
+            answers,
+        }
+    };
+    // A backend that panics costs its own claims a renewal, not the registry its keeper.
+    Box::pin(AssertUnwindSafe(call).catch_unwind().map(Result::ok))
+}
+
+fn settle(batch: Batch) {
+    let mut answers = batch.answers.into_iter();
+    for held in batch.helds {
+        match answers.next().unwrap_or_else(|| Err(missing_answer())) {
+            Ok(Renewal::Renewed(granted)) => held.renewed(batch.sent_at, granted),
+            Ok(Renewal::Gone) => held.lose(LostReason::Gone),
+            Err(error) => held.renewal_failed(&error),
+        }
+    }
+}
+
+/// Claims that fall due within this time are renewed in one go.
+const TOGETHER: Duration = Duration::from_millis(5);
+
+/// The most claims in one call: large enough to make the round trip cheap, small enough to hold up nobody.
+const BATCH_MAX: usize = 100;
+
+const LOOK_AT_CLOCK: Duration = Duration::from_secs(1);

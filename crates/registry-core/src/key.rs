@@ -1,0 +1,135 @@
+//! The key of a lock: any non-empty UTF-8 text of bounded length. Backends encode it; nothing here does.
+
+use std::fmt;
+use std::sync::Arc;
+
+/// The name of one lock.
+///
+/// A key is non-empty UTF-8 of at most [`Key::BYTES_MAX`] bytes. Every character is allowed, NUL and
+/// `/` included, and two keys are the same lock only if they are the same bytes: nothing is trimmed,
+/// folded or normalised. Cloning is cheap.
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Key(Arc<str>);
+
+impl Key {
+    /// The length of the longest key, in bytes.
+    pub const BYTES_MAX: usize = 4_096;
+
+    /// Checks `key` and takes a copy of it.
+    ///
+    /// # Errors
+    /// [`InvalidKey`] when `key` is empty or longer than [`Key::BYTES_MAX`].
+    pub fn new(key: &str) -> Result<Self, InvalidKey> {
+        match key.len() {
+            0 => Err(InvalidKey::Empty),
+            1..=Self::BYTES_MAX => Ok(Self(key.into())),
+            bytes => Err(InvalidKey::TooLong { bytes }),
+        }
+    }
+
+    /// The key as it was given.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        &self.0
+    }
+}
+
+impl TryFrom<&str> for Key {
+    type Error = InvalidKey;
+
+    fn try_from(key: &str) -> Result<Self, InvalidKey> {
+        Self::new(key)
+    }
+}
+
+impl AsRef<str> for Key {
+    fn as_ref(&self) -> &str {
+        &self.0
+    }
+}
+
+// The slot table is searched with the `&str` that `obtain` is given.
+impl std::borrow::Borrow<str> for Key {
+    fn borrow(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Display for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.0)
+    }
+}
+
+/// Quoted and escaped, so that a hostile key cannot forge a log line.
+impl fmt::Debug for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&*self.0, f)
+    }
+}
+
+#[cfg(feature = "serde")]
+impl serde::Serialize for Key {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(&self.0)
+    }
+}
+
+/// Why a text cannot be the key of a lock.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum InvalidKey {
+    /// The key has no characters.
+    #[error("a lock key must not be empty")]
+    Empty,
+    /// The key is longer than [`Key::BYTES_MAX`].
+    #[error("a lock key has at most {max} bytes, this one has {bytes}", max = Key::BYTES_MAX)]
+    #[non_exhaustive]
+    TooLong {
+        /// The length that was given.
+        bytes: usize,
+    },
+    /// The store's layout cannot hold this key without harm to others.
+    #[error("this layout cannot hold the key: {reason}")]
+    #[non_exhaustive]
+    Layout {
+        /// What stands against it.
+        reason: &'static str,
+    },
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_character_is_allowed_and_length_is_bounded() {
+        for odd in [
+            "/",
+            "..",
+            "\0",
+            "'",
+            "\"",
+            "🔒",
+            "\u{202e}abc",
+            " ",
+            "\n",
+            &"x".repeat(4_096),
+        ] {
+            assert_eq!(Key::new(odd).unwrap().as_str(), odd);
+        }
+        assert_eq!(Key::new(""), Err(InvalidKey::Empty));
+        assert_eq!(
+            Key::new(&"x".repeat(4_097)),
+            Err(InvalidKey::TooLong { bytes: 4_097 })
+        );
+    }
+
+    #[test]
+    fn debug_escapes_what_could_forge_a_log_line() {
+        assert_eq!(
+            format!("{:?}", Key::new("a\nb\u{202e}").unwrap()),
+            r#""a\nb\u{202e}""#
+        );
+    }
+}

@@ -1,0 +1,76 @@
+//! The engine of lock-registry: one trait in front, any store behind.
+//!
+//! Users of locks name the crate `lock-registry`, which re-exports what is here. Authors of stores implement
+//! [`LockBackend`] and get waiting, renewal, loss notification, re-entrancy, hand-over and clean-up from the engine.
+//!
+//! The modules are listed in the order in which one acquisition runs through them.
+
+// What users see.
+mod ext;
+mod lock;
+mod options;
+mod registry;
+mod routing;
+// One acquisition.
+mod acquire;
+mod backend;
+mod call;
+mod claim;
+mod guard;
+mod held;
+mod hold;
+mod lease;
+mod release;
+mod slot;
+// What works behind it.
+mod clock;
+mod engine;
+mod event;
+mod gauge;
+mod janitor;
+mod keeper;
+// Values.
+mod capabilities;
+mod error;
+mod fencing;
+mod key;
+#[cfg_attr(
+    not(lock_registry_mutants),
+    expect(
+        dead_code,
+        unreachable_pub,
+        reason = "public only in the builds that prove the harness"
+    )
+)]
+mod mutant;
+mod owner;
+// Stores.
+mod memory;
+mod pass_through;
+// Around it.
+#[cfg(feature = "blocking")]
+pub mod blocking;
+pub mod observe;
+
+pub use backend::{
+    Attempt, Busy, Claim, ClaimId, ClaimMode, Finding, Grant, Holder, LockBackend, Release,
+    Renewal, Severity,
+};
+pub use capabilities::{Capabilities, GuaranteeClass, Reach};
+pub use error::{
+    BackendError, BackendErrorKind, ConfigError, InvalidOption, LockError, LostReason,
+};
+pub use event::{LockEvent, Observer};
+pub use ext::{Executed, LockRegistryExt};
+pub use fencing::FencingToken;
+pub use guard::LockGuard;
+pub use key::{InvalidKey, Key};
+pub use lock::DistributedLock;
+pub use memory::MemoryBackend;
+#[cfg(lock_registry_mutants)]
+pub use mutant::{Mutant, switch_mutant};
+pub use options::LockOptions;
+pub use owner::Owner;
+pub use pass_through::PassThroughBackend;
+pub use registry::{CloseReport, LockRegistry, Registry, RegistryBuilder};
+pub use routing::RoutingRegistry;

@@ -1,0 +1,275 @@
+//! The in-process store: real leases, real tokens, real waiters, so that it is a fair reference for the others.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use dashmap::DashMap;
+use dashmap::mapref::entry::Entry;
+use tokio::sync::Notify;
+
+use crate::backend::{Attempt, Busy, Claim, ClaimId, Grant, Holder, LockBackend, Release, Renewal};
+use crate::capabilities::{Capabilities, GuaranteeClass, Reach};
+use crate::clock::Moment;
+use crate::error::BackendError;
+use crate::fencing::FencingToken;
+use crate::key::Key;
+use crate::mutant::{Mutant, mutated};
+
+/// A lock store in the memory of this process. Clones are the same store.
+///
+/// Several registries over clones of one store contend like so many processes, which is what tests of code that locks
+/// want. Keys that are free take no memory.
+#[derive(Clone, Default)]
+pub struct MemoryBackend(Arc<Store>);
+
+#[derive(Default)]
+struct Store {
+    held: DashMap<Key, Record>,
+    /// The largest token that was ever reserved, of all keys: growing over all, tokens grow for each.
+    last_token: AtomicU64,
+    /// Expired records are swept out when this many are there.
+    sweep_at: AtomicU64,
+}
+
+struct Record {
+    claim: ClaimId,
+    token: FencingToken,
+    since: Moment,
+    until: Moment,
+    label: Option<Arc<str>>,
+    /// Those who wait for this record to end.
+    ended: Option<Arc<Notify>>,
+}
+
+impl MemoryBackend {
+    /// A fresh, empty store.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The number of keys that are recorded as held, expired ones included until somebody looks at them.
+    #[must_use]
+    pub fn records(&self) -> usize {
+        self.0.held.len()
+    }
+}
+
+impl Store {
+    /// Reserves a block of tokens and gives the first.
+    ///
+    /// Microseconds since 1970 underlie the count, as in the other stores, so that a resource that remembers tokens of an
+    /// earlier run of the process accepts those of this one.
+    fn next_token(&self, block: u32) -> Option<FencingToken> {
+        let now = epoch_us();
+        let mut last = self.last_token.load(Ordering::Relaxed);
+        loop {
+            let first = last.saturating_add(1).max(now);
+            let reserved = first.saturating_add(u64::from(block) - 1);
+            match self.last_token.compare_exchange_weak(
+                last,
+                reserved,
+                Ordering::AcqRel,
+                Ordering::Relaxed,
+            ) {
+                Ok(_) => return FencingToken::new(first),
+                Err(seen) => last = seen,
+            }
+        }
+    }
+
+    /// Drops the records of holders that never came back, now and then.
+    fn sweep(&self, now: Moment) {
+        let len = self.held.len() as u64;
+        let sweep_at = self.sweep_at.load(Ordering::Relaxed).max(SWEEP_AT_MIN);
+        if len >= sweep_at {
+            self.held.retain(|_, record| record.is_live(now));
+            self.sweep_at
+                .store(2 * self.held.len() as u64, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Record {
+    fn is_live(&self, now: Moment) -> bool {
+        now < self.until
+    }
+
+    fn holder(&self, key: &Key, now: Moment) -> Holder {
+        Holder::new(key.clone())
+            .with_label(self.label.as_deref().map(str::to_owned))
+            .with_token(Some(self.token))
+            .with_times(Some(now.since(self.since)), Some(self.until.since(now)))
+    }
+}
+
+impl Drop for Record {
+    fn drop(&mut self) {
+        if let Some(ended) = &self.ended {
+            ended.notify_waiters();
+        }
+    }
+}
+
+#[async_trait]
+impl LockBackend for MemoryBackend {
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::new("memory", GuaranteeClass::A, Reach::Process)
+            .with_fencing()
+            .with_wakes()
+            .with_labels()
+            .with_inspect()
+    }
+
+    async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        let now = Moment::now();
+        let granted = match self.0.held.entry(claim.key().clone()) {
+            Entry::Occupied(mut entry) => {
+                let record = entry.get();
+                if record.is_live(now) {
+                    if record.claim == claim.id() {
+                        return Ok(Attempt::Granted(Grant::new(
+                            Some(record.token),
+                            record.until.since(now),
+                        )));
+                    }
+                    let busy = Busy::new()
+                        .with_retry_after(record.until.since(now))
+                        .with_holder(record.holder(claim.key(), now))
+                        .with_mark(record.token.get());
+                    return Ok(Attempt::Busy(busy));
+                }
+                let record = self.0.record(claim, now)?;
+                let token = record.token;
+                entry.insert(record);
+                token
+            }
+            Entry::Vacant(entry) => {
+                let record = self.0.record(claim, now)?;
+                let token = record.token;
+                entry.insert(record);
+                token
+            }
+        };
+        self.0.sweep(now);
+        Ok(Attempt::Granted(Grant::new(Some(granted), claim.lease())))
+    }
+
+    async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
+        let now = Moment::now();
+        let renew = |claim: &Claim| match self.0.held.get_mut(claim.key()) {
+            Some(mut record) if record.claim == claim.id() && record.is_live(now) => {
+                record.until = record.until.max(now.after(claim.lease()));
+                Renewal::Renewed(record.until.since(now))
+            }
+            None if mutated(Mutant::RenewAfterRelease) => match self.0.record(claim, now) {
+                Ok(record) => {
+                    self.0.held.insert(claim.key().clone(), record);
+                    Renewal::Renewed(claim.lease())
+                }
+                Err(_) => Renewal::Gone,
+            },
+            _ => Renewal::Gone,
+        };
+        claims.iter().map(|claim| Ok(renew(claim))).collect()
+    }
+
+    async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+        let now = Moment::now();
+        let ours =
+            |record: &Record| record.claim == claim.id() || mutated(Mutant::ReleaseWithoutOwner);
+        // A record of ours that has expired goes too, but it had ended before.
+        Ok(
+            match self.0.held.remove_if(claim.key(), |_, record| ours(record)) {
+                Some((_, record)) if record.is_live(now) => Release::Freed,
+                _ => Release::NotHeld,
+            },
+        )
+    }
+
+    async fn wait(&self, claim: &Claim, busy: &Busy) {
+        let ended = match self.0.held.get_mut(claim.key()) {
+            Some(mut record)
+                if record.token.get() == busy.mark && record.is_live(Moment::now()) =>
+            {
+                let ended = record.ended.get_or_insert_with(Arc::default);
+                // Listening starts while the record is locked, so that its end cannot come in between.
+                Arc::clone(ended).notified_owned()
+            }
+            _ => return,
+        };
+        ended.await;
+    }
+
+    async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
+        let now = Moment::now();
+        let record = self.0.held.get(key);
+        Ok(record
+            .filter(|record| record.is_live(now))
+            .map(|record| record.holder(key, now)))
+    }
+
+    async fn list(&self) -> Result<Vec<Holder>, BackendError> {
+        let now = Moment::now();
+        let live = self
+            .0
+            .held
+            .iter()
+            .filter(|entry| entry.value().is_live(now));
+        Ok(live
+            .map(|entry| entry.value().holder(entry.key(), now))
+            .collect())
+    }
+
+    async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
+        let now = Moment::now();
+        Ok(match self.0.held.remove(key) {
+            Some((_, record)) if record.is_live(now) => Release::Freed,
+            _ => Release::NotHeld,
+        })
+    }
+}
+
+impl Store {
+    fn record(&self, claim: &Claim, now: Moment) -> Result<Record, BackendError> {
+        let token = self.next_token(claim.token_block()).ok_or_else(|| {
+            BackendError::new(
+                crate::BackendErrorKind::Protocol,
+                "the memory store has run out of fencing tokens",
+            )
+        })?;
+        Ok(Record {
+            claim: claim.id(),
+            token,
+            since: now,
+            until: now.after(claim.lease()),
+            label: claim.label().map(Arc::from),
+            ended: None,
+        })
+    }
+}
+
+impl fmt::Debug for MemoryBackend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MemoryBackend")
+            .field("records", &self.records())
+            .finish()
+    }
+}
+
+/// Microseconds since 1970 on the wall clock. A jump of it does no harm: tokens are also larger than the last one.
+#[expect(
+    clippy::disallowed_methods,
+    reason = "a number to start tokens from, not a time that anything ends at"
+)]
+fn epoch_us() -> u64 {
+    let since = std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)
+        .unwrap_or(Duration::ZERO);
+    u64::try_from(since.as_micros()).unwrap_or(0)
+}
+
+const SWEEP_AT_MIN: u64 = 1_024;

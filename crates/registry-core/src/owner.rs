@@ -1,0 +1,73 @@
+//! Who may enter a lock again. Explicit, because neither threads nor tasks mean anything across an `.await`.
+
+use std::future::Future;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// An identity under which locks are re-entrant.
+///
+/// Clones are the same owner. A lock that is taken without an owner is not re-entrant: a second `lock()` waits for
+/// the first guard, even on the same task. Re-entry never calls the store, never shortens the lease and has the same
+/// fencing token. An owner means nothing outside its registry and process.
+///
+/// # Examples
+/// ```
+/// # use registry_core::{LockOptions, LockRegistry, Owner, Registry};
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let registry = Registry::in_memory()?;
+/// let lock = registry.obtain("orders/42");
+/// let owner = Owner::new();
+/// let options = LockOptions::new().owner(&owner);
+/// if let Some(outer) = lock.lock_with(options.clone()).await? {
+///     if let Some(inner) = lock.lock_with(options).await? {
+///         assert_eq!(inner.fencing_token(), outer.fencing_token());
+///         inner.unlock().await?;
+///     }
+///     outer.unlock().await?;
+/// }
+/// # Ok(()) }
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Owner(u64);
+
+impl Owner {
+    /// An owner that equals no other.
+    #[must_use]
+    #[expect(
+        clippy::new_without_default,
+        reason = "a default that is different each time would surprise"
+    )]
+    pub fn new() -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        Self(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// Runs `work` under the owner of the surrounding scope, or under a fresh one if there is none. All locks taken in
+    /// `work` without an explicit owner belong to it, however deep the calls; tasks that `work` spawns do not inherit it.
+    ///
+    /// # Cancel safety
+    /// Dropping the future drops `work`.
+    pub async fn scope<F: Future>(work: F) -> F::Output {
+        match Self::current() {
+            Some(_) => work.await,
+            None => Self::new().within(work).await,
+        }
+    }
+
+    /// Runs `work` under this owner. See [`Owner::scope`].
+    ///
+    /// # Cancel safety
+    /// Dropping the future drops `work`.
+    pub async fn within<F: Future>(&self, work: F) -> F::Output {
+        CURRENT.scope(self.clone(), work).await
+    }
+
+    /// The owner of the surrounding scope, if there is one.
+    #[must_use]
+    pub fn current() -> Option<Self> {
+        CURRENT.try_with(Clone::clone).ok()
+    }
+}
+
+tokio::task_local! {
+    static CURRENT: Owner;
+}

@@ -1,0 +1,424 @@
+//! The trait that framework code is written against, and the one engine that implements it over any backend.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use tokio::runtime::Handle;
+use tokio::task::JoinHandle;
+
+use crate::backend::{Finding, Holder, LockBackend, Release};
+use crate::capabilities::Capabilities;
+use crate::engine::Engine;
+use crate::error::{ConfigError, InvalidOption, LockError, LostReason};
+use crate::event::{LockEvent, Observer, Observers};
+use crate::gauge::Gauge;
+use crate::janitor::Janitor;
+use crate::keeper::Keeper;
+use crate::key::Key;
+use crate::lock::DistributedLock;
+use crate::memory::MemoryBackend;
+use crate::options::{Defaults, LockOptions, Terms};
+use crate::slot::{Slot, SlotTable};
+
+/// Gives out locks by key, whatever store they live in. Framework code holds an `Arc<dyn LockRegistry>`.
+///
+/// [`LockRegistryExt`](crate::LockRegistryExt) has the convenience on top.
+#[async_trait]
+pub trait LockRegistry: fmt::Debug + Send + Sync {
+    /// The lock of `key`. Cheap, without I/O, and never fails: a key that cannot be locked says so when it is locked. The same key gives
+    /// the same lock.
+    fn obtain(&self, key: &str) -> DistributedLock;
+
+    /// What this registry's store can do and what it promises.
+    fn capabilities(&self) -> Capabilities;
+
+    /// Ends this registry: gives no more locks, sends waiters away with [`LockError::Closed`], waits up to `limit` for guards
+    /// to be let go, and gives back what is left. A guard that is still alive then is lost with
+    /// [`LostReason::Closed`], and only then is its key freed. Closing twice is harmless.
+    ///
+    /// # Cancel safety
+    /// Dropping the future leaves the registry closing; calling again goes on where it was.
+    async fn close(&self, limit: Duration) -> CloseReport;
+}
+
+#[async_trait]
+impl<R: LockRegistry + ?Sized> LockRegistry for Arc<R> {
+    fn obtain(&self, key: &str) -> DistributedLock {
+        (**self).obtain(key)
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        (**self).capabilities()
+    }
+
+    async fn close(&self, limit: Duration) -> CloseReport {
+        (**self).close(limit).await
+    }
+}
+
+/// What [`LockRegistry::close`] did.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize))]
+#[non_exhaustive]
+pub struct CloseReport {
+    /// Guards that were let go within the limit.
+    pub released: usize,
+    /// Guards that were still alive at the limit, and have been told that their lock is lost.
+    pub lost: usize,
+    /// Claims that could not be given back in time; the store's clock frees them at the end of their lease.
+    pub abandoned: usize,
+}
+
+impl CloseReport {
+    /// Whether everything was let go and given back.
+    #[must_use]
+    pub fn is_clean(&self) -> bool {
+        self.lost == 0 && self.abandoned == 0
+    }
+
+    pub(crate) fn plus(self, other: Self) -> Self {
+        Self {
+            released: self.released + other.released,
+            lost: self.lost + other.lost,
+            abandoned: self.abandoned + other.abandoned,
+        }
+    }
+}
+
+/// A registry over one store. Clones are the same registry.
+///
+/// It lives in the tokio runtime that it was built in; when that runtime has shut down, leases are not renewed any more and
+/// locking fails with [`LockError::Closed`]. When the last clone and the last guard are gone, what is left to give back is
+/// given back in the background.
+#[derive(Clone)]
+pub struct Registry {
+    engine: Arc<Engine>,
+    closing: Arc<Closing>,
+}
+
+struct Closing {
+    /// The keeper's task, until the backend is closed.
+    keeper: tokio::sync::Mutex<Option<JoinHandle<()>>>,
+    /// The janitor's task. Ends by itself when the registry is gone and nothing is left to do.
+    _janitor: JoinHandle<()>,
+    held_at_start: AtomicUsize,
+    lost: AtomicUsize,
+}
+
+impl Registry {
+    /// Begins a registry over `backend`.
+    pub fn builder(backend: Arc<dyn LockBackend>) -> RegistryBuilder {
+        RegistryBuilder {
+            backend,
+            defaults: Defaults {
+                lease: Defaults::LEASE,
+                renew: true,
+                poll: Defaults::POLL,
+                handoffs_max: Defaults::HANDOFFS_MAX,
+                answer_limit: Defaults::ANSWER_LIMIT,
+                label: None,
+            },
+            observers: Observers::default(),
+        }
+    }
+
+    /// A registry over a fresh in-process store, with all defaults.
+    ///
+    /// # Errors
+    /// [`ConfigError::NoRuntime`] outside a tokio runtime.
+    pub fn in_memory() -> Result<Self, ConfigError> {
+        Self::builder(Arc::new(MemoryBackend::new())).build()
+    }
+
+    /// Waits until nothing is left to be given back in the background. Tests await this instead of sleeping.
+    ///
+    /// # Cancel safety
+    /// Dropping the future has no effect.
+    pub async fn idle(&self) {
+        self.engine.janitor.idle().await;
+    }
+
+    /// The number of keys with a handle, guard or waiter in this registry.
+    #[must_use]
+    pub fn slots(&self) -> usize {
+        self.engine.slots.len()
+    }
+
+    /// The number of locks that this registry holds now.
+    #[must_use]
+    pub fn held(&self) -> usize {
+        self.engine.held.alive()
+    }
+
+    /// Tells the holders of all keys that are held, by whomever, in the order of their keys.
+    ///
+    /// # Errors
+    /// [`LockError::Unsupported`] if the store cannot tell; [`LockError::Backend`].
+    ///
+    /// # Cancel safety
+    /// Dropping the future has no effect.
+    pub async fn list(&self) -> Result<Vec<Holder>, LockError> {
+        self.engine.require_inspect()?;
+        let backend = Arc::clone(&self.engine.backend);
+        let mut holders = self
+            .engine
+            .ask("list", "*", Box::pin(async move { backend.list().await }))
+            .await?;
+        holders.sort_by(|a, b| a.key.cmp(&b.key));
+        Ok(holders)
+    }
+
+    /// Frees `key`, whoever holds it. The holder learns of it at its next renewal, and its fencing token is outdated from
+    /// the next grant on. Returns whether somebody held it.
+    ///
+    /// # Errors
+    /// [`LockError::Unsupported`] if the store cannot do it; [`LockError::InvalidKey`]; [`LockError::Backend`].
+    ///
+    /// # Cancel safety
+    /// Dropping the future may or may not have freed the key.
+    pub async fn force_release(&self, key: &str) -> Result<bool, LockError> {
+        self.engine.require_inspect()?;
+        let key = Key::new(key)?;
+        self.engine.backend.check_key(&key)?;
+        let (backend, asked) = (Arc::clone(&self.engine.backend), key.clone());
+        let freed = Box::pin(async move { backend.force_release(&asked).await });
+        Ok(self.engine.ask("break", key.as_str(), freed).await? == Release::Freed)
+    }
+
+    /// Looks for what is set up wrong in the store, or soon will be.
+    ///
+    /// # Errors
+    /// [`LockError::Backend`] if the store cannot be reached.
+    ///
+    /// # Cancel safety
+    /// Dropping the future has no effect.
+    pub async fn diagnose(&self) -> Result<Vec<Finding>, LockError> {
+        let backend = Arc::clone(&self.engine.backend);
+        self.engine
+            .ask(
+                "diagnose",
+                "*",
+                Box::pin(async move { backend.diagnose().await }),
+            )
+            .await
+    }
+
+    /// The backend, if it is a `B`.
+    #[must_use]
+    pub fn backend<B: LockBackend>(&self) -> Option<&B> {
+        let backend: &dyn std::any::Any = &*self.engine.backend;
+        backend.downcast_ref()
+    }
+}
+
+#[async_trait]
+impl LockRegistry for Registry {
+    fn obtain(&self, key: &str) -> DistributedLock {
+        let engine = &self.engine;
+        if let Some(slot) = engine.slots.get(key) {
+            return DistributedLock::new(slot);
+        }
+        match Key::new(key) {
+            Ok(key) => DistributedLock::new(
+                engine
+                    .slots
+                    .get_or_insert(key, |key| Arc::new(Slot::new(key, Arc::clone(engine)))),
+            ),
+            Err(reason) => DistributedLock::invalid(key, reason),
+        }
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.engine.capabilities.clone()
+    }
+
+    async fn close(&self, limit: Duration) -> CloseReport {
+        let engine = &self.engine;
+        let closing = &self.closing;
+        if !engine.closing.swap(true, Ordering::AcqRel) {
+            closing
+                .held_at_start
+                .store(engine.held.alive(), Ordering::Release);
+            engine.tell(|| LockEvent::Closing);
+            engine.close_began.notify_waiters();
+            for slot in engine.slots.all() {
+                slot.close();
+            }
+        }
+        let orderly = async {
+            engine.held.none_left().await;
+            engine.janitor.idle().await;
+        };
+        if tokio::time::timeout(limit, orderly).await.is_err() {
+            for held in engine.keeper.all() {
+                held.lose(LostReason::Closed);
+                closing.lost.fetch_add(1, Ordering::AcqRel);
+            }
+            // The holders' time is over; the store still gets its own to answer.
+            let _ = tokio::time::timeout(engine.defaults.answer_limit, engine.janitor.idle()).await;
+        }
+        let lost = closing.lost.load(Ordering::Acquire);
+        let report = CloseReport {
+            released: closing
+                .held_at_start
+                .load(Ordering::Acquire)
+                .saturating_sub(lost),
+            lost,
+            abandoned: engine.janitor.pending(),
+        };
+        engine.keeper.stop();
+        let mut keeper = closing.keeper.lock().await;
+        if let Some(task) = keeper.as_mut() {
+            // Renewals in flight are carried to their end, so that the backend is not closed under them.
+            let _ = tokio::time::timeout(engine.defaults.answer_limit, task).await;
+            // Taken before the backend is closed: a second close must not do it again.
+            *keeper = None;
+            engine
+                .close_backend()
+                .answer_within(engine.defaults.answer_limit)
+                .await;
+            engine.tell(|| LockEvent::Closed);
+        }
+        report
+    }
+}
+
+impl fmt::Debug for Registry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Registry")
+            .field("backend", &self.engine.backend)
+            .field("held", &self.held())
+            .field("slots", &self.slots())
+            .finish_non_exhaustive()
+    }
+}
+
+/// Sets up a [`Registry`]. Made by [`Registry::builder`].
+#[derive(Debug)]
+#[must_use = "a builder does nothing until it is built"]
+pub struct RegistryBuilder {
+    backend: Arc<dyn LockBackend>,
+    defaults: Defaults,
+    observers: Observers,
+}
+
+impl RegistryBuilder {
+    /// How long a key stays taken when its holder dies. Default: 30 s.
+    pub fn lease(mut self, lease: Duration) -> Self {
+        self.defaults.lease = lease;
+        self
+    }
+
+    /// Whether leases are renewed while their guards live. Default: yes.
+    pub fn renew(mut self, renew: bool) -> Self {
+        self.defaults.renew = renew;
+        self
+    }
+
+    /// How often a waiter looks by itself, at the most; wake-ups by the store shorten the wait. Jittered by a quarter.
+    /// Default: 250 ms. Between 1 ms and one hour.
+    pub fn poll(mut self, poll: Duration) -> Self {
+        self.defaults.poll = poll;
+        self
+    }
+
+    /// How many times in a row a claim may pass to the next caller of this process without asking the store. Zero switches
+    /// it off. Default: 32.
+    pub fn handoff(mut self, times: u32) -> Self {
+        self.defaults.handoffs_max = times;
+        self
+    }
+
+    /// How long a store operation may stay unanswered before its outcome counts as unknown. Default: 3 s. At least 10 ms.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.defaults.answer_limit = timeout;
+        self
+    }
+
+    /// What others see when they ask who holds a lock. Default: nothing.
+    pub fn label(mut self, label: impl Into<String>) -> Self {
+        self.defaults.label = Some(label.into().into());
+        self
+    }
+
+    /// Tells `observer` what happens.
+    pub fn observer(mut self, observer: Arc<dyn Observer>) -> Self {
+        self.observers.add(observer);
+        self
+    }
+
+    /// Opens the registry in the current tokio runtime, which must have time enabled.
+    ///
+    /// # Errors
+    /// [`ConfigError::NoRuntime`] outside a runtime; [`ConfigError::Invalid`] for values out of range.
+    pub fn build(self) -> Result<Registry, ConfigError> {
+        let runtime = Handle::try_current().map_err(|_| ConfigError::NoRuntime)?;
+        let Self {
+            backend,
+            defaults,
+            observers,
+        } = self;
+        let capabilities = backend.capabilities();
+        check_range("poll", defaults.poll, POLL_MIN, POLL_MAX)?;
+        check_range("timeout", defaults.answer_limit, TIMEOUT_MIN, TIMEOUT_MAX)?;
+        if defaults.handoffs_max > HANDOFF_MAX {
+            return Err(ConfigError::Invalid(format!(
+                "handoff of {} is larger than {HANDOFF_MAX}",
+                defaults.handoffs_max
+            )));
+        }
+        let default_terms = Terms::resolve(&LockOptions::new(), &defaults, &capabilities)
+            .map_err(|error| ConfigError::Invalid(error.to_string()))?;
+        let (janitor, janitor_work) = Janitor::new();
+        let keeper = Keeper::new();
+        let keeper_work = keeper.work(Arc::clone(&backend));
+        let engine = Arc::new(Engine {
+            backend,
+            capabilities,
+            defaults,
+            default_terms: Arc::new(default_terms),
+            observers,
+            keeper,
+            janitor,
+            held: Gauge::default(),
+            closing: false.into(),
+            close_began: tokio::sync::Notify::new(),
+            slots: SlotTable::new(),
+        });
+        let closing = Closing {
+            keeper: tokio::sync::Mutex::new(Some(runtime.spawn(keeper_work))),
+            _janitor: runtime.spawn(janitor_work),
+            held_at_start: AtomicUsize::new(0),
+            lost: AtomicUsize::new(0),
+        };
+        Ok(Registry {
+            engine,
+            closing: Arc::new(closing),
+        })
+    }
+}
+
+fn check_range(
+    option: &'static str,
+    given: Duration,
+    min: Duration,
+    max: Duration,
+) -> Result<(), ConfigError> {
+    if (min..=max).contains(&given) {
+        return Ok(());
+    }
+    let problem = format!("is not between {min:?} and {max:?}");
+    Err(ConfigError::Invalid(
+        InvalidOption::new(option, given, problem).to_string(),
+    ))
+}
+
+const POLL_MIN: Duration = Duration::from_millis(1);
+const POLL_MAX: Duration = Duration::from_secs(60 * 60);
+const TIMEOUT_MIN: Duration = Duration::from_millis(10);
+const TIMEOUT_MAX: Duration = Duration::from_secs(60 * 60);
+/// Keeps the reserved blocks of tokens small against the microseconds that they count.
+const HANDOFF_MAX: u32 = 10_000;

@@ -1,0 +1,113 @@
+//! Gives a claim back to the store and does not let go before the outcome is known or the lease is over.
+
+use std::sync::Arc;
+
+use crate::backend::{Claim, Release};
+use crate::clock::Moment;
+use crate::engine::{Engine, backoff};
+use crate::error::BackendError;
+use crate::event::LockEvent;
+use crate::mutant::{Mutant, mutated};
+use crate::slot::Turn;
+
+/// A claim on its way back.
+#[derive(Debug)]
+pub(crate) struct GivingBack {
+    pub(crate) engine: Arc<Engine>,
+    pub(crate) claim: Claim,
+    /// Passed on when the store has answered or the lease is over, so that the next local caller does not meet our own record.
+    pub(crate) turn: Option<Turn>,
+    /// When the store's clock will have freed the claim at the latest.
+    pub(crate) until: Moment,
+    /// Attempts of this claim that may still arrive at the store.
+    pub(crate) stray_attempts: u32,
+}
+
+/// How giving back ended.
+#[derive(Debug)]
+pub(crate) enum GivenBack {
+    /// The grant was there and has ended, or was ended by a release of ours whose reply was lost.
+    Freed,
+    /// There was no grant any more.
+    NotHeld,
+    /// It could not be found out; the store's clock frees the claim at the end of its lease.
+    Unknown(BackendError),
+}
+
+/// Gives a claim back on the janitor's time.
+pub(crate) fn give_back_in_background(giving: GivingBack) {
+    let janitor = giving.engine.janitor.clone();
+    janitor.hand_over(Box::pin(async move {
+        give_back(giving).await;
+    }));
+}
+
+/// Releases a claim, again and again while the outcome is unknown.
+pub(crate) async fn give_back(mut giving: GivingBack) -> GivenBack {
+    if mutated(Mutant::TurnBeforeRelease) {
+        giving.turn = None;
+    }
+    let outcome = release_until_answered(&giving).await;
+    if let GivenBack::Unknown(_) = outcome {
+        // The store is out of reach, or says no. Only its clock frees the key now; local callers must not be kept
+        // from finding that out for themselves.
+        let key = giving.claim.key().as_str();
+        giving.engine.tell(|| LockEvent::LeftToLease { key });
+    }
+    giving.turn = None;
+    let freed = u32::from(matches!(outcome, GivenBack::Freed));
+    if giving.stray_attempts > freed {
+        let janitor = giving.engine.janitor.clone();
+        janitor.hand_over(Box::pin(hunt_stray_grants(giving, freed)));
+    }
+    outcome
+}
+
+async fn release_until_answered(giving: &GivingBack) -> GivenBack {
+    let engine = &giving.engine;
+    let mut attempt = 0;
+    loop {
+        let error = match engine
+            .release(&giving.claim)
+            .answer_within(engine.defaults.answer_limit)
+            .await
+        {
+            Some(Ok(Release::Freed)) => return GivenBack::Freed,
+            // An earlier release, whose reply was lost, has done it.
+            Some(Ok(Release::NotHeld)) if attempt > 0 => return GivenBack::Freed,
+            Some(Ok(Release::NotHeld)) => return GivenBack::NotHeld,
+            Some(Err(error)) => error,
+            None => engine.unanswered(),
+        };
+        let key = giving.claim.key().as_str();
+        engine.tell(|| LockEvent::ReleaseFailed { key, error: &error });
+        let pause = backoff(attempt);
+        if !error.is_retryable()
+            || Moment::now().after(pause) >= giving.until
+            || mutated(Mutant::ReleaseErrorSwallowed)
+        {
+            return GivenBack::Unknown(error);
+        }
+        tokio::time::sleep(pause).await;
+        attempt += 1;
+    }
+}
+
+/// Ends grants that attempts of this claim may yet cause: a request can be overtaken by its own release.
+async fn hunt_stray_grants(giving: GivingBack, mut freed: u32) {
+    let engine = &giving.engine;
+    let mut attempt = 0;
+    while freed < giving.stray_attempts && Moment::now() < giving.until {
+        engine
+            .sleep_until(Moment::now().after(backoff(attempt)).min(giving.until))
+            .await;
+        if let Some(Ok(Release::Freed)) = engine
+            .release(&giving.claim)
+            .answer_within(engine.defaults.answer_limit)
+            .await
+        {
+            freed += 1;
+        }
+        attempt += 1;
+    }
+}

@@ -1,0 +1,374 @@
+//! The local half of a lock: one slot per key and process, a turn that one caller has at a time, a FIFO queue for the rest.
+//!
+//! Nothing here talks to a store. Whoever has the [`Turn`] may contend for the key remotely; dropping it lets the next in
+//! line. A slot lives as long as a handle, guard or waiter does, so nothing is ever evicted under anybody.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+
+use dashmap::DashMap;
+use dashmap::mapref::entry::Entry as MapEntry;
+use tokio::sync::oneshot;
+
+use crate::clock::Moment;
+use crate::engine::Engine;
+use crate::guard::LockGuard;
+use crate::hold::Hold;
+use crate::key::Key;
+use crate::mutant::{Mutant, mutated};
+use crate::options::Terms;
+use crate::owner::Owner;
+
+/// The slots of one registry, by key.
+pub(crate) struct SlotTable(DashMap<Key, Weak<Slot>>);
+
+impl SlotTable {
+    pub(crate) fn new() -> Self {
+        Self(DashMap::new())
+    }
+
+    /// How many slots are alive.
+    pub(crate) fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    /// All slots that are alive now.
+    pub(crate) fn all(&self) -> Vec<Arc<Slot>> {
+        self.0
+            .iter()
+            .filter_map(|entry| entry.value().upgrade())
+            .collect()
+    }
+
+    /// The one slot of `key`; `None` when there is none yet.
+    pub(crate) fn get(&self, key: &str) -> Option<Arc<Slot>> {
+        self.0.get(key)?.upgrade()
+    }
+
+    /// The one slot of `key`, made by `make` if there is none.
+    pub(crate) fn get_or_insert(&self, key: Key, make: impl FnOnce(Key) -> Arc<Slot>) -> Arc<Slot> {
+        match self.0.entry(key) {
+            MapEntry::Occupied(mut entry) => match entry.get().upgrade() {
+                Some(slot) => slot,
+                // The old slot is dead but has not left the table yet: nobody can reach it any more, so
+                // a new one may take its place. The old one's `Drop` will see that the entry is not its own.
+                None => {
+                    let slot = make(entry.key().clone());
+                    entry.insert(Arc::downgrade(&slot));
+                    slot
+                }
+            },
+            MapEntry::Vacant(entry) => {
+                let slot = make(entry.key().clone());
+                entry.insert(Arc::downgrade(&slot));
+                slot
+            }
+        }
+    }
+
+    fn remove_dead(&self, key: &Key) {
+        self.0.remove_if(key, |_, slot| slot.strong_count() == 0);
+    }
+
+    /// Forgets a slot that is still in use. The bug that [`Mutant::HeldSlotEvicted`] stands for.
+    fn evict(&self, key: &Key) {
+        self.0.remove(key);
+    }
+}
+
+impl fmt::Debug for SlotTable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SlotTable")
+            .field("len", &self.len())
+            .finish()
+    }
+}
+
+/// What all callers of one key in one registry share.
+pub(crate) struct Slot {
+    key: Key,
+    engine: Arc<Engine>,
+    line: Mutex<Line>,
+}
+
+#[derive(Default)]
+struct Line {
+    /// Somebody has the turn.
+    taken: bool,
+    /// The current hold, if its owner may enter again.
+    reentrant: Weak<Hold>,
+    next_ticket: u64,
+    /// By ticket, so the first is the longest waiting, and leaving from the middle is cheap.
+    waiters: BTreeMap<u64, Waiter>,
+    closed: bool,
+}
+
+struct Waiter {
+    owner: Option<Owner>,
+    terms: Arc<Terms>,
+    door: oneshot::Sender<Entry>,
+}
+
+/// What a caller gets when it comes to the front.
+#[derive(Debug)]
+pub(crate) enum Entry {
+    /// The right to contend for the key in the store.
+    Turn(Turn),
+    /// A further guard of a lock that this owner already holds.
+    Again(LockGuard),
+    /// The claim of the one who was in front, who is done with it.
+    HandedOver(LockGuard),
+}
+
+/// Why a caller got nothing.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum NoEntry {
+    /// The deadline came first.
+    TimedOut,
+    /// The registry is closing.
+    Closed,
+}
+
+impl Slot {
+    pub(crate) fn new(key: Key, engine: Arc<Engine>) -> Self {
+        Self {
+            key,
+            engine,
+            line: Mutex::default(),
+        }
+    }
+
+    pub(crate) fn key(&self) -> &Key {
+        &self.key
+    }
+
+    pub(crate) fn engine(&self) -> &Arc<Engine> {
+        &self.engine
+    }
+
+    /// Waits for this caller's turn, or enters at once what `owner` already holds.
+    pub(crate) async fn enter(
+        self: &Arc<Self>,
+        owner: Option<&Owner>,
+        terms: &Arc<Terms>,
+        deadline: Option<Moment>,
+    ) -> Result<Entry, NoEntry> {
+        let mut waiting = {
+            let mut line = self.line();
+            if line.closed {
+                return Err(NoEntry::Closed);
+            }
+            if let Some(again) = line.enter_again(owner) {
+                return Ok(Entry::Again(again));
+            }
+            if !line.taken {
+                line.taken = true;
+                return Ok(Entry::Turn(Turn {
+                    slot: Some(Arc::clone(self)),
+                }));
+            }
+            if deadline.is_some_and(|deadline| deadline <= Moment::now()) {
+                return Err(NoEntry::TimedOut);
+            }
+            let ticket = line.next_ticket;
+            line.next_ticket += 1;
+            let (door, entry) = oneshot::channel();
+            let waiter = Waiter {
+                owner: owner.cloned(),
+                terms: Arc::clone(terms),
+                door,
+            };
+            line.waiters.insert(ticket, waiter);
+            Waiting {
+                slot: self,
+                ticket,
+                entry,
+            }
+        };
+        self.engine.tell(|| crate::LockEvent::Waiting {
+            key: self.key.as_str(),
+        });
+        let entry = &mut waiting.entry;
+        let entered = match deadline {
+            None => entry.await,
+            Some(deadline) => tokio::select! {
+                biased;
+                entered = entry => entered,
+                () = self.engine.sleep_until(deadline) => return Err(NoEntry::TimedOut),
+            },
+        };
+        // A door that nobody holds any more: the line was closed.
+        entered.map_err(|_| NoEntry::Closed)
+    }
+
+    /// Notes that `hold` is the current one, and lets in those who wait under the same owner.
+    pub(crate) fn held_by(&self, hold: &Arc<Hold>) {
+        let Some(owner) = hold.owner() else { return };
+        // Guards that turn out to have no taker are dropped after the line is unlocked.
+        let mut unclaimed = Vec::new();
+        let mut line = self.line();
+        line.reentrant = Arc::downgrade(hold);
+        let same: Vec<u64> = line
+            .waiters
+            .iter()
+            .filter(|(_, waiter)| waiter.owner.as_ref() == Some(owner))
+            .map(|(ticket, _)| *ticket)
+            .collect();
+        for ticket in same {
+            let (Some(waiter), Some(guard)) = (line.waiters.remove(&ticket), hold.enter_again())
+            else {
+                break;
+            };
+            if let Err(entry) = waiter.door.send(Entry::Again(guard)) {
+                unclaimed.push(entry);
+            }
+        }
+        drop(line);
+    }
+
+    /// Passes a claim that is still good to the next caller, if that one asked for the same. `make` makes its guard; the
+    /// turn stays with the claim. Returns false when there is nobody to take it.
+    pub(crate) fn hand_over(
+        &self,
+        terms: &Terms,
+        mut make: impl FnMut(Option<Owner>) -> LockGuard,
+        mut unmake: impl FnMut(LockGuard),
+    ) -> bool {
+        loop {
+            let mut line = self.line();
+            if line.closed {
+                return false;
+            }
+            // Strictly the first in line: passing over it would break the order.
+            let Some(first) = line.waiters.first_entry() else {
+                return false;
+            };
+            if *first.get().terms != *terms {
+                return false;
+            }
+            let waiter = first.remove();
+            let guard = make(waiter.owner);
+            let hold = guard.hold_arc();
+            match waiter.door.send(Entry::HandedOver(guard)) {
+                Ok(()) => {
+                    drop(line);
+                    if let Some(hold) = hold {
+                        self.held_by(&hold);
+                    }
+                    return true;
+                }
+                Err(entry) => {
+                    drop(line);
+                    if let Entry::HandedOver(guard) = entry {
+                        unmake(guard);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Sends everybody away, now and from now on.
+    pub(crate) fn close(&self) {
+        let mut line = self.line();
+        line.closed = true;
+        let waiters = std::mem::take(&mut line.waiters);
+        drop(line);
+        drop(waiters);
+    }
+
+    fn pass_on(self: &Arc<Self>) {
+        let mut line = self.line();
+        line.reentrant = Weak::new();
+        while let Some((_, waiter)) = line.waiters.pop_first() {
+            let turn = Turn {
+                slot: Some(Arc::clone(self)),
+            };
+            match waiter.door.send(Entry::Turn(turn)) {
+                Ok(()) => return,
+                // Its caller is gone. The turn must not be passed on by its own `Drop` while the line is locked.
+                Err(Entry::Turn(turn)) => turn.forget(),
+                Err(_) => {}
+            }
+        }
+        line.taken = false;
+    }
+
+    fn line(&self) -> MutexGuard<'_, Line> {
+        // A panic between two field assignments cannot happen here; poisoning carries no meaning.
+        self.line.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Line {
+    fn enter_again(&self, owner: Option<&Owner>) -> Option<LockGuard> {
+        let owner = owner?;
+        let hold = self.reentrant.upgrade()?;
+        if hold.owner() == Some(owner) {
+            hold.enter_again()
+        } else {
+            None
+        }
+    }
+}
+
+impl fmt::Debug for Slot {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Slot")
+            .field("key", &self.key)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for Slot {
+    fn drop(&mut self) {
+        self.engine.slots().remove_dead(&self.key);
+    }
+}
+
+/// The right of one caller of this process to contend for the key in the store. Dropping it lets the next in line.
+#[derive(Debug)]
+pub(crate) struct Turn {
+    slot: Option<Arc<Slot>>,
+}
+
+impl Turn {
+    pub(crate) fn slot(&self) -> &Arc<Slot> {
+        self.slot
+            .as_ref()
+            .expect("a turn has its slot until it is dropped")
+    }
+
+    pub(crate) fn taken(&self) {
+        if mutated(Mutant::HeldSlotEvicted) {
+            let slot = self.slot();
+            slot.engine.slots().evict(&slot.key);
+        }
+    }
+
+    fn forget(mut self) {
+        self.slot = None;
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        if let Some(slot) = self.slot.take() {
+            slot.pass_on();
+        }
+    }
+}
+
+/// A place in the line. Dropping it gives the place up; an entry that has already been given is passed on by its own drop.
+struct Waiting<'a> {
+    slot: &'a Slot,
+    ticket: u64,
+    entry: oneshot::Receiver<Entry>,
+}
+
+impl Drop for Waiting<'_> {
+    fn drop(&mut self) {
+        let waiter = self.slot.line().waiters.remove(&self.ticket);
+        drop(waiter);
+    }
+}

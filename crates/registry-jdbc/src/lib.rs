@@ -1,0 +1,56 @@
+//! SQL databases as lock stores, through sqlx. "jdbc" is Spring's word for this kind of store; no Java is involved.
+//!
+//! Each database is a feature. So far there is one:
+//!
+//! | feature | backend | excludes |
+//! |---|---|---|
+//! | `sqlite` | `SqliteBackend` | the processes of one Linux host that open the same file |
+//!
+//! A lock is a row. It names the claim that holds it, the fencing tokens that were reserved and the end of the lease;
+//! every operation is a single statement, so there is no half-done acquisition to clean up. Waiting, renewal, hand-off
+//! and loss are not decided here: the engine in `registry-core` drives a backend through `LockBackend`.
+//!
+//! The other half of a token lives here too: `Fence` checks a guard inside the caller's own transaction, so that
+//! the transaction cannot commit after the lock was lost.
+#![cfg_attr(
+    all(feature = "sqlite", target_os = "linux"),
+    doc = r#"
+# Examples
+```
+use std::sync::Arc;
+use registry_jdbc::{SqliteBackend, SqliteConfig};
+
+# #[tokio::main(flavor = "current_thread")]
+# async fn main() -> Result<(), Box<dyn std::error::Error>> {
+# let folder = tempfile::tempdir()?;
+# let path = folder.path().join("locks.db");
+let backend = SqliteBackend::open(SqliteConfig::new(path)).await?;
+let registry = registry_core::Registry::builder(Arc::new(backend)).build()?;
+# use registry_core::LockRegistry;
+let guard = registry.obtain("orders/42").lock().await?;
+guard.unlock().await?;
+# Ok(())
+# }
+```
+"#
+)]
+
+#[cfg(feature = "sqlite")]
+mod config;
+#[cfg(feature = "sqlite")]
+mod error;
+#[cfg(feature = "sqlite")]
+mod fence;
+#[cfg(feature = "sqlite")]
+mod sqlite;
+
+#[cfg(feature = "sqlite")]
+pub use config::SqliteConfig;
+#[cfg(feature = "sqlite")]
+pub use fence::{Fence, FenceError};
+#[cfg(feature = "sqlite")]
+pub use sqlite::SqliteBackend;
+
+/// The sqlx that this crate was built with: [`Fence`] takes its transactions.
+#[cfg(feature = "sqlite")]
+pub use sqlx;

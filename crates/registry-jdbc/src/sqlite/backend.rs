@@ -1,0 +1,421 @@
+//! What is asked of a lock's row. Says nothing of SQL, see `sql`, and does nothing about time but pass it on, see `clock`.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use registry_core::{
+    Attempt, BackendError, BackendErrorKind, Busy, Capabilities, Claim, FencingToken, Finding, Grant,
+    GuaranteeClass, Holder, Key, LockBackend, Reach, Release, Renewal,
+};
+use sqlx::Row;
+use sqlx::sqlite::SqliteRow;
+
+use super::clock::{Clock, HostClock, micros, span};
+use super::file::{Identity, Place};
+use super::link::Link;
+use super::open::{self, Opened};
+use super::sql;
+use super::wake::Wakes;
+use crate::config::SqliteConfig;
+use crate::error::explain;
+
+/// Locks in a SQLite file: they exclude the processes of one host that open the same file.
+///
+/// A grant lives until its lease is over on the host's boot clock, which no one can set and which counts suspend; a reboot
+/// ends all grants. Tokens are told by the wall clock in microseconds and never go backwards, even if that clock does.
+/// A release wakes the waiters of all processes within milliseconds.
+///
+/// The file is switched to SQLite's write-ahead log for good, and may hold the application's own tables beside those that begin
+/// with `lock_registry_`. It must be on a local disk: network file systems do not lock and share memory as SQLite needs
+/// it, and hosts have different boots. When a process of another boot opens the file, the others are told so by errors.
+///
+/// Two threads and two connections belong to a backend, however many locks are held or awaited.
+///
+/// # Examples
+/// ```
+/// use registry_core::{Attempt, Claim, Key, LockBackend, Release};
+/// use registry_jdbc::{SqliteBackend, SqliteConfig};
+/// # use std::time::Duration;
+/// # #[tokio::main(flavor = "current_thread")]
+/// # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # if !cfg!(target_os = "linux") { return Ok(()) }
+/// # let folder = tempfile::tempdir()?;
+/// # let path = folder.path().join("locks.db");
+/// let backend = SqliteBackend::open(SqliteConfig::new(path)).await?;
+/// let claim = Claim::new(Key::new("orders/42")?, Duration::from_secs(30));
+/// assert!(matches!(backend.try_acquire(&claim).await?, Attempt::Granted(_)));
+/// assert_eq!(backend.release(&claim).await?, Release::Freed);
+/// backend.close().await;
+/// # Ok(())
+/// # }
+/// ```
+pub struct SqliteBackend {
+    pub(super) config: SqliteConfig,
+    pub(super) place: Place,
+    pub(super) identity: Identity,
+    pub(super) store: Vec<u8>,
+    pub(super) clock: Arc<dyn Clock>,
+    pub(super) writer: Link,
+    pub(super) reader: Arc<Link>,
+    wakes: Wakes,
+}
+
+impl SqliteBackend {
+    /// Opens the file, and makes it and its tables if they are absent.
+    ///
+    /// # Errors
+    /// [`BackendError`] with a message that says what to do: `Misconfigured` for a path that cannot work (missing folder, a
+    /// folder, newer tables, a full disk, no Linux), `Denied` without write access, `Protocol` for a file that is no
+    /// database or is damaged, `Transient` when other processes keep the file locked.
+    ///
+    /// # Cancel safety
+    /// Dropping the future may leave an empty database or finished tables behind, never half-made ones.
+    pub async fn open(config: SqliteConfig) -> Result<Self, BackendError> {
+        Self::open_at(config, Arc::new(HostClock::of_this_host()?)).await
+    }
+
+    pub(super) async fn open_at(
+        config: SqliteConfig,
+        clock: Arc<dyn Clock>,
+    ) -> Result<Self, BackendError> {
+        let Opened { writer, reader, place, identity, store } =
+            open::open(&config, clock.boot()).await?;
+        let reader = Arc::new(reader);
+        let wakes = Wakes::new(
+            Arc::clone(&reader),
+            Arc::clone(&clock),
+            config.namespace.clone(),
+            place.wal.clone(),
+        );
+        Ok(Self { config, place, identity, store, clock, writer, reader, wakes })
+    }
+
+    /// The statements that make the tables of this store, for those who let nobody else make tables.
+    #[must_use]
+    pub const fn schema() -> &'static str {
+        sql::SCHEMA
+    }
+
+    /// The database file, with all links followed.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.place.path
+    }
+
+    /// The namespace that this backend's locks live in.
+    #[must_use]
+    pub fn namespace(&self) -> &str {
+        &self.config.namespace
+    }
+
+    /// The claim, its token range and its lease as [`sql::FENCE`] must find them.
+    pub(crate) fn fence_statement(
+        &self,
+        claim: &Claim,
+        token: FencingToken,
+    ) -> super::link::Statement {
+        sqlx::query(sql::FENCE)
+            .bind(self.config.namespace.clone())
+            .bind(key_bytes(claim.key()))
+            .bind(claim.id().to_bytes().to_vec())
+            .bind(i64::from(token))
+            .bind(self.clock.now())
+            .bind(self.boot())
+    }
+
+    /// Whether `store`, read from the meta table of some database, is the id of this one.
+    pub(crate) fn is_store(&self, store: &[u8]) -> bool {
+        self.store == store
+    }
+
+    pub(super) fn boot(&self) -> Vec<u8> {
+        self.clock.boot().bytes().to_vec()
+    }
+
+    /// One statement: the claim has the key, or it was not free.
+    async fn take(&self, claim: &Claim) -> Result<Option<FencingToken>, BackendError> {
+        let lease = micros(claim.lease());
+        let rows = self
+            .writer
+            .rows(|| {
+                let now = self.clock.now();
+                sqlx::query(sql::ACQUIRE)
+                    .bind(self.config.namespace.clone())
+                    .bind(key_bytes(claim.key()))
+                    .bind(claim.id().to_bytes().to_vec())
+                    .bind(self.clock.wall())
+                    .bind(i64::from(claim.token_block()))
+                    .bind(claim.label().map(str::to_owned))
+                    .bind(now)
+                    .bind(now.saturating_add(lease))
+                    .bind(self.boot())
+            })
+            .await?;
+        rows.first().map(|row| self.token(row, 0)).transpose()
+    }
+
+    /// Who has the key. An error when another boot writes to the file.
+    async fn look(&self, key: &Key) -> Result<Option<Held>, BackendError> {
+        let rows = self
+            .reader
+            .rows(|| {
+                sqlx::query(sql::LOOK).bind(self.config.namespace.clone()).bind(key_bytes(key))
+            })
+            .await?;
+        let row = rows.first().ok_or_else(|| open::damaged(self.path()))?;
+        let boot: Vec<u8> = self.column(row, 0)?;
+        if boot != self.clock.boot().bytes() {
+            return Err(self.other_boot());
+        }
+        let claim: Option<Vec<u8>> = self.column(row, 2)?;
+        let Some(claim) = claim else { return Ok(None) };
+        let held = self.held(row, claim)?;
+        Ok(held.filter(|held| held.until > self.clock.now()))
+    }
+
+    /// Reads what [`sql::LOOK`] and [`sql::LIST`] have in common; `None` for a grant of another boot.
+    fn held(&self, row: &SqliteRow, claim: Vec<u8>) -> Result<Option<Held>, BackendError> {
+        let boot: Vec<u8> = self.column(row, 7)?;
+        if boot != self.clock.boot().bytes() {
+            return Ok(None);
+        }
+        let key: Vec<u8> = self.column(row, 1)?;
+        let key = String::from_utf8(key).ok().and_then(|key| Key::new(&key).ok());
+        Ok(Some(Held {
+            key: key.ok_or_else(|| self.unreadable("a row's key is not one that can be locked"))?,
+            claim,
+            token: self.token(row, 3)?,
+            label: self.column(row, 4)?,
+            since: self.column(row, 5)?,
+            until: self.column(row, 6)?,
+        }))
+    }
+
+    pub(super) fn column<'r, T>(&self, row: &'r SqliteRow, index: usize) -> Result<T, BackendError>
+    where
+        T: sqlx::Decode<'r, sqlx::Sqlite> + sqlx::Type<sqlx::Sqlite>,
+    {
+        row.try_get(index).map_err(|error| explain(error, self.path()))
+    }
+
+    fn token(&self, row: &SqliteRow, index: usize) -> Result<FencingToken, BackendError> {
+        let token: i64 = self.column(row, index)?;
+        FencingToken::try_from(token).map_err(|_| self.unreadable("a row's token is negative"))
+    }
+
+    fn unreadable(&self, says: &str) -> BackendError {
+        BackendError::new(
+            BackendErrorKind::Protocol,
+            format!("sqlite file {:?}: {says}; was it edited by hand?", self.path()),
+        )
+    }
+
+    fn other_boot(&self) -> BackendError {
+        BackendError::new(
+            BackendErrorKind::Misconfigured,
+            format!(
+                "sqlite file {:?}: a process of another host, or of a container with its own boot id, has opened it; \
+                 locks in a file exclude the processes of one host only",
+                self.path()
+            ),
+        )
+        .as_refused()
+    }
+
+    /// One statement for as many claims as it takes.
+    async fn prolong(
+        &self,
+        size: &'static sql::Sized,
+        claims: &[Claim],
+    ) -> Result<HashMap<Vec<u8>, Duration>, BackendError> {
+        let mut now = 0;
+        let rows = self
+            .writer
+            .rows(|| {
+                now = self.clock.now();
+                let mut statement = sqlx::query(size.text.as_str())
+                    .bind(now)
+                    .bind(self.boot())
+                    .bind(self.config.namespace.clone());
+                for claim in claims {
+                    statement = statement
+                        .bind(key_bytes(claim.key()))
+                        .bind(claim.id().to_bytes().to_vec())
+                        .bind(now.saturating_add(micros(claim.lease())));
+                }
+                for _ in claims.len()..size.items_max {
+                    statement =
+                        statement.bind(None::<Vec<u8>>).bind(None::<Vec<u8>>).bind(None::<i64>);
+                }
+                statement
+            })
+            .await?;
+        rows.iter()
+            .map(|row| Ok((self.column(row, 0)?, span(now, self.column(row, 1)?))))
+            .collect()
+    }
+}
+
+/// A grant as a row tells it.
+#[derive(Debug)]
+struct Held {
+    key: Key,
+    claim: Vec<u8>,
+    token: FencingToken,
+    label: Option<String>,
+    since: i64,
+    until: i64,
+}
+
+impl Held {
+    fn holder(self, now: i64) -> Holder {
+        Holder::new(self.key)
+            .with_label(self.label)
+            .with_token(Some(self.token))
+            .with_times(Some(span(self.since, now)), Some(span(now, self.until)))
+    }
+}
+
+/// A BLOB compares by its bytes alone, whatever they are.
+pub(super) fn key_bytes(key: &Key) -> Vec<u8> {
+    key.as_str().as_bytes().to_vec()
+}
+
+#[async_trait]
+impl LockBackend for SqliteBackend {
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::new("sqlite", GuaranteeClass::A, Reach::Host)
+            .with_fencing()
+            .with_wakes()
+            .with_labels()
+            .with_inspect()
+    }
+
+    async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        // Between a refusal and the look at who is there the key may come free, and again. Whoever is that unlucky
+        // is told "busy" without a name and comes back at once.
+        const TRIES_MAX: u32 = 3;
+        self.place.check(self.identity)?;
+        for _ in 0..TRIES_MAX {
+            if let Some(token) = self.take(claim).await? {
+                return Ok(Attempt::Granted(Grant::new(Some(token), claim.lease())));
+            }
+            if let Some(held) = self.look(claim.key()).await? {
+                let now = self.clock.now();
+                let lease_left = span(now, held.until);
+                if held.claim == claim.id().to_bytes() {
+                    return Ok(Attempt::Granted(Grant::new(Some(held.token), lease_left)));
+                }
+                return Ok(Attempt::Busy(
+                    Busy::new()
+                        .with_retry_after(lease_left)
+                        .with_mark(held.token.get())
+                        .with_holder(held.holder(now)),
+                ));
+            }
+        }
+        Ok(Attempt::Busy(Busy::new().with_retry_after(Duration::ZERO)))
+    }
+
+    async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
+        let sizes: &'static [sql::Sized] = &*sql::RENEW;
+        let chunk_max = sizes.last().map_or(1, |size| size.items_max);
+        let mut answers = Vec::with_capacity(claims.len());
+        for chunk in claims.chunks(chunk_max) {
+            let result = match self.place.check(self.identity) {
+                // Whoever locks in the file that took this one's place has been told that the key is free.
+                Err(_) => Ok(HashMap::new()),
+                Ok(()) => self.prolong(sql::sized(sizes, chunk.len()), chunk).await,
+            };
+            answers.extend(chunk.iter().map(|claim| match &result {
+                Ok(prolonged) => Ok(prolonged
+                    .get(claim.id().to_bytes().as_slice())
+                    .map_or(Renewal::Gone, |left| Renewal::Renewed(*left))),
+                Err(error) => Err(error.clone()),
+            }));
+        }
+        answers
+    }
+
+    async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+        let changes = self
+            .writer
+            .changes(|| {
+                sqlx::query(sql::RELEASE)
+                    .bind(self.config.namespace.clone())
+                    .bind(key_bytes(claim.key()))
+                    .bind(claim.id().to_bytes().to_vec())
+                    .bind(self.clock.now())
+                    .bind(self.boot())
+            })
+            .await?;
+        self.purge_by_chance(claim).await;
+        Ok(freed(changes))
+    }
+
+    async fn wait(&self, claim: &Claim, busy: &Busy) {
+        self.wakes.wait(claim.key(), busy.mark).await;
+    }
+
+    async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
+        let held = self.look(key).await?;
+        Ok(held.map(|held| held.holder(self.clock.now())))
+    }
+
+    async fn list(&self) -> Result<Vec<Holder>, BackendError> {
+        let rows = self
+            .reader
+            .rows(|| {
+                sqlx::query(sql::LIST)
+                    .bind(self.config.namespace.clone())
+                    .bind(self.clock.now())
+                    .bind(self.boot())
+            })
+            .await?;
+        let now = self.clock.now();
+        let mut holders = Vec::with_capacity(rows.len());
+        for row in &rows {
+            let claim = self.column(row, 2)?;
+            holders.extend(self.held(row, claim)?.map(|held| held.holder(now)));
+        }
+        Ok(holders)
+    }
+
+    async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
+        let changes = self
+            .writer
+            .changes(|| {
+                sqlx::query(sql::FORCE_RELEASE)
+                    .bind(self.config.namespace.clone())
+                    .bind(key_bytes(key))
+                    .bind(self.clock.now())
+                    .bind(self.boot())
+            })
+            .await?;
+        Ok(freed(changes))
+    }
+
+    async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
+        self.look_for_trouble().await
+    }
+
+    async fn close(&self) {
+        self.wakes.close();
+        self.reader.close().await;
+        self.writer.close().await;
+    }
+}
+
+const fn freed(changes: u64) -> Release {
+    if changes == 0 { Release::NotHeld } else { Release::Freed }
+}
+
+impl fmt::Debug for SqliteBackend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SqliteBackend").field("config", &self.config).finish_non_exhaustive()
+    }
+}

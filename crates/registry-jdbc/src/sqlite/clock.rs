@@ -1,0 +1,263 @@
+//! The store's clock: microseconds since the host was booted, the same number in every process of the host.
+//!
+//! Leases end on `CLOCK_BOOTTIME`. It counts suspend, nobody can set it, and together with the boot's id it dates a row
+//! beyond doubt: a row of another boot is over, because all its holders are. The wall clock makes large token numbers and
+//! decides nothing; it may jump as it likes.
+
+use std::fmt;
+use std::time::Duration;
+
+use registry_core::BackendError;
+
+/// Which boot of the host it is.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct BootId([u8; 16]);
+
+impl BootId {
+    /// Reads the id as the kernel prints it, with dashes.
+    fn parse(text: &str) -> Option<Self> {
+        let digits: String = text.trim().chars().filter(|c| *c != '-').collect();
+        if digits.len() != 32 {
+            return None;
+        }
+        u128::from_str_radix(&digits, 16).ok().map(|bits| Self(bits.to_be_bytes()))
+    }
+
+    pub(crate) fn bytes(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+impl fmt::Debug for BootId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:032x}", u128::from_be_bytes(self.0))
+    }
+}
+
+/// What the store asks of time. A trait so that tests can reboot the host and set its clocks.
+pub(crate) trait Clock: fmt::Debug + Send + Sync {
+    /// Microseconds since the host was booted, suspend included. Never goes back.
+    fn now(&self) -> i64;
+
+    /// Which boot [`now`](Self::now) counts from.
+    fn boot(&self) -> BootId;
+
+    /// Microseconds since 1970 as the host believes; zero before that. Only for token numbers.
+    fn wall(&self) -> i64;
+}
+
+/// A span in microseconds. Longer than 292,000 years is cut.
+pub(crate) fn micros(span: Duration) -> i64 {
+    i64::try_from(span.as_micros()).unwrap_or(i64::MAX)
+}
+
+/// The span from `from` to `to`; zero when it is negative.
+pub(crate) fn span(from: i64, to: i64) -> Duration {
+    Duration::from_micros(u64::try_from(to.saturating_sub(from)).unwrap_or(0))
+}
+
+/// The clock of this host.
+#[derive(Debug)]
+pub(crate) struct HostClock {
+    boot: BootId,
+    /// What a time namespace adds to the boot clock. Two containers with different offsets may share the file.
+    #[cfg(target_os = "linux")]
+    offset: i64,
+}
+
+impl HostClock {
+    /// Finds the boot's id and the clock.
+    ///
+    /// # Errors
+    /// `Misconfigured` where the system has no such clock or hides the id.
+    #[cfg(target_os = "linux")]
+    pub(crate) fn of_this_host() -> Result<Self, BackendError> {
+        use registry_core::BackendErrorKind::Misconfigured;
+
+        const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+        let boot = std::fs::read_to_string(BOOT_ID).map_err(|source| {
+            BackendError::new(
+                Misconfigured,
+                format!("the id of the host's boot cannot be read; mount /proc so that {BOOT_ID} is there"),
+            )
+            .with_source(source)
+            .as_refused()
+        })?;
+        let boot = BootId::parse(&boot).ok_or_else(|| {
+            BackendError::new(Misconfigured, format!("{BOOT_ID} holds no boot id; is /proc mounted?"))
+                .as_refused()
+        })?;
+        boottime().map_err(|source| {
+            BackendError::new(Misconfigured, "this system has no clock that counts from its boot")
+                .with_source(source)
+                .as_refused()
+        })?;
+        Ok(Self { boot, offset: linux_offset()? })
+    }
+
+    /// There is none that the processes of this kind of host share and nobody can set.
+    #[cfg(not(target_os = "linux"))]
+    pub(crate) fn of_this_host() -> Result<Self, BackendError> {
+        Err(BackendError::new(
+            registry_core::BackendErrorKind::Misconfigured,
+            "the SQLite store needs Linux, whose boot clock all processes share; use another store here",
+        )
+        .as_refused())
+    }
+}
+
+impl Clock for HostClock {
+    #[cfg(target_os = "linux")]
+    fn now(&self) -> i64 {
+        boottime().expect("the clock was there when the store was opened") - self.offset
+    }
+
+    #[cfg(not(target_os = "linux"))]
+    fn now(&self) -> i64 {
+        0 // Nobody can make a HostClock here.
+    }
+
+    fn boot(&self) -> BootId {
+        self.boot
+    }
+
+    fn wall(&self) -> i64 {
+        std::time::SystemTime::now()
+            .duration_since(std::time::UNIX_EPOCH)
+            .map_or(0, micros)
+    }
+}
+
+#[cfg(target_os = "linux")]
+fn boottime() -> nix::Result<i64> {
+    use nix::sys::time::TimeValLike;
+    let now = nix::time::clock_gettime(nix::time::ClockId::CLOCK_BOOTTIME)?;
+    Ok(now.num_microseconds())
+}
+
+/// What this process's time namespace adds to the boot clock.
+#[cfg(target_os = "linux")]
+fn linux_offset() -> Result<i64, BackendError> {
+    use std::fs::{read_link, read_to_string};
+
+    // Kernels before 5.6 have neither the file nor the namespaces.
+    let Ok(text) = read_to_string("/proc/self/timens_offsets") else { return Ok(0) };
+    // The file tells the offsets of children-to-be. Between unshare and exec they are not our own.
+    if let (Ok(own), Ok(children)) =
+        (read_link("/proc/self/ns/time"), read_link("/proc/self/ns/time_for_children"))
+        && own != children
+    {
+        return Err(BackendError::new(
+            registry_core::BackendErrorKind::Misconfigured,
+            "this process has unshared its time namespace without entering it; open the store in the child",
+        )
+        .as_refused());
+    }
+    parse_offset(&text).ok_or_else(|| {
+        BackendError::new(
+            registry_core::BackendErrorKind::Protocol,
+            "/proc/self/timens_offsets cannot be read as seconds and nanoseconds",
+        )
+        .as_refused()
+    })
+}
+
+/// Reads the line `boottime SECONDS NANOSECONDS`; without one the offset is zero.
+#[cfg(target_os = "linux")]
+fn parse_offset(text: &str) -> Option<i64> {
+    for line in text.lines() {
+        let mut words = line.split_whitespace();
+        // Newer kernels print the name, older ones the number of the clock.
+        if matches!(words.next(), Some("boottime" | "7")) {
+            let seconds: i64 = words.next()?.parse().ok()?;
+            let nanos: i64 = words.next()?.parse().ok()?;
+            return seconds.checked_mul(1_000_000)?.checked_add(nanos / 1_000);
+        }
+    }
+    Some(0)
+}
+
+/// A clock that tests set.
+#[cfg(test)]
+#[derive(Debug)]
+pub(crate) struct ManualClock {
+    now: std::sync::atomic::AtomicI64,
+    wall: std::sync::atomic::AtomicI64,
+    boot: BootId,
+}
+
+#[cfg(test)]
+impl ManualClock {
+    /// A host that was booted for the `boot`-th time a minute ago, in the year 2001.
+    pub(crate) fn booted(boot: u8) -> std::sync::Arc<Self> {
+        std::sync::Arc::new(Self {
+            now: 60_000_000.into(),
+            wall: 1_000_000_000_000_000.into(),
+            boot: BootId([boot; 16]),
+        })
+    }
+
+    pub(crate) fn advance(&self, span: Duration) {
+        self.now.fetch_add(micros(span), std::sync::atomic::Ordering::SeqCst);
+    }
+
+    pub(crate) fn set_wall(&self, wall: i64) {
+        self.wall.store(wall, std::sync::atomic::Ordering::SeqCst);
+    }
+}
+
+#[cfg(test)]
+impl Clock for ManualClock {
+    fn now(&self) -> i64 {
+        self.now.load(std::sync::atomic::Ordering::SeqCst)
+    }
+
+    fn boot(&self) -> BootId {
+        self.boot
+    }
+
+    fn wall(&self) -> i64 {
+        self.wall.load(std::sync::atomic::Ordering::SeqCst)
+    }
+}
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_offset_of_a_time_namespace_is_read_in_both_spellings() {
+        assert_eq!(parse_offset("monotonic  5  0\nboottime  -3  500000000\n"), Some(-2_500_000));
+        assert_eq!(parse_offset("1 5 0\n7 86400 0\n"), Some(86_400_000_000));
+        assert_eq!(parse_offset("monotonic 5 0\n"), Some(0));
+        assert_eq!(parse_offset(""), Some(0));
+        assert_eq!(parse_offset("boottime x 0"), None);
+        assert_eq!(parse_offset("boottime 1"), None);
+    }
+
+    #[test]
+    fn a_boot_id_is_32_digits() {
+        let id = BootId::parse("d75ff53a-a2b4-4d3c-9271-5ad0bb5c5b3f\n").unwrap();
+        assert_eq!(format!("{id:?}"), "d75ff53aa2b44d3c92715ad0bb5c5b3f");
+        assert_eq!(BootId::parse(""), None);
+        assert_eq!(BootId::parse("d75ff53a"), None);
+        assert_eq!(BootId::parse("+75ff53aa2b44d3c92715ad0bb5c5b3fz"), None);
+    }
+
+    #[test]
+    fn the_clock_of_this_host_moves_forward() {
+        let clock = HostClock::of_this_host().unwrap();
+        let before = clock.now();
+        assert!(before > 0);
+        assert!(clock.now() >= before);
+        assert_eq!(clock.boot(), HostClock::of_this_host().unwrap().boot());
+        assert!(clock.wall() > 1_500_000_000_000_000);
+    }
+
+    #[test]
+    fn spans_never_wrap() {
+        assert_eq!(micros(Duration::MAX), i64::MAX);
+        assert_eq!(span(5, 3), Duration::ZERO);
+        assert_eq!(span(i64::MIN, i64::MAX), Duration::from_micros(i64::MAX as u64));
+    }
+}

@@ -1,0 +1,168 @@
+//! One connection, one statement at a time, in the order of arrival. Knows nothing of locks.
+//!
+//! SQLite has one writer for all processes. While another one writes, a statement is refused at once and tried again here,
+//! instead of inside SQLite's own busy handler: so every try reads the clock anew, and a statement that had to wait never
+//! decides on a time that has passed.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use registry_core::{BackendError, BackendErrorKind};
+use sqlx::query::Query;
+use sqlx::sqlite::{SqliteArguments, SqliteConnectOptions, SqliteRow, SqliteSynchronous};
+use sqlx::{ConnectOptions, Connection, Sqlite, SqliteConnection};
+use tokio::sync::{Mutex, MutexGuard};
+
+use crate::error::{explain, is_busy};
+
+pub(super) type Statement = Query<'static, Sqlite, SqliteArguments>;
+
+/// How every connection of the store is set up.
+///
+/// `synchronous = NORMAL` does not sync at commit. A power cut may then undo the last grants and releases, but it also ends the
+/// boot that they belong to: all locks are free afterwards, and newer tokens are larger because the wall clock is in them. A
+/// crash of the process alone loses nothing, as the log is already with the kernel.
+pub(super) fn options(path: &std::path::Path) -> SqliteConnectOptions {
+    SqliteConnectOptions::new()
+        .filename(path)
+        .create_if_missing(true)
+        .busy_timeout(Duration::ZERO)
+        .synchronous(SqliteSynchronous::Normal)
+        .disable_statement_logging()
+}
+
+/// A connection that is made again when it breaks.
+pub(super) struct Link {
+    path: PathBuf,
+    options: SqliteConnectOptions,
+    busy_timeout: Duration,
+    state: Mutex<State>,
+}
+
+enum State {
+    Open(SqliteConnection),
+    /// The thread behind the connection is gone.
+    Broken,
+    Closed,
+}
+
+impl Link {
+    pub(super) fn new(
+        path: PathBuf,
+        options: SqliteConnectOptions,
+        busy_timeout: Duration,
+        connection: SqliteConnection,
+    ) -> Self {
+        Self { path, options, busy_timeout, state: Mutex::new(State::Open(connection)) }
+    }
+
+    /// Runs a statement that returns rows. `make` is called for every try.
+    pub(super) async fn rows(
+        &self,
+        mut make: impl FnMut() -> Statement + Send,
+    ) -> Result<Vec<SqliteRow>, BackendError> {
+        let (mut state, mut busy) = (self.lock().await?, Busy::new(self.busy_timeout));
+        loop {
+            // Never `fetch_one` or `fetch_optional`: they stop at the first row, the commit then happens while the statement
+            // is reset, and its failure (a full disk) goes unheard. Reading to the end makes the commit part of the answer.
+            let result = make().fetch_all(connection(&mut state)?).await;
+            match result {
+                Err(error) if busy.again(&error).await => {}
+                result => return result.map_err(|error| self.failed(&mut state, error)),
+            }
+        }
+    }
+
+    /// Runs a statement without rows and tells how many rows it changed. `make` is called for every try.
+    pub(super) async fn changes(
+        &self,
+        mut make: impl FnMut() -> Statement + Send,
+    ) -> Result<u64, BackendError> {
+        let (mut state, mut busy) = (self.lock().await?, Busy::new(self.busy_timeout));
+        loop {
+            let result = make().execute(connection(&mut state)?).await;
+            match result {
+                Err(error) if busy.again(&error).await => {}
+                Ok(done) => return Ok(done.rows_affected()),
+                Err(error) => return Err(self.failed(&mut state, error)),
+            }
+        }
+    }
+
+    /// Closes the connection; later statements are refused.
+    pub(super) async fn close(&self) {
+        let state = std::mem::replace(&mut *self.state.lock().await, State::Closed);
+        if let State::Open(connection) = state {
+            // What can fail here is the checkpoint, which the next opener makes up for.
+            let _ = connection.close().await;
+        }
+    }
+
+    async fn lock(&self) -> Result<MutexGuard<'_, State>, BackendError> {
+        let mut state = self.state.lock().await;
+        if matches!(*state, State::Broken) {
+            let connection =
+                self.options.connect().await.map_err(|error| explain(error, &self.path).as_refused())?;
+            *state = State::Open(connection);
+        }
+        Ok(state)
+    }
+
+    fn failed(&self, state: &mut State, error: sqlx::Error) -> BackendError {
+        if matches!(error, sqlx::Error::WorkerCrashed) {
+            *state = State::Broken;
+        }
+        explain(error, &self.path)
+    }
+}
+
+fn connection(state: &mut State) -> Result<&mut SqliteConnection, BackendError> {
+    match state {
+        State::Open(connection) => Ok(connection),
+        State::Broken | State::Closed => Err(BackendError::new(
+            BackendErrorKind::Misconfigured,
+            "the sqlite store is closed; open another",
+        )
+        .as_refused()),
+    }
+}
+
+impl fmt::Debug for Link {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Link").field("path", &self.path).finish_non_exhaustive()
+    }
+}
+
+/// Patience with other writers.
+pub(super) struct Busy {
+    timeout: Duration,
+    since: Option<Instant>,
+    tries: u32,
+}
+
+impl Busy {
+    pub(super) const fn new(timeout: Duration) -> Self {
+        Self { timeout, since: None, tries: 0 }
+    }
+
+    /// Whether the statement that failed with `error` shall be tried again; if so, after a pause.
+    ///
+    /// A write takes some 30 us, so the first tries come at once; then the pauses grow to 16 ms, at random so that processes
+    /// do not march in step.
+    pub(super) async fn again(&mut self, error: &sqlx::Error) -> bool {
+        const TRIES_AT_ONCE: u32 = 3;
+        const PAUSE_MS_MAX: u64 = 16;
+        if !is_busy(error) || self.since.get_or_insert_with(Instant::now).elapsed() >= self.timeout {
+            return false;
+        }
+        self.tries += 1;
+        if self.tries <= TRIES_AT_ONCE {
+            tokio::task::yield_now().await;
+        } else {
+            let longest = PAUSE_MS_MAX.min(1 << (self.tries - TRIES_AT_ONCE).min(32));
+            tokio::time::sleep(Duration::from_millis(fastrand::u64(1..=longest))).await;
+        }
+        true
+    }
+}

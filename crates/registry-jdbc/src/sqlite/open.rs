@@ -1,0 +1,172 @@
+//! Opens the file: looks before it writes, makes the tables if there are none, tells a reboot.
+
+use std::path::Path;
+
+use registry_core::{BackendError, BackendErrorKind};
+use sqlx::{ConnectOptions, Connection, Row, SqliteConnection};
+
+use super::clock::BootId;
+use super::file::{Identity, Place};
+use super::link::{self, Busy, Link};
+use super::sql;
+use crate::config::SqliteConfig;
+use crate::error::explain;
+
+/// What an open store consists of.
+#[derive(Debug)]
+pub(super) struct Opened {
+    pub(super) writer: Link,
+    pub(super) reader: Link,
+    pub(super) place: Place,
+    pub(super) identity: Identity,
+    /// The id that the file was given when its tables were made.
+    pub(super) store: Vec<u8>,
+}
+
+/// Opens the store for a process of this boot.
+pub(super) async fn open(config: &SqliteConfig, boot: BootId) -> Result<Opened, BackendError> {
+    let place = Place::find(&config.path)?;
+    let path = place.path.as_path();
+
+    // Everything below works on connections that nobody else has: dropping this future drops them, and with them an
+    // unfinished transaction.
+    let mut busy = Busy::new(config.busy_timeout);
+    let (mut connection, store) = loop {
+        match set_up(path, boot).await {
+            Ok(done) => break done,
+            Err(Trouble::Sqlite(error)) if busy.again(&error).await => {}
+            Err(Trouble::Sqlite(error)) => return Err(explain(error, path)),
+            Err(Trouble::Refused(error)) => return Err(error),
+        }
+    };
+    let identity = place.identity()?;
+
+    let mut busy = Busy::new(config.busy_timeout);
+    let reader_options = link::options(path).create_if_missing(false).pragma("query_only", "ON");
+    let reader = loop {
+        match reader_options.connect().await {
+            Ok(reader) => break reader,
+            Err(error) if busy.again(&error).await => {}
+            Err(error) => return Err(explain(error, path)),
+        }
+    };
+    // Compiles the statements that everybody needs, so that the first acquisition is as fast as the others.
+    for statement in [sql::ACQUIRE, sql::RELEASE] {
+        sqlx::Executor::prepare(&mut connection, sqlx::SqlSafeStr::into_sql_str(statement))
+            .await
+            .map_err(|error| explain(error, path))?;
+    }
+    let writer_options = link::options(path).create_if_missing(false);
+    Ok(Opened {
+        writer: Link::new(path.to_owned(), writer_options, config.busy_timeout, connection),
+        reader: Link::new(path.to_owned(), reader_options, config.busy_timeout, reader),
+        identity,
+        store,
+        place,
+    })
+}
+
+enum Trouble {
+    Sqlite(sqlx::Error),
+    Refused(BackendError),
+}
+
+impl From<sqlx::Error> for Trouble {
+    fn from(error: sqlx::Error) -> Self {
+        Self::Sqlite(error)
+    }
+}
+
+async fn set_up(path: &Path, boot: BootId) -> Result<(SqliteConnection, Vec<u8>), Trouble> {
+    let mut connection = link::options(path).connect().await?;
+    // Reads first: a file that is not ours to write to is left as it was.
+    let mut meta = read_meta(&mut connection, path).await?;
+    use_wal(&mut connection, path).await?;
+    if meta.is_none() {
+        make_tables(&mut connection).await?;
+        meta = read_meta(&mut connection, path).await?;
+    }
+    let Some(Meta { store, boot: last_boot }) = meta else {
+        return Err(Trouble::Refused(damaged(path)));
+    };
+    if last_boot != boot.bytes() {
+        // All rows of the boot before are free from now on, and a process that thinks it still runs is told so.
+        sqlx::query(sql::BOOT).bind(boot.bytes().to_vec()).execute(&mut connection).await?;
+    }
+    Ok((connection, store))
+}
+
+struct Meta {
+    store: Vec<u8>,
+    boot: Vec<u8>,
+}
+
+async fn read_meta(
+    connection: &mut SqliteConnection,
+    path: &Path,
+) -> Result<Option<Meta>, Trouble> {
+    if sqlx::query(sql::META_TABLE).fetch_all(&mut *connection).await?.is_empty() {
+        return Ok(None);
+    }
+    let rows = sqlx::query(sql::META).fetch_all(connection).await?;
+    let row = rows.first().ok_or_else(|| Trouble::Refused(damaged(path)))?;
+    let version: i64 = row.try_get(0)?;
+    if version > sql::VERSION {
+        return Err(Trouble::Refused(
+            BackendError::new(
+                BackendErrorKind::Misconfigured,
+                format!(
+                    "sqlite file {path:?}: its lock tables are of version {version}, this program knows \
+                     version {known}; update the program",
+                    known = sql::VERSION
+                ),
+            )
+            .as_refused(),
+        ));
+    }
+    // When there is a version 2, what brings version 1 up to it is called from `set_up`.
+    if version < sql::VERSION {
+        return Err(Trouble::Refused(damaged(path)));
+    }
+    Ok(Some(Meta { boot: row.try_get(1)?, store: row.try_get(2)? }))
+}
+
+/// Turns the write-ahead log on: readers then never stand in a writer's way, and every commit touches a file that can be
+/// watched. The setting stays with the file.
+async fn use_wal(connection: &mut SqliteConnection, path: &Path) -> Result<(), Trouble> {
+    let rows = sqlx::query("PRAGMA main.journal_mode = WAL").fetch_all(connection).await?;
+    let mode: String = rows.first().ok_or(sqlx::Error::RowNotFound)?.try_get(0)?;
+    if mode.eq_ignore_ascii_case("wal") {
+        return Ok(());
+    }
+    Err(Trouble::Refused(
+        BackendError::new(
+            BackendErrorKind::Misconfigured,
+            format!(
+                "sqlite file {path:?}: its journal mode stays {mode:?}, this store needs \"wal\"; \
+                 put the file on a local disk"
+            ),
+        )
+        .as_refused(),
+    ))
+}
+
+async fn make_tables(connection: &mut SqliteConnection) -> Result<(), Trouble> {
+    // IMMEDIATE: of several processes that find no tables, one makes them while the others wait.
+    let mut transaction = connection.begin_with("BEGIN IMMEDIATE").await?;
+    sqlx::raw_sql(sql::SCHEMA).execute(&mut *transaction).await?;
+    transaction.commit().await?;
+    Ok(())
+}
+
+/// The meta row is missing or makes no sense.
+pub(super) fn damaged(path: &Path) -> BackendError {
+    BackendError::new(
+        BackendErrorKind::Misconfigured,
+        format!(
+            "sqlite file {path:?}: the table lock_registry_meta was made or changed by something else; \
+             restore it, or drop it and lock_registry_locks"
+        ),
+    )
+    .as_refused()
+}

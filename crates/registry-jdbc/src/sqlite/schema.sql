@@ -1,0 +1,35 @@
+-- The tables of lock-registry's SQLite store, version 1. Safe to run again; `SqliteBackend::open` does so by itself.
+
+-- One row for all namespaces.
+CREATE TABLE IF NOT EXISTS lock_registry_meta (
+    id              INTEGER NOT NULL PRIMARY KEY CHECK (id = 1),
+    version         INTEGER NOT NULL,                       -- of these tables
+    store           BLOB    NOT NULL,                       -- tells this database from others
+    boot            BLOB    NOT NULL,                       -- the boot of the host that uses the file now
+    floor           INTEGER NOT NULL,                       -- the largest token of all deleted rows
+    sweep_namespace TEXT    NOT NULL,                       -- how far the search for dead rows has come
+    sweep_key       BLOB    NOT NULL
+) STRICT;
+
+INSERT OR IGNORE INTO lock_registry_meta (id, version, store, boot, floor, sweep_namespace, sweep_key)
+VALUES (1, 1, randomblob(16), zeroblob(16), 0, '', x'');
+
+-- One row for each key that was locked lately. Times are microseconds since the host was booted.
+CREATE TABLE IF NOT EXISTS lock_registry_locks (
+    namespace TEXT    NOT NULL,
+    key       BLOB    NOT NULL,                             -- UTF-8
+    claim     BLOB,                                         -- who holds it; NULL after a release
+    token     INTEGER NOT NULL,                             -- the fencing tokens of the newest grant:
+    last      INTEGER NOT NULL,                             -- the first and the last of them
+    label     TEXT,
+    since     INTEGER NOT NULL,
+    until     INTEGER NOT NULL,                             -- held until then, or free since then
+    boot      BLOB    NOT NULL,                             -- since and until count from this boot
+    PRIMARY KEY (namespace, key)
+) STRICT, WITHOUT ROWID;
+
+-- Whoever deletes a row, tokens never go backwards.
+CREATE TRIGGER IF NOT EXISTS lock_registry_purged AFTER DELETE ON lock_registry_locks
+BEGIN
+    UPDATE lock_registry_meta SET floor = OLD.last WHERE id = 1 AND floor < OLD.last;
+END;

@@ -1,0 +1,168 @@
+//! Every statement of the store. Each is a transaction of its own, so nothing that is dropped half-way can leave one open.
+//!
+//! A row is held when it has a claim, `until` lies ahead and its boot is ours. Every statement that trusts a row also trusts
+//! the boot in the meta row: as soon as another boot writes there, what this process believes is of no use.
+
+use std::sync::LazyLock;
+
+/// The version of the tables that this program reads and writes.
+pub(super) const VERSION: i64 = 1;
+
+/// Makes the tables. Several statements: for a connection of its own, never for the shared ones.
+pub(super) const SCHEMA: &str = include_str!("schema.sql");
+
+/// The meta table, if there is one.
+pub(super) const META_TABLE: &str =
+    "SELECT name FROM main.sqlite_schema WHERE type = 'table' AND name = 'lock_registry_meta'";
+
+pub(super) const META: &str =
+    "SELECT version, boot, store FROM main.lock_registry_meta WHERE id = 1";
+
+/// Says that the host has booted since the file was used.
+pub(super) const BOOT: &str =
+    "UPDATE main.lock_registry_meta SET boot = ?1 WHERE id = 1 AND boot <> ?1";
+
+/// Grants the key unless somebody holds it, the claim itself included. No row: not granted, [`LOOK`] tells why.
+///
+/// namespace, key, claim, wall clock, block, label, now, until, boot
+pub(super) const ACQUIRE: &str = "\
+    INSERT INTO main.lock_registry_locks \
+        (namespace, key, claim, token, last, label, since, until, boot) \
+    SELECT ?1, ?2, ?3, max(?4, floor + 1), max(?4, floor + 1) + ?5 - 1, ?6, ?7, ?8, ?9 \
+    FROM main.lock_registry_meta WHERE id = 1 AND boot = ?9 \
+    ON CONFLICT (namespace, key) DO UPDATE SET \
+        claim = excluded.claim, \
+        token = max(excluded.token, last + 1), \
+        last = max(excluded.token, last + 1) + ?5 - 1, \
+        label = excluded.label, \
+        since = excluded.since, \
+        until = excluded.until, \
+        boot = excluded.boot \
+    WHERE claim IS NULL OR until <= excluded.since OR boot <> excluded.boot \
+    RETURNING token";
+
+/// The row of a key beside the boot of the store. One row always; the lock's columns are NULL when it has none.
+///
+/// namespace, key
+pub(super) const LOOK: &str = "\
+    SELECT meta.boot, l.key, l.claim, l.token, l.label, l.since, l.until, l.boot \
+    FROM main.lock_registry_meta AS meta \
+    LEFT JOIN main.lock_registry_locks AS l ON l.namespace = ?1 AND l.key = ?2 \
+    WHERE meta.id = 1";
+
+/// Like [`LOOK`], for every held key.
+///
+/// namespace, now, boot
+pub(super) const LIST: &str = "\
+    SELECT boot, key, claim, token, label, since, until, boot FROM main.lock_registry_locks \
+    WHERE namespace = ?1 AND claim IS NOT NULL AND until > ?2 AND boot = ?3";
+
+/// Ends the grant of one claim. The row stays, for its tokens.
+///
+/// An ended grant is left as it is: it is as free as it can be, and the caller is told that it held nothing.
+///
+/// namespace, key, claim, now, boot
+pub(super) const RELEASE: &str = "\
+    UPDATE main.lock_registry_locks SET claim = NULL, until = ?4 \
+    WHERE namespace = ?1 AND key = ?2 AND claim = ?3 AND until > ?4 AND boot = ?5";
+
+/// Ends the grant of whoever holds the key.
+///
+/// namespace, key, now, boot
+pub(super) const FORCE_RELEASE: &str = "\
+    UPDATE main.lock_registry_locks SET claim = NULL, until = ?3 \
+    WHERE namespace = ?1 AND key = ?2 AND claim IS NOT NULL AND until > ?3 AND boot = ?4";
+
+/// Takes the write lock of the caller's transaction and finds the grant as it was made.
+///
+/// The assignment changes nothing; that it is a write is the point: until the transaction ends nobody else can write, so
+/// nobody else can be granted the key.
+///
+/// namespace, key, claim, token, now, boot
+pub(crate) const FENCE: &str = "\
+    UPDATE main.lock_registry_locks SET last = last \
+    WHERE namespace = ?1 AND key = ?2 AND claim = ?3 AND token <= ?4 AND last >= ?4 \
+        AND until > ?5 AND boot = ?6 \
+        AND EXISTS (SELECT 1 FROM main.lock_registry_meta WHERE id = 1 AND boot = ?6)";
+
+/// Where the next search for dead rows starts.
+pub(super) const SWEEP: &str =
+    "SELECT sweep_namespace, sweep_key FROM main.lock_registry_meta WHERE id = 1";
+
+/// Where a piece of at most [`PURGE_ROWS_MAX`] rows ends, how long it is and how many dead rows it has. No row: the end.
+///
+/// namespace and key to start after, dead since, boot
+pub(super) const SURVEY: &str = "\
+    WITH piece AS MATERIALIZED ( \
+        SELECT namespace, key, until <= ?3 OR boot <> ?4 AS dead FROM main.lock_registry_locks \
+        WHERE (namespace, key) > (?1, ?2) ORDER BY namespace, key LIMIT 512) \
+    SELECT namespace, key, (SELECT count(*) FROM piece), (SELECT sum(dead) FROM piece) \
+    FROM piece ORDER BY namespace DESC, key DESC LIMIT 1";
+
+pub(super) const PURGE_ROWS_MAX: i64 = 512;
+
+/// Deletes the dead rows of a piece; the trigger keeps the largest of their tokens.
+///
+/// namespace and key to start after, dead since, boot, namespace and key to end with
+pub(super) const PURGE: &str = "\
+    DELETE FROM main.lock_registry_locks \
+    WHERE (namespace, key) > (?1, ?2) AND (namespace, key) <= (?5, ?6) \
+        AND (until <= ?3 OR boot <> ?4) \
+        AND EXISTS (SELECT 1 FROM main.lock_registry_meta WHERE id = 1 AND boot = ?4)";
+
+/// namespace, key
+pub(super) const SWEPT: &str =
+    "UPDATE main.lock_registry_meta SET sweep_namespace = ?1, sweep_key = ?2 WHERE id = 1";
+
+/// A statement that takes up to a number of items in one go.
+///
+/// A few fixed sizes, filled up with NULLs that match nothing, keep every text constant and its compiled form cached.
+#[derive(Debug)]
+pub(super) struct Sized {
+    pub(super) items_max: usize,
+    pub(super) text: String,
+}
+
+/// Prolongs the grants that are still alive and returns them.
+///
+/// now, boot, namespace, then for each claim: key, claim, until
+pub(super) static RENEW: LazyLock<[Sized; 3]> = LazyLock::new(|| {
+    [1, 16, 128].map(|items_max| Sized {
+        items_max,
+        // CROSS JOIN's order is what the planner keeps: from the short list into the big table, never the other way.
+        text: format!(
+            "WITH wanted (key, claim, until) AS (VALUES {}) \
+             UPDATE main.lock_registry_locks AS l SET until = max(l.until, wanted.until) \
+             FROM wanted \
+             WHERE l.namespace = ?3 AND l.key = wanted.key AND l.claim = wanted.claim \
+                 AND l.until > ?1 AND l.boot = ?2 \
+                 AND EXISTS (SELECT 1 FROM main.lock_registry_meta WHERE id = 1 AND boot = ?2) \
+             RETURNING claim, until",
+            vec!["(?, ?, ?)"; items_max].join(", ")
+        ),
+    })
+});
+
+/// Those of the keys that are held, with the token of the grant.
+///
+/// now, boot, namespace, then the keys
+pub(super) static HELD: LazyLock<[Sized; 3]> = LazyLock::new(|| {
+    [1, 8, 64].map(|items_max| Sized {
+        items_max,
+        text: format!(
+            "SELECT key, token FROM main.lock_registry_locks \
+             WHERE claim IS NOT NULL AND until > ?1 AND boot = ?2 AND namespace = ?3 \
+                 AND key IN ({})",
+            vec!["?"; items_max].join(", ")
+        ),
+    })
+});
+
+/// The smallest of `sizes` that takes `items`, or the largest there is.
+pub(super) fn sized(sizes: &'static [Sized], items: usize) -> &'static Sized {
+    sizes
+        .iter()
+        .find(|size| size.items_max >= items)
+        .or(sizes.last())
+        .expect("every statement comes in at least one size")
+}

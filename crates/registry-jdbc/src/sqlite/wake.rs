@@ -1,0 +1,345 @@
+//! Wakes those who wait for a key, when a process of the host has released it. Only a hint: the engine asks the store.
+//!
+//! One task per backend looks at the awaited keys whenever `watch` says that something was committed; it exists only while
+//! somebody waits, and a moment longer. It reads and never writes, so waiting slows nobody down:
+//!
+//! - It wakes a waiter whose key it finds free, or held by another grant than the waiter was told of when it came. When a
+//!   free key is taken before the look, the others sleep on: of all waiters of the host, few storm a key that comes free.
+//! - The kernel tells of a commit as it is written, just before it can be read. So the first look may come too early, and
+//!   more looks follow.
+//! - After each look it rests nine times as long as the look took. A database that is busy with other things costs its waiters a
+//!   tenth of a core, not more.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use registry_core::{BackendError, Key};
+use sqlx::Row;
+use tokio::runtime::Handle;
+use tokio::sync::{Notify, oneshot};
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep, sleep_until, timeout};
+
+use super::backend::key_bytes;
+use super::clock::Clock;
+use super::link::Link;
+use super::sql;
+use super::watch::Watch;
+
+/// When to look again after the kernel has told of a commit.
+const LOOKS_AFTER: [Duration; 4] = [
+    Duration::from_millis(1),
+    Duration::from_millis(4),
+    Duration::from_millis(20),
+    Duration::from_millis(100),
+];
+/// The longest rest after a look.
+const REST_MAX: Duration = Duration::from_millis(250);
+/// How long the task stays without waiters. Closing the kernel's watch can take milliseconds, and who waited once will again.
+const LINGER: Duration = Duration::from_secs(1);
+
+/// Those who wait in this backend.
+pub(super) struct Wakes {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    reader: Arc<Link>,
+    clock: Arc<dyn Clock>,
+    namespace: String,
+    wal: PathBuf,
+    waiting: Mutex<Waiting>,
+    /// Somebody came, or the last one went.
+    arrivals: Notify,
+}
+
+#[derive(Default)]
+struct Waiting {
+    waiters: HashMap<u64, Waiter>,
+    next_id: u64,
+    task: Option<JoinHandle<()>>,
+    closed: bool,
+}
+
+struct Waiter {
+    key: Key,
+    /// The token of the grant that the waiter knows of.
+    mark: u64,
+    /// Not looked at yet.
+    fresh: bool,
+    wake: oneshot::Sender<()>,
+}
+
+impl Wakes {
+    pub(super) fn new(
+        reader: Arc<Link>,
+        clock: Arc<dyn Clock>,
+        namespace: String,
+        wal: PathBuf,
+    ) -> Self {
+        Self {
+            shared: Arc::new(Shared {
+                reader,
+                clock,
+                namespace,
+                wal,
+                waiting: Mutex::default(),
+                arrivals: Notify::new(),
+            }),
+        }
+    }
+
+    /// Returns when `key` may be free. `mark` is the token of the grant that stood in the way.
+    pub(super) async fn wait(&self, key: &Key, mark: u64) {
+        let (wake, woken) = oneshot::channel();
+        let Some(_place) = self.enter(Waiter { key: key.clone(), mark, fresh: true, wake }) else {
+            return std::future::pending().await;
+        };
+        if woken.await.is_err() {
+            // The task went away with its runtime or at the close: nothing is known.
+            std::future::pending::<()>().await;
+        }
+    }
+
+    fn enter(&self, waiter: Waiter) -> Option<Place<'_>> {
+        let mut waiting = self.shared.waiting();
+        if waiting.closed {
+            return None;
+        }
+        let id = waiting.next_id;
+        waiting.next_id += 1;
+        waiting.waiters.insert(id, waiter);
+        if waiting.task.as_ref().is_none_or(JoinHandle::is_finished) {
+            let shared = Arc::clone(&self.shared);
+            waiting.task = Some(Handle::current().spawn(async move { shared.watch().await }));
+        }
+        drop(waiting);
+        self.shared.arrivals.notify_one();
+        Some(Place { shared: &self.shared, id })
+    }
+
+    /// Ends the task. Nobody is woken any more.
+    pub(super) fn close(&self) {
+        let mut waiting = self.shared.waiting();
+        waiting.closed = true;
+        if let Some(task) = waiting.task.take() {
+            task.abort();
+        }
+    }
+
+    /// Whether the task exists, for tests.
+    #[cfg(test)]
+    pub(super) fn is_watching(&self) -> bool {
+        self.shared.waiting().task.as_ref().is_some_and(|task| !task.is_finished())
+    }
+
+    #[cfg(test)]
+    pub(super) fn waiters(&self) -> usize {
+        self.shared.waiting().waiters.len()
+    }
+}
+
+impl Drop for Wakes {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+impl fmt::Debug for Wakes {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Wakes")
+            .field("waiters", &self.shared.waiting().waiters.len())
+            .finish_non_exhaustive()
+    }
+}
+
+/// A waiter's place; leaving it is dropping it.
+struct Place<'a> {
+    shared: &'a Shared,
+    id: u64,
+}
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        let mut waiting = self.shared.waiting();
+        waiting.waiters.remove(&self.id);
+        if waiting.waiters.is_empty() {
+            self.shared.arrivals.notify_one();
+        }
+    }
+}
+
+impl Shared {
+    fn waiting(&self) -> MutexGuard<'_, Waiting> {
+        // No code that runs under it can panic half-way through a change.
+        self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The task.
+    async fn watch(self: Arc<Self>) {
+        let mut watch = Watch::start(&self.wal);
+        let mut looks = Looks::none();
+        loop {
+            if self.waiting().waiters.is_empty() {
+                if timeout(LINGER, self.arrivals.notified()).await.is_err() && self.retire() {
+                    return;
+                }
+                continue;
+            }
+            tokio::select! {
+                () = watch.changed() => {
+                    // By time perhaps only because the log was removed: try whether there is a new one.
+                    if watch.is_by_time() {
+                        self.watch_again(&mut watch);
+                    }
+                    if !watch.is_by_time() {
+                        looks = Looks::after_now();
+                    }
+                    self.look(Whom::All).await;
+                }
+                () = self.arrivals.notified() => {
+                    watch.restart();
+                    self.look(Whom::Fresh).await;
+                }
+                () = looks.next() => self.look(Whom::All).await,
+            }
+        }
+    }
+
+    fn watch_again(&self, watch: &mut Watch) {
+        let again = Watch::start(&self.wal);
+        if !again.is_by_time() {
+            *watch = again;
+        }
+    }
+
+    /// Ends the task unless somebody has come; under the lock, so that nobody comes in between.
+    fn retire(&self) -> bool {
+        let mut waiting = self.waiting();
+        let idle = waiting.waiters.is_empty();
+        if idle {
+            waiting.task = None;
+        }
+        idle
+    }
+
+    /// Looks at the keys of these waiters, wakes those for whom it is time, and rests.
+    async fn look(&self, whom: Whom) {
+        let started = std::time::Instant::now();
+        let sizes: &'static [sql::Sized] = &*sql::HELD;
+        let chunk_max = sizes.last().map_or(1, |size| size.items_max);
+        let keys = self.keys(whom);
+        for chunk in keys.chunks(chunk_max) {
+            // Trouble wakes nobody: the waiter's own attempt, at the next poll, will meet it and can tell it.
+            if let Ok(held) = self.held(sql::sized(sizes, chunk.len()), chunk).await {
+                self.wake(chunk, &held);
+            }
+        }
+        if !keys.is_empty() {
+            sleep((started.elapsed() * 9).min(REST_MAX)).await;
+        }
+    }
+
+    fn keys(&self, whom: Whom) -> Vec<Key> {
+        let waiting = self.waiting();
+        let mut keys: Vec<Key> = waiting
+            .waiters
+            .values()
+            .filter(|waiter| waiter.fresh || matches!(whom, Whom::All))
+            .map(|waiter| waiter.key.clone())
+            .collect();
+        keys.sort_unstable();
+        keys.dedup();
+        keys
+    }
+
+    async fn held(
+        &self,
+        size: &'static sql::Sized,
+        keys: &[Key],
+    ) -> Result<HashMap<Vec<u8>, u64>, BackendError> {
+        let rows = self
+            .reader
+            .rows(|| {
+                let mut statement = sqlx::query(size.text.as_str())
+                    .bind(self.clock.now())
+                    .bind(self.clock.boot().bytes().to_vec())
+                    .bind(self.namespace.clone());
+                for key in keys {
+                    statement = statement.bind(key_bytes(key));
+                }
+                for _ in keys.len()..size.items_max {
+                    statement = statement.bind(None::<Vec<u8>>);
+                }
+                statement
+            })
+            .await?;
+        Ok(rows
+            .iter()
+            .filter_map(|row| {
+                let token: i64 = row.try_get(1).ok()?;
+                Some((row.try_get(0).ok()?, token.cast_unsigned()))
+            })
+            .collect())
+    }
+
+    fn wake(&self, keys: &[Key], held: &HashMap<Vec<u8>, u64>) {
+        let mut waiting = self.waiting();
+        let woken: Vec<u64> = waiting
+            .waiters
+            .iter_mut()
+            .filter(|(_, waiter)| keys.binary_search(&waiter.key).is_ok())
+            .filter_map(|(id, waiter)| {
+                let first_look = std::mem::replace(&mut waiter.fresh, false);
+                match held.get(waiter.key.as_str().as_bytes()) {
+                    None => Some(*id),
+                    Some(token) => (first_look && *token != waiter.mark).then_some(*id),
+                }
+            })
+            .collect();
+        for id in woken {
+            if let Some(waiter) = waiting.waiters.remove(&id) {
+                // A waiter that has just gone does not mind.
+                let _ = waiter.wake.send(());
+            }
+        }
+    }
+}
+
+/// When to look again although the kernel told of nothing new.
+struct Looks {
+    since: Instant,
+    done: usize,
+}
+
+impl Looks {
+    fn none() -> Self {
+        Self { since: Instant::now(), done: LOOKS_AFTER.len() }
+    }
+
+    fn after_now() -> Self {
+        Self { since: Instant::now(), done: 0 }
+    }
+
+    /// Returns when the next look is due, or never. Dropping the future loses nothing.
+    async fn next(&mut self) {
+        match LOOKS_AFTER.get(self.done) {
+            Some(after) => {
+                sleep_until(self.since + *after).await;
+                self.done += 1;
+            }
+            None => std::future::pending().await,
+        }
+    }
+}
+
+/// Whose keys to look at.
+#[derive(Debug, Clone, Copy)]
+enum Whom {
+    All,
+    /// Those who came since the last look: what happened between their refusal and their arrival must not be missed.
+    Fresh,
+}

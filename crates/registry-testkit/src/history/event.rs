@@ -1,0 +1,71 @@
+//! One step of one operation, as it is recorded and as it travels from a helper process: one line of JSON.
+
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+/// Something that happened to a lock or a resource.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[non_exhaustive]
+pub struct Event {
+    /// When, in nanoseconds of the recorder's clock.
+    pub at: u64,
+    /// The operation that it belongs to: a hold from its acquisition to its release, or a write.
+    pub op: u64,
+    /// Who did it.
+    pub client: u32,
+    /// What happened.
+    #[serde(flatten)]
+    pub what: What,
+}
+
+/// What happened.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(tag = "what", rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum What {
+    /// Somebody is about to ask for the lock.
+    AcquireCalled {
+        /// The lock's key.
+        key: Arc<str>,
+    },
+    /// They got it.
+    AcquireGranted {
+        /// The fencing token, from stores that have them.
+        token: Option<u64>,
+        /// When the guard ends by itself, unless it is renewed.
+        valid_until: Option<u64>,
+    },
+    /// Somebody else has it.
+    AcquireBusy,
+    /// It failed with an unknown outcome.
+    AcquireFailed,
+    /// The guard ends later than was recorded before.
+    ValidUntil {
+        /// When it ends by itself, unless it is renewed again.
+        until: u64,
+    },
+    /// The guard says that it is lost.
+    Lost,
+    /// The holder is about to release.
+    ReleaseCalled,
+    /// It held until then, and the lock is released.
+    ReleaseFreed,
+    /// It had lost the lock before.
+    ReleaseNotHeld,
+    /// It failed with an unknown outcome.
+    ReleaseFailed,
+    /// Somebody is about to write to the protected resource.
+    WriteCalled {
+        /// The key of the lock that protects it.
+        key: Arc<str>,
+        /// The token that the write carries.
+        token: u64,
+    },
+    /// The resource took the write.
+    WriteAccepted,
+    /// The resource refused the write.
+    WriteRejected,
+    /// It failed with an unknown outcome.
+    WriteFailed,
+}

@@ -1,0 +1,310 @@
+//! Carries the bytes of one connection, one pump for each direction. Takes each decision by the mode of the moment.
+
+use std::collections::VecDeque;
+use std::future::pending;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::net::tcp::{ReadHalf, WriteHalf};
+use tokio::sync::{Notify, watch};
+use tokio::time::{Instant, sleep_until};
+
+use super::{Mode, Shared};
+
+const BUFFER_BYTES: usize = 16 * 1_024;
+/// What may be under way in one direction; beyond it the proxy stops reading and the sender feels it.
+const QUEUE_BYTES_MAX: usize = 1_024 * 1_024;
+/// A throttled stream is carried in pieces of this many seconds.
+const THROTTLE_PIECE_SECS: f64 = 0.05;
+
+/// How a connection ends before both sides have closed it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Cut {
+    Close,
+    Reset,
+}
+
+pub(super) async fn serve(mut client: TcpStream, shared: Arc<Shared>, mut cut: watch::Receiver<()>) {
+    let ended = tokio::select! {
+        biased;
+        _ = cut.changed() => Err(Cut::Reset),
+        ended = relay(&mut client, &shared) => ended,
+    };
+    match ended {
+        Ok(()) => {}
+        // The end of the stream goes out first: closing with unread requests would reset.
+        Err(Cut::Close) => _ = client.shutdown().await,
+        // Closing a socket that does not linger sends a reset. A failure means that the client is gone already.
+        Err(Cut::Reset) => _ = client.set_zero_linger(),
+    }
+    drop(client);
+    shared.count(|counts| {
+        counts.live -= 1;
+        counts.reset += u64::from(ended == Err(Cut::Reset));
+    });
+    // Held until now: whoever cuts waits for it.
+    drop(cut);
+}
+
+async fn relay(client: &mut TcpStream, shared: &Shared) -> Result<(), Cut> {
+    let mut modes = shared.mode.subscribe();
+    // Nothing gets through a black hole, a new connection neither.
+    modes.wait_for(|mode| *mode != Mode::BlackHole).await.map_err(|_| Cut::Close)?;
+    let mut server = TcpStream::connect(shared.target).await.map_err(|_| Cut::Reset)?;
+    // The client must see the server's timing, not that of small packets gathered here.
+    _ = client.set_nodelay(true);
+    _ = server.set_nodelay(true);
+
+    let link = Link::default();
+    let (from_client, to_client) = client.split();
+    let (from_server, to_server) = server.split();
+    let requests = Pump::new(Direction::Requests, to_server, shared, &link);
+    let replies = Pump::new(Direction::Replies, to_client, shared, &link);
+    // A direction that ended cleanly leaves the other one open, as TCP does.
+    tokio::try_join!(requests.run(from_client), replies.run(from_server)).map(|_| ())
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Direction {
+    Requests,
+    Replies,
+}
+
+/// What the two pumps of a connection tell each other.
+#[derive(Debug, Default)]
+struct Link {
+    /// A request was carried and no byte of its reply has come.
+    awaits_reply: AtomicBool,
+    client_done: Notify,
+}
+
+struct Pump<'a> {
+    direction: Direction,
+    to: WriteHalf<'a>,
+    shared: &'a Shared,
+    link: &'a Link,
+    /// Bytes on their way, and when they arrive.
+    queue: VecDeque<(Instant, Vec<u8>)>,
+    queued_bytes: usize,
+    /// When the last byte of the queue arrives; bytes never overtake.
+    last_arrival: Instant,
+    /// Replies are missing: nothing may be delivered any more.
+    gap: bool,
+    /// The stream to the receiver has been ended.
+    ended: bool,
+    /// What [`Mode::CutAfter`] has left.
+    bytes_left: u64,
+}
+
+impl<'a> Pump<'a> {
+    fn new(direction: Direction, to: WriteHalf<'a>, shared: &'a Shared, link: &'a Link) -> Self {
+        Self {
+            direction,
+            to,
+            shared,
+            link,
+            queue: VecDeque::new(),
+            queued_bytes: 0,
+            last_arrival: Instant::now(),
+            gap: false,
+            ended: false,
+            bytes_left: 0,
+        }
+    }
+
+    /// Carries bytes until the sender has ended its stream and all have arrived.
+    async fn run(mut self, mut from: ReadHalf<'_>) -> Result<(), Cut> {
+        let mut modes = self.shared.mode.subscribe();
+        let mut buffer = vec![0; BUFFER_BYTES];
+        let mut at_end = false;
+        let mut mode = *modes.borrow_and_update();
+        self.enter(mode).await?;
+        loop {
+            let held = self.holds(mode);
+            if at_end && self.queue.is_empty() && !held {
+                return self.finish(mode, &mut modes).await;
+            }
+            let room = self.queued_bytes < QUEUE_BYTES_MAX;
+            let arrival = self.queue.front().map(|(arrival, _)| *arrival).filter(|_| !held);
+            let arrived = async {
+                match arrival {
+                    Some(arrival) => sleep_until(arrival).await,
+                    None => pending().await,
+                }
+            };
+            tokio::select! {
+                biased;
+                changed = modes.changed() => {
+                    changed.map_err(|_| Cut::Close)?;
+                    mode = *modes.borrow_and_update();
+                    self.enter(mode).await?;
+                }
+                () = arrived => self.deliver_first().await?,
+                read = from.read(&mut buffer), if !at_end && !held && room => {
+                    // The peer's reset is passed on as one.
+                    let bytes = &buffer[..read.map_err(|_| Cut::Reset)?];
+                    if bytes.is_empty() {
+                        at_end = true;
+                    } else {
+                        // The mode may have changed since this round began, and the sender may know.
+                        let now = *modes.borrow();
+                        if now != mode {
+                            mode = now;
+                            self.enter(mode).await?;
+                        }
+                        self.take(mode, bytes).await?;
+                    }
+                }
+            }
+        }
+    }
+
+    /// Whether bytes wait where they are.
+    fn holds(&self, mode: Mode) -> bool {
+        match self.direction {
+            Direction::Requests => mode == Mode::BlackHole,
+            Direction::Replies => matches!(mode, Mode::BlackHole | Mode::HoldReplies),
+        }
+    }
+
+    /// Does what a new mode does to a connection at once.
+    async fn enter(&mut self, mode: Mode) -> Result<(), Cut> {
+        if !matches!(mode, Mode::Delay(_) | Mode::Throttle { .. }) {
+            let now = Instant::now();
+            self.last_arrival = now;
+            self.queue.iter_mut().for_each(|(arrival, _)| *arrival = now);
+        }
+        if self.direction == Direction::Replies {
+            if self.gap && mode != Mode::DropReplies {
+                return Err(Cut::Reset);
+            }
+            match mode {
+                Mode::CutAfter { reply_bytes } => self.bytes_left = reply_bytes,
+                Mode::HalfClose if !self.ended => {
+                    self.ended = true;
+                    self.queue.clear();
+                    self.queued_bytes = 0;
+                    self.to.shutdown().await.map_err(|_| Cut::Close)?;
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Decides what becomes of bytes that the sender sent.
+    async fn take(&mut self, mode: Mode, bytes: &[u8]) -> Result<(), Cut> {
+        if self.direction == Direction::Replies {
+            self.link.awaits_reply.store(false, Ordering::Relaxed);
+            match mode {
+                _ if self.ended => {
+                    self.lose(bytes);
+                    return Ok(());
+                }
+                Mode::DropReplies => {
+                    self.gap = true;
+                    self.lose(bytes);
+                    return Ok(());
+                }
+                Mode::ResetAfterRequest => {
+                    self.lose(bytes);
+                    return Err(Cut::Reset);
+                }
+                Mode::CutAfter { .. } => return self.deliver_some(bytes).await,
+                _ => {}
+            }
+        }
+        match mode {
+            Mode::Delay(delay) => self.enqueue(Instant::now() + delay, bytes),
+            Mode::Throttle { bytes_per_second } => {
+                let rate = f64::from(bytes_per_second.max(1));
+                let piece_bytes = (rate * THROTTLE_PIECE_SECS).max(1.0) as usize;
+                for piece in bytes.chunks(piece_bytes) {
+                    let carrying = Duration::from_secs_f64(piece.len() as f64 / rate);
+                    let begins = self.last_arrival.max(Instant::now());
+                    self.enqueue(begins + carrying, piece);
+                }
+            }
+            _ => self.enqueue(Instant::now(), bytes),
+        }
+        Ok(())
+    }
+
+    fn enqueue(&mut self, arrival: Instant, bytes: &[u8]) {
+        self.last_arrival = self.last_arrival.max(arrival);
+        self.queued_bytes += bytes.len();
+        self.queue.push_back((self.last_arrival, bytes.to_vec()));
+    }
+
+    fn lose(&self, bytes: &[u8]) {
+        self.shared.count(|counts| counts.reply_bytes_lost += bytes.len() as u64);
+    }
+
+    async fn deliver_first(&mut self) -> Result<(), Cut> {
+        let Some((_, bytes)) = self.queue.pop_front() else { return Ok(()) };
+        self.queued_bytes -= bytes.len();
+        self.deliver(&bytes).await
+    }
+
+    async fn deliver(&mut self, bytes: &[u8]) -> Result<(), Cut> {
+        let written: io::Result<()> = self.to.write_all(bytes).await;
+        written.map_err(|_| match self.direction {
+            Direction::Requests => Cut::Reset,
+            Direction::Replies => Cut::Close,
+        })?;
+        let length = bytes.len() as u64;
+        match self.direction {
+            Direction::Requests => {
+                let first = !self.link.awaits_reply.swap(true, Ordering::Relaxed);
+                self.shared.count(|counts| {
+                    counts.requests += u64::from(first);
+                    counts.request_bytes += length;
+                });
+            }
+            Direction::Replies => self.shared.count(|counts| counts.reply_bytes += length),
+        }
+        Ok(())
+    }
+
+    /// Delivers what [`Mode::CutAfter`] has left, after what was under way before.
+    async fn deliver_some(&mut self, bytes: &[u8]) -> Result<(), Cut> {
+        while !self.queue.is_empty() {
+            self.deliver_first().await?;
+        }
+        let some = bytes.len().min(usize::try_from(self.bytes_left).unwrap_or(usize::MAX));
+        let (some, rest) = bytes.split_at(some);
+        self.deliver(some).await?;
+        self.lose(rest);
+        self.bytes_left -= some.len() as u64;
+        if self.bytes_left == 0 { Err(Cut::Close) } else { Ok(()) }
+    }
+
+    /// Passes the end of the stream on.
+    async fn finish(
+        &mut self,
+        mode: Mode,
+        modes: &mut watch::Receiver<Mode>,
+    ) -> Result<(), Cut> {
+        match self.direction {
+            Direction::Requests => self.link.client_done.notify_one(),
+            Direction::Replies if mode == Mode::DropReplies => {
+                // The server's goodbye is lost like everything else it says.
+                tokio::select! {
+                    () = self.link.client_done.notified() => return Ok(()),
+                    _ = modes.changed() => return Err(Cut::Reset),
+                }
+            }
+            Direction::Replies => {}
+        }
+        if !self.ended {
+            self.ended = true;
+            // A receiver that is gone needs no goodbye.
+            _ = self.to.shutdown().await;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,232 @@
+//! Runs a trial over many seeds and tells how to repeat the one that failed. Makes no random choices of its own.
+
+use std::any::Any;
+use std::env;
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
+
+/// The environment variable that replays one seed: decimal, or hexadecimal after `0x`.
+pub const VARIABLE: &str = "LOCK_REGISTRY_SEED";
+
+/// The number that all random choices of one trial follow from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Seed(u64);
+
+impl Seed {
+    /// The seed of this number.
+    #[must_use]
+    pub const fn new(seed: u64) -> Self {
+        Self(seed)
+    }
+
+    /// The number.
+    #[must_use]
+    pub const fn get(self) -> u64 {
+        self.0
+    }
+
+    /// The generator of this seed. Each call starts it anew.
+    #[must_use]
+    pub fn rng(self) -> fastrand::Rng {
+        self.stream(0)
+    }
+
+    /// One of many independent generators of this seed, so that a client added to a trial leaves the choices of the
+    /// others as they were.
+    #[must_use]
+    pub fn stream(self, stream: u64) -> fastrand::Rng {
+        fastrand::Rng::with_seed(mixed(mixed(self.0).wrapping_add(stream)))
+    }
+}
+
+impl fmt::Display for Seed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(&self.0, f)
+    }
+}
+
+/// The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): neighbouring seeds become unlike each other.
+fn mixed(seed: u64) -> u64 {
+    let seed = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let seed = (seed ^ (seed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let seed = (seed ^ (seed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    seed ^ (seed >> 31)
+}
+
+/// Which seeds to run, and on how many threads.
+///
+/// The seeds are the same in every run. Set [`VARIABLE`] to run a single one instead: the one that failed.
+#[derive(Debug, Clone)]
+#[must_use = "seeds do nothing until they are run"]
+pub struct Seeds {
+    count: u64,
+    threads: usize,
+}
+
+impl Seeds {
+    /// The seeds 0, 1, … `count - 1`.
+    pub const fn first(count: u64) -> Self {
+        Self { count, threads: 1 }
+    }
+
+    /// Runs trials on this many threads at once. With one, the default, they run on the caller's own thread.
+    pub const fn threads(mut self, threads: usize) -> Self {
+        self.threads = threads;
+        self
+    }
+
+    /// Runs `trial` once for each seed, and answers how many seeds were run.
+    ///
+    /// # Panics
+    /// With the trial's own panic, after its seed and the way to replay it were printed. Or when [`VARIABLE`] is set to
+    /// something that is not a number.
+    pub fn run(self, trial: impl Fn(Seed) + Sync) -> u64 {
+        let replay = env::var(VARIABLE).ok().map(|text| match parsed(&text) {
+            Some(seed) => Seed(seed),
+            None => panic!("{VARIABLE} is {text:?}, not a number"),
+        });
+        match replay {
+            Some(seed) => self.run_range(seed.0..=seed.0, &trial),
+            None if self.count == 0 => 0,
+            None => self.run_range(0..=self.count - 1, &trial),
+        }
+    }
+
+    fn run_range(
+        &self,
+        seeds: std::ops::RangeInclusive<u64>,
+        trial: &(impl Fn(Seed) + Sync),
+    ) -> u64 {
+        let next = AtomicU64::new(0);
+        let done = AtomicU64::new(0);
+        let failed: Mutex<Option<(Seed, Panic)>> = Mutex::new(None);
+        let span = seeds.end() - seeds.start();
+        let work = || {
+            loop {
+                let step = next.fetch_add(1, Ordering::Relaxed);
+                let first_failure = || failed.lock().unwrap_or_else(PoisonError::into_inner);
+                if step > span || first_failure().is_some() {
+                    return;
+                }
+                let seed = Seed(seeds.start() + step);
+                match catch_unwind(AssertUnwindSafe(|| trial(seed))) {
+                    Ok(()) => _ = done.fetch_add(1, Ordering::Relaxed),
+                    Err(panic) => _ = first_failure().get_or_insert((seed, panic)),
+                }
+            }
+        };
+        if self.threads <= 1 {
+            work();
+        } else {
+            thread::scope(|scope| {
+                for _ in 0..self.threads {
+                    scope.spawn(work);
+                }
+            });
+        }
+        if let Some((seed, panic)) = failed.into_inner().unwrap_or_else(PoisonError::into_inner) {
+            tell(seed);
+            resume_unwind(panic);
+        }
+        done.into_inner()
+    }
+}
+
+type Panic = Box<dyn Any + Send>;
+
+#[expect(clippy::print_stderr, reason = "a failing test must say how to repeat it")]
+fn tell(seed: Seed) {
+    // Test threads carry the name of their test.
+    let current = thread::current();
+    let test = current.name().filter(|name| *name != "main").unwrap_or("");
+    eprintln!("\nseed {seed} failed; replay it with: {VARIABLE}={seed} cargo test {test}");
+}
+
+fn parsed(text: &str) -> Option<u64> {
+    let text = text.trim();
+    match text.strip_prefix("0x") {
+        Some(digits) => u64::from_str_radix(digits, 16).ok(),
+        None => text.parse().ok(),
+    }
+}
+
+/// Runs `trial` twice with `seed` and answers its trace, which must be the same both times.
+///
+/// # Panics
+/// When the two traces differ: then a failing seed could not be replayed.
+#[track_caller]
+pub fn replayed<T: PartialEq + fmt::Debug>(seed: Seed, trial: impl Fn(Seed) -> T) -> T {
+    let first = trial(seed);
+    let second = trial(seed);
+    assert_eq!(first, second, "seed {seed} does not repeat itself");
+    first
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+
+    use super::*;
+
+    // The variable is another test's business; see `tests/seeds.rs`.
+    fn run(seeds: &Seeds, trial: impl Fn(Seed) + Sync) -> u64 {
+        seeds.run_range(0..=seeds.count - 1, &trial)
+    }
+
+    #[test]
+    fn every_seed_runs_once_whatever_the_threads() {
+        for threads in [1, 4] {
+            let seen = Mutex::new(Vec::new());
+            let ran = run(&Seeds::first(100).threads(threads), |seed| {
+                seen.lock().unwrap().push(seed.get());
+            });
+            let mut seen = seen.into_inner().unwrap();
+            seen.sort_unstable();
+            assert_eq!((ran, seen), (100, (0..100).collect()));
+        }
+    }
+
+    #[test]
+    fn a_failure_stops_the_run_and_keeps_its_own_panic() {
+        let ran = AtomicU64::new(0);
+        let panic = catch_unwind(AssertUnwindSafe(|| {
+            run(&Seeds::first(1_000), |seed| {
+                ran.fetch_add(1, Ordering::Relaxed);
+                assert!(seed.get() != 7, "seven is wrong");
+            })
+        }))
+        .unwrap_err();
+        assert!(panic.downcast_ref::<&str>().unwrap().contains("seven is wrong"));
+        assert_eq!(ran.into_inner(), 8);
+    }
+
+    #[test]
+    fn a_seed_repeats_its_choices_and_its_streams_differ() {
+        let seed = Seed::new(42);
+        assert_eq!(seed.rng().u64(..), seed.rng().u64(..));
+        let firsts: HashSet<u64> = (0..10_000)
+            .flat_map(|number| {
+                [Seed::new(number).stream(0).u64(..), Seed::new(number).stream(1).u64(..)]
+            })
+            .collect();
+        assert_eq!(firsts.len(), 20_000);
+    }
+
+    #[test]
+    fn seeds_are_read_in_decimal_and_hexadecimal() {
+        assert_eq!(parsed("42"), Some(42));
+        assert_eq!(parsed(" 0xff "), Some(255));
+        assert_eq!(parsed(&u64::MAX.to_string()), Some(u64::MAX));
+        assert_eq!(parsed("forty-two"), None);
+    }
+
+    #[test]
+    #[should_panic(expected = "seed 3 does not repeat itself")]
+    fn a_trial_that_does_not_repeat_itself_is_found() {
+        let calls = AtomicU64::new(0);
+        replayed(Seed::new(3), |_| calls.fetch_add(1, Ordering::Relaxed));
+    }
+}

@@ -1,0 +1,47 @@
+//! Replay of one seed through the environment, as a person would do it: in a process of its own.
+
+#![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
+
+use std::env;
+use std::process::Command;
+
+use registry_testkit::seed::{Seed, Seeds, VARIABLE};
+
+/// Not a test by itself: the other tests run it in a child process.
+#[test]
+#[ignore = "fails on purpose; run by the tests below"]
+fn a_trial_that_fails_at_seed_17() {
+    let ran = Seeds::first(100).threads(2).run(|seed| assert!(seed != Seed::new(17), "broken"));
+    println!("ran {ran} seeds");
+}
+
+fn run_it(seed: Option<&str>) -> (bool, String) {
+    let mut command = Command::new(env::current_exe().unwrap());
+    command.args(["--exact", "a_trial_that_fails_at_seed_17", "--ignored", "--nocapture"]);
+    command.env_remove(VARIABLE).envs(seed.map(|seed| (VARIABLE, seed)));
+    let output = command.output().unwrap();
+    let text = [output.stdout, output.stderr].concat();
+    (output.status.success(), String::from_utf8(text).unwrap())
+}
+
+#[test]
+fn a_failing_seed_is_named_with_the_way_to_replay_it() {
+    let (passed, text) = run_it(None);
+    assert!(!passed, "{text}");
+    let replay = format!("{VARIABLE}=17 cargo test a_trial_that_fails_at_seed_17");
+    assert!(text.contains(&replay), "{text}");
+}
+
+#[test]
+fn the_named_seed_alone_is_replayed() {
+    let (passed, text) = run_it(Some("17"));
+    assert!(!passed && text.contains("broken"), "{text}");
+    let (passed, text) = run_it(Some("0x10"));
+    assert!(passed && text.contains("ran 1 seeds"), "{text}");
+}
+
+#[test]
+fn a_seed_that_is_no_number_is_refused() {
+    let (passed, text) = run_it(Some("seventeen"));
+    assert!(!passed && text.contains("not a number"), "{text}");
+}
