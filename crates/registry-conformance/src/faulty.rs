@@ -2,14 +2,13 @@
 //! Decides nothing about locks. For tests of the engine and of whatever is built on it.
 #![deny(clippy::missing_trait_methods)]
 
-use std::any::Any;
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
 use registry_core::{
-    Attempt, BackendError, Busy, Capabilities, Claim, Finding, Holder, InvalidKey, Key,
+    Attempt, BackendError, BackendErrorKind, Busy, Capabilities, Claim, Finding, Holder, InvalidKey, Key,
     LockBackend, Release, Renewal,
 };
 use tokio::sync::watch;
@@ -129,6 +128,9 @@ impl FaultyBackend {
         self.delay(verdict.delay_request).await;
         if verdict.refuse {
             return fail(BackendError::transient("refused on purpose").as_refused());
+        }
+        if verdict.deny {
+            return fail(BackendError::new(BackendErrorKind::Denied, "denied on purpose").as_refused());
         }
         if verdict.lose_request {
             return fail(BackendError::transient("request lost on purpose"));

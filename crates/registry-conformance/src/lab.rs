@@ -6,7 +6,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use registry_core::{
-    Attempt, BackendError, Busy, Capabilities, Claim, Grant, Key, LockBackend, Release, Renewal,
+    Attempt, BackendError, Busy, Capabilities, Claim, Grant, Key, LockBackend, LockRegistry as _, Registry,
+    RegistryBuilder, Release, Renewal,
 };
 use tokio::time::{Instant, sleep};
 
@@ -47,6 +48,36 @@ impl Lab {
     /// A further client of the store, with faults put in.
     pub(crate) async fn faulty(&self, faults: Faults) -> Arc<FaultyBackend> {
         Arc::new(FaultyBackend::new(self.client().await, faults))
+    }
+
+    /// Begins a registry over `client`, with a lease that never runs out while a clause runs.
+    pub(crate) fn builder(&self, client: Arc<dyn LockBackend>) -> RegistryBuilder {
+        Registry::builder(client).lease(self.long())
+    }
+
+    /// A registry over a client of its own, as another process would open. Its leases never run out while a clause runs.
+    pub(crate) async fn registry(&self) -> Registry {
+        self.registry_of(self.long()).await
+    }
+
+    /// A registry over a client of its own, with this lease.
+    pub(crate) async fn registry_of(&self, lease: Duration) -> Registry {
+        let builder = self.builder(self.client().await).lease(lease);
+        builder.build().expect("the registry is built")
+    }
+
+    /// A registry over `faulty`, with this lease.
+    pub(crate) fn registry_over(&self, faulty: &Arc<FaultyBackend>, lease: Duration) -> Registry {
+        let client: Arc<dyn LockBackend> = Arc::<FaultyBackend>::clone(faulty);
+        self.builder(client).lease(lease).build().expect("the registry is built")
+    }
+
+    /// Panics unless `registry` gets the lock soon, and gives it back: far sooner than by the end of a long lease.
+    pub(crate) async fn free_soon(&self, registry: &Registry, name: &str) {
+        let guard = registry.obtain(name).try_lock_for(self.patience()).await;
+        let guard = guard.unwrap_or_else(|error| panic!("{name:?} is in trouble: {error:?}"));
+        let guard = guard.unwrap_or_else(|| panic!("{name:?} is still taken"));
+        guard.unlock().await.expect("a held lock is unlocked");
     }
 
     /// A client of the same store in another namespace.

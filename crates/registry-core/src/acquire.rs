@@ -40,12 +40,7 @@ pub(crate) async fn acquire(
     };
 
     // 2. Our claim among the processes. Dropped at any point, it gives back what it may have got.
-    let contest = Contest {
-        engine,
-        terms: &terms,
-        began,
-        deadline,
-    };
+    let contest = Contest { engine, terms: &terms, began, deadline };
     let Some(guard) = contest.win(turn, owner).await? else {
         return Ok(gave_up(slot, began));
     };
@@ -88,6 +83,10 @@ impl Contest<'_> {
                     match contender.take(grant, sent_at) {
                         Ok(held) => {
                             let guard = Hold::first_guard(held, token, owner);
+                            if self.engine.is_closing() {
+                                // Too late to start anything; dropping the guard gives the claim back.
+                                return Err(LockError::Closed);
+                            }
                             if let Some(hold) = guard.hold_arc() {
                                 hold.held().slot().held_by(&hold);
                             }
@@ -112,10 +111,7 @@ impl Contest<'_> {
                 }
                 Answer::Answered(_, Ok(Attempt::Busy(busy))) => {
                     failures = Failures::default();
-                    self.engine.tell(|| LockEvent::Busy {
-                        key: key.as_str(),
-                        busy: &busy,
-                    });
+                    self.engine.tell(|| LockEvent::Busy { key: key.as_str(), busy: &busy });
                     if self.is_over(Moment::now()) {
                         return Ok(None);
                     }
@@ -134,8 +130,7 @@ impl Contest<'_> {
                     self.endure(&key, &mut failures, error).await?;
                 }
                 Answer::Unanswered => {
-                    self.endure(&key, &mut failures, self.engine.unanswered())
-                        .await?;
+                    self.endure(&key, &mut failures, self.engine.unanswered()).await?;
                     // The unanswered claim belongs to the janitor now.
                     let fresh = self.fresh_claim(&key);
                     contender.start_over(fresh);
@@ -157,17 +152,14 @@ impl Contest<'_> {
         let engine = self.engine;
         let now = Moment::now();
         let poll = engine.defaults.poll.mul_f64(0.75 + fastrand::f64() / 2.0);
-        let pause = busy
-            .retry_after
-            .map_or(poll, |left| left.saturating_add(AFTER_LEASE).min(poll));
-        let pause = if mutated(Mutant::WakeUpOnly) {
-            Duration::from_secs(1_000_000)
-        } else {
-            pause
-        };
+        let pause =
+            busy.retry_after.map_or(poll, |left| left.saturating_add(AFTER_LEASE).min(poll));
+        let pause =
+            if mutated(Mutant::WakeUpOnly) { Duration::from_secs(1_000_000) } else { pause };
         // At the deadline one last look is taken, so that a lock that came free in time is not missed.
         let until = now.after(pause).min(self.deadline.unwrap_or(Moment::FUTURE));
         tokio::select! {
+            biased;
             () = engine.close_begins() => Err(LockError::Closed),
             () = engine.backend.wait(&claim, &busy) => Ok(Woken::Early),
             () = engine.sleep_until(until) => Ok(Woken::ByTime),
@@ -182,23 +174,19 @@ impl Contest<'_> {
         error: BackendError,
     ) -> Result<(), LockError> {
         let engine = self.engine;
-        engine.tell(|| LockEvent::AttemptFailed {
-            key: key.as_str(),
-            error: &error,
-        });
+        engine.tell(|| LockEvent::AttemptFailed { key: key.as_str(), error: &error });
         let now = Moment::now();
         let since = *failures.since.get_or_insert(now);
         // Without a deadline, trouble is borne for the length of a lease: by then a failover is over, or it is an outage
         // that somebody must hear of.
-        let limit = self
-            .deadline
-            .unwrap_or_else(|| since.after(self.terms.lease.length));
+        let limit = self.deadline.unwrap_or_else(|| since.after(self.terms.lease.length));
         if !error.is_retryable() || now >= limit {
             return Err(trouble("acquire", key.as_str(), error));
         }
         let retry_at = now.after(backoff(failures.count)).min(limit);
         failures.count += 1;
         tokio::select! {
+            biased;
             () = engine.close_begins() => Err(LockError::Closed),
             () = engine.sleep_until(retry_at) => Ok(()),
         }

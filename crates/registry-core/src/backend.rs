@@ -267,10 +267,7 @@ pub enum ClaimMode {
 
 /// What a store answers to an attempt.
 #[derive(Debug, Clone, PartialEq, Eq)]
-#[expect(
-    clippy::exhaustive_enums,
-    reason = "a claim holds the key or somebody else does"
-)]
+#[expect(clippy::exhaustive_enums, reason = "a claim holds the key or somebody else does")]
 pub enum Attempt {
     /// The claim holds the key.
     Granted(Grant),
@@ -379,13 +376,7 @@ impl Holder {
     /// A holder of which nothing is known but the key.
     #[must_use]
     pub const fn new(key: Key) -> Self {
-        Self {
-            key,
-            label: None,
-            token: None,
-            held_for: None,
-            lease_left: None,
-        }
+        Self { key, label: None, token: None, held_for: None, lease_left: None }
     }
 
     /// Adds the label.
@@ -426,19 +417,13 @@ impl Finding {
     /// A finding that needs no action.
     #[must_use]
     pub fn note(message: impl Into<String>) -> Self {
-        Self {
-            severity: Severity::Note,
-            message: message.into(),
-        }
+        Self { severity: Severity::Note, message: message.into() }
     }
 
     /// A finding that weakens what the store promises.
     #[must_use]
     pub fn warning(message: impl Into<String>) -> Self {
-        Self {
-            severity: Severity::Warning,
-            message: message.into(),
-        }
+        Self { severity: Severity::Warning, message: message.into() }
     }
 }
 

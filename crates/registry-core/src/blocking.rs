@@ -78,19 +78,13 @@ impl BlockingRegistry {
             .build()
             .map_err(|error| ConfigError::Invalid(format!("cannot start a runtime: {error}")))?;
         let registry = runtime.block_on(open)?;
-        Ok(Self {
-            registry,
-            home: Arc::new(Home(Some(runtime))),
-        })
+        Ok(Self { registry, home: Arc::new(Home(Some(runtime))) })
     }
 
     /// The lock of `key`. See [`LockRegistry::obtain`].
     #[must_use]
     pub fn obtain(&self, key: &str) -> BlockingLock {
-        BlockingLock {
-            lock: self.registry.obtain(key),
-            home: Arc::clone(&self.home),
-        }
+        BlockingLock { lock: self.registry.obtain(key), home: Arc::clone(&self.home) }
     }
 
     /// What the store can do and what it promises.
@@ -116,9 +110,7 @@ impl BlockingRegistry {
 
 impl fmt::Debug for BlockingRegistry {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_tuple("BlockingRegistry")
-            .field(&self.registry)
-            .finish()
+        f.debug_tuple("BlockingRegistry").field(&self.registry).finish()
     }
 }
 
@@ -166,10 +158,7 @@ impl BlockingLock {
     /// Those of [`DistributedLock::lock_with`], and [`LockError::InsideRuntime`].
     pub fn lock_with(&self, options: LockOptions) -> Result<Option<BlockingGuard>, LockError> {
         let guard = self.home.block_on(self.lock.lock_with(options))??;
-        Ok(guard.map(|guard| BlockingGuard {
-            guard,
-            home: Arc::clone(&self.home),
-        }))
+        Ok(guard.map(|guard| BlockingGuard { guard, home: Arc::clone(&self.home) }))
     }
 
     /// Tells who holds this lock. See [`DistributedLock::holder`].
@@ -225,8 +214,7 @@ impl BlockingGuard {
     /// # Errors
     /// [`LockError::InsideRuntime`].
     pub fn lost_within(&self, limit: Duration) -> Result<Option<LostReason>, LockError> {
-        self.home
-            .block_on(async { tokio::time::timeout(limit, self.guard.lost()).await.ok() })
+        self.home.block_on(async { tokio::time::timeout(limit, self.guard.lost()).await.ok() })
     }
 
     /// Makes the lease end `lease` from now, or later. See [`LockGuard::renew`].

@@ -19,10 +19,7 @@ pub(crate) struct Call<T: Send + 'static> {
 
 impl<T: Send + 'static> Call<T> {
     pub(crate) fn new(janitor: &Janitor, future: CallFuture<T>) -> Self {
-        Self {
-            future: Some(future),
-            janitor: janitor.clone(),
-        }
+        Self { future: Some(future), janitor: janitor.clone() }
     }
 
     /// Takes the call back in mid-flight; `None` when it has been answered.
@@ -62,8 +59,6 @@ impl<T: Send + 'static> Drop for Call<T> {
 
 impl<T: Send + 'static> std::fmt::Debug for Call<T> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Call")
-            .field("answered", &self.future.is_none())
-            .finish_non_exhaustive()
+        f.debug_struct("Call").field("answered", &self.future.is_none()).finish_non_exhaustive()
     }
 }

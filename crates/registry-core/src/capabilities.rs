@@ -158,11 +158,7 @@ impl Capabilities {
     #[must_use]
     pub fn meet(&self, other: &Self) -> Self {
         Self {
-            store: if self.store == other.store {
-                self.store
-            } else {
-                "several"
-            },
+            store: if self.store == other.store { self.store } else { "several" },
             class: self.class.min(other.class),
             reach: self.reach.min(other.reach),
             fencing: self.fencing && other.fencing,

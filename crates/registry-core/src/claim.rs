@@ -3,13 +3,16 @@
 //! The clean-up is armed before the first request leaves: whoever drops a [`Contender`] in mid-flight leaves to the
 //! janitor a claim that is carried to its end and given back.
 
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
+
+use futures_util::future::FutureExt as _;
 
 use crate::backend::{Attempt, Claim, Grant};
 use crate::call::{Call, CallFuture};
 use crate::clock::Moment;
 use crate::engine::Engine;
-use crate::error::BackendError;
+use crate::error::{BackendError, BackendErrorKind};
 use crate::held::HeldClaim;
 use crate::mutant::{Mutant, mutated};
 use crate::options::Terms;
@@ -42,6 +45,7 @@ pub(crate) struct Contender {
 
 impl Contender {
     pub(crate) fn new(turn: Turn, claim: Claim, terms: Arc<Terms>) -> Self {
+        turn.slot().engine().contending.enter();
         Self {
             terms,
             parts: Some((turn, claim)),
@@ -52,11 +56,7 @@ impl Contender {
     }
 
     pub(crate) fn claim(&self) -> &Claim {
-        &self
-            .parts
-            .as_ref()
-            .expect("the claim is here until a grant is taken")
-            .1
+        &self.parts.as_ref().expect("the claim is here until a grant is taken").1
     }
 
     /// Asks the store once.
@@ -68,11 +68,7 @@ impl Contender {
         // reply; counting from the reply would let us trust a lease that is already over.
         let sent_at = Moment::now();
         let call = engine.acquire(self.claim());
-        let answer = self
-            .in_flight
-            .insert(call)
-            .answer_within(engine.defaults.answer_limit)
-            .await;
+        let answer = self.in_flight.insert(call).answer_within(engine.defaults.answer_limit).await;
         let Some(answer) = answer else {
             return Answer::Unanswered;
         };
@@ -93,23 +89,15 @@ impl Contender {
         grant: Grant,
         sent_at: Moment,
     ) -> Result<Arc<HeldClaim>, Box<Self>> {
-        let (turn, claim) = self
-            .parts
-            .take()
-            .expect("the claim is here until a grant is taken");
+        let (turn, claim) = self.parts.take().expect("the claim is here until a grant is taken");
         let terms = Arc::clone(&self.terms);
-        let taken = HeldClaim::take(
-            turn,
-            claim.clone(),
-            terms,
-            grant,
-            sent_at,
-            self.stray_attempts,
-        );
+        let taken =
+            HeldClaim::take(turn, claim.clone(), terms, grant, sent_at, self.stray_attempts);
+        engine.contending.leave();
         taken.map_err(|turn| {
             let fresh = claim.clone().with_id(crate::ClaimId::random());
             give_back_in_background(GivingBack {
-                engine: Arc::clone(turn.slot().engine()),
+                engine,
                 until: Moment::now().after(claim.lease()),
                 claim,
                 turn: None,
@@ -126,7 +114,8 @@ impl Contender {
             return;
         };
         let engine = Arc::clone(turn.slot().engine());
-        self.leave_behind(engine, claim, None);
+        self.leave_behind(Arc::clone(&engine), claim, None);
+        engine.contending.leave();
         *self = Self::new(turn, fresh, Arc::clone(&self.terms));
     }
 
@@ -163,18 +152,22 @@ impl Drop for Contender {
     fn drop(&mut self) {
         if let Some((turn, claim)) = self.parts.take() {
             let engine = Arc::clone(turn.slot().engine());
-            self.leave_behind(engine, claim, Some(turn));
+            self.leave_behind(Arc::clone(&engine), claim, Some(turn));
+            engine.contending.leave();
         }
     }
 }
 
 /// Waits for the outcome of a request that its caller has left, and gives back what it got.
 async fn finish_and_give_back(
-    mut call: CallFuture<Result<Attempt, BackendError>>,
+    call: CallFuture<Result<Attempt, BackendError>>,
     mut giving: GivingBack,
     queued: bool,
 ) {
     let limit = giving.engine.defaults.answer_limit;
+    // A backend that panicked in front of its caller would panic again: then all that is known is that nothing is.
+    let call = AssertUnwindSafe(call).catch_unwind();
+    tokio::pin!(call);
     let answer = match tokio::time::timeout(limit, &mut call).await {
         Ok(answer) => answer,
         Err(_) => {
@@ -183,7 +176,8 @@ async fn finish_and_give_back(
             call.await
         }
     };
-    match answer {
+    let panicked = |_| Err(BackendError::new(BackendErrorKind::Protocol, "the backend panicked"));
+    match answer.unwrap_or_else(panicked) {
         // Nothing is there unless an earlier attempt left it.
         Ok(Attempt::Busy(_)) if giving.stray_attempts == 0 && !queued => return,
         Err(error) if error.refused() && giving.stray_attempts == 0 && !queued => return,

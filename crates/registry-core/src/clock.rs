@@ -36,6 +36,11 @@ impl Moment {
         Self(self.0.saturating_add(nanos(span)))
     }
 
+    /// The last multiple of `grid` that is not after this moment.
+    pub(crate) fn floor(self, grid: Duration) -> Self {
+        Self(self.0.saturating_sub(self.0.rem_euclid(nanos(grid).max(1))))
+    }
+
     /// The time from `earlier` to this moment; zero if it is not earlier.
     pub(crate) fn since(self, earlier: Self) -> Duration {
         Duration::from_nanos(u64::try_from(self.0.saturating_sub(earlier.0)).unwrap_or(0))
@@ -74,19 +79,14 @@ fn suspended_ns() -> i64 {
     static KNOWN: AtomicI64 = AtomicI64::new(0);
 
     let read = |clock| {
-        clock_gettime(clock).map(|at| {
-            at.tv_sec()
-                .saturating_mul(1_000_000_000)
-                .saturating_add(at.tv_nsec())
-        })
+        clock_gettime(clock)
+            .map(|at| at.tv_sec().saturating_mul(1_000_000_000).saturating_add(at.tv_nsec()))
     };
     // Read in this order the difference is a lower bound of the truth, however long this thread is
     // interrupted in between; so the largest difference ever seen is the best estimate, and it never errs
     // towards a lease that ends too early.
-    let (Ok(boot), Ok(monotonic)) = (
-        read(ClockId::CLOCK_BOOTTIME),
-        read(ClockId::CLOCK_MONOTONIC),
-    ) else {
+    let (Ok(boot), Ok(monotonic)) = (read(ClockId::CLOCK_BOOTTIME), read(ClockId::CLOCK_MONOTONIC))
+    else {
         return KNOWN.load(Ordering::Relaxed);
     };
     let seen = boot.saturating_sub(monotonic);

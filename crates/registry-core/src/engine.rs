@@ -31,6 +31,8 @@ pub(crate) struct Engine {
     pub(crate) janitor: Janitor,
     /// Claims that are held now.
     pub(crate) held: Gauge,
+    /// Callers that have or may have a request on its way to the store.
+    pub(crate) contending: Gauge,
     pub(crate) closing: AtomicBool,
     pub(crate) close_began: Notify,
     pub(crate) slots: SlotTable,
@@ -56,9 +58,13 @@ impl Engine {
         Ok(Arc::clone(&self.default_terms))
     }
 
+    pub(crate) fn is_closing(&self) -> bool {
+        self.closing.load(Ordering::Acquire)
+    }
+
     /// Refuses work that nobody would finish.
     pub(crate) fn check_open(&self) -> Result<(), LockError> {
-        if self.closing.load(Ordering::Acquire) || !self.janitor.is_alive() {
+        if self.is_closing() || !self.janitor.is_alive() {
             return Err(LockError::Closed);
         }
         Ok(())
@@ -69,10 +75,7 @@ impl Engine {
         if self.capabilities.inspect {
             return Ok(());
         }
-        Err(LockError::Unsupported {
-            capability: "inspect",
-            store: self.capabilities.store,
-        })
+        Err(LockError::Unsupported { capability: "inspect", store: self.capabilities.store })
     }
 
     /// Returns when the registry begins to close.
@@ -80,7 +83,7 @@ impl Engine {
         let began = self.close_began.notified();
         tokio::pin!(began);
         began.as_mut().enable();
-        if !self.closing.load(Ordering::Acquire) {
+        if !self.is_closing() {
             began.await;
         }
     }
@@ -166,19 +169,12 @@ impl Drop for Engine {
 
 /// The public error for trouble with the store.
 pub(crate) fn trouble(operation: &'static str, key: &str, source: BackendError) -> LockError {
-    LockError::Backend {
-        operation,
-        key: key.to_owned(),
-        source,
-    }
+    LockError::Backend { operation, key: key.to_owned(), source }
 }
 
 /// The public error for an operation on a lost lock.
 pub(crate) fn lost(key: &Key, reason: crate::LostReason) -> LockError {
-    LockError::Lost {
-        key: key.as_str().to_owned(),
-        reason,
-    }
+    LockError::Lost { key: key.as_str().to_owned(), reason }
 }
 
 /// The error of a claim that a backend left out of its answer.

@@ -111,23 +111,12 @@ impl InvalidOption {
         given: Duration,
         problem: impl Into<Cow<'static, str>>,
     ) -> Self {
-        Self {
-            option,
-            given: format!("{given:?}"),
-            problem: problem.into(),
-        }
+        Self { option, given: format!("{given:?}"), problem: problem.into() }
     }
 
     pub(crate) fn label_too_long(bytes: usize) -> Self {
-        let problem = format!(
-            "is longer than {} bytes",
-            crate::LockOptions::LABEL_BYTES_MAX
-        );
-        Self {
-            option: "label",
-            given: format!("{bytes} bytes"),
-            problem: problem.into(),
-        }
+        let problem = format!("is longer than {} bytes", crate::LockOptions::LABEL_BYTES_MAX);
+        Self { option: "label", given: format!("{bytes} bytes"), problem: problem.into() }
     }
 }
 
@@ -160,12 +149,7 @@ impl BackendError {
     /// Trouble of this `kind`.
     #[must_use]
     pub fn new(kind: BackendErrorKind, message: impl Into<Cow<'static, str>>) -> Self {
-        Self {
-            kind,
-            message: message.into(),
-            refused: false,
-            source: None,
-        }
+        Self { kind, message: message.into(), refused: false, source: None }
     }
 
     /// Trouble that may pass.
@@ -215,9 +199,7 @@ impl fmt::Display for BackendError {
 
 impl StdError for BackendError {
     fn source(&self) -> Option<&(dyn StdError + 'static)> {
-        self.source
-            .as_deref()
-            .map(|source| source as &(dyn StdError + 'static))
+        self.source.as_deref().map(|source| source as &(dyn StdError + 'static))
     }
 }
 
@@ -294,11 +276,7 @@ impl ConfigError {
         feature: &'static str,
         remedy: impl Into<String>,
     ) -> Self {
-        Self::NotBuiltIn {
-            scheme,
-            feature,
-            remedy: remedy.into(),
-        }
+        Self::NotBuiltIn { scheme, feature, remedy: remedy.into() }
     }
 
     /// Says that the store could not be opened, and why.

@@ -25,59 +25,34 @@ pub enum LockEvent<'a> {
     Busy { key: &'a str, busy: &'a Busy },
     /// An attempt failed; its outcome is unknown unless the error says otherwise.
     #[non_exhaustive]
-    AttemptFailed {
-        key: &'a str,
-        error: &'a BackendError,
-    },
+    AttemptFailed { key: &'a str, error: &'a BackendError },
     /// A caller gave up: the key was held by others until its deadline.
     #[non_exhaustive]
     GaveUp { key: &'a str, waited: Duration },
     /// The store granted the key.
     #[non_exhaustive]
-    Granted {
-        key: &'a str,
-        token: Option<FencingToken>,
-        waited: Duration,
-        attempts: u32,
-    },
+    Granted { key: &'a str, token: Option<FencingToken>, waited: Duration, attempts: u32 },
     /// The owner of a held lock entered it again.
     #[non_exhaustive]
-    Reentered {
-        key: &'a str,
-        token: Option<FencingToken>,
-    },
+    Reentered { key: &'a str, token: Option<FencingToken> },
     /// A holder passed the claim on to the next caller of this process, without the store.
     #[non_exhaustive]
-    HandedOver {
-        key: &'a str,
-        token: Option<FencingToken>,
-    },
+    HandedOver { key: &'a str, token: Option<FencingToken> },
     /// A renewal was confirmed.
     #[non_exhaustive]
     Renewed { key: &'a str, valid_for: Duration },
     /// A renewal failed or stayed unanswered; the lock is still held for `valid_for`.
     #[non_exhaustive]
-    RenewFailed {
-        key: &'a str,
-        error: &'a BackendError,
-        valid_for: Duration,
-    },
+    RenewFailed { key: &'a str, error: &'a BackendError, valid_for: Duration },
     /// A held lock is not held any more. The holder has been told.
     #[non_exhaustive]
-    Lost {
-        key: &'a str,
-        token: Option<FencingToken>,
-        reason: LostReason,
-    },
+    Lost { key: &'a str, token: Option<FencingToken>, reason: LostReason },
     /// The store confirmed that the key is free of this claim.
     #[non_exhaustive]
     Released { key: &'a str, held_for: Duration },
     /// A release failed; it is repeated until its outcome is known or the lease is over.
     #[non_exhaustive]
-    ReleaseFailed {
-        key: &'a str,
-        error: &'a BackendError,
-    },
+    ReleaseFailed { key: &'a str, error: &'a BackendError },
     /// A claim could not be given back before its lease was over; the store's clock has freed it.
     #[non_exhaustive]
     LeftToLease { key: &'a str },

@@ -86,8 +86,5 @@ where
     W: AsyncFnOnce(&LockGuard) -> T,
 {
     let output = guard.protect(work(&guard)).await?;
-    Ok(Executed {
-        output,
-        unlocked: guard.unlock().await,
-    })
+    Ok(Executed { output, unlocked: guard.unlock().await })
 }

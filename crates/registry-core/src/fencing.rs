@@ -22,11 +22,7 @@ impl FencingToken {
     /// Makes a token of its number; `None` when it does not fit into 63 bits.
     #[must_use]
     pub const fn new(token: u64) -> Option<Self> {
-        if token > Self::MAX.0 {
-            None
-        } else {
-            Some(Self(token))
-        }
+        if token > Self::MAX.0 { None } else { Some(Self(token)) }
     }
 
     /// The number itself.

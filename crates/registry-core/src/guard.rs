@@ -105,6 +105,7 @@ impl LockGuard {
                 // The keeper tells of a loss, but the deadline holds even if the keeper's runtime is gone.
                 let deadline = hold.held().valid_until();
                 tokio::select! {
+                    biased;
                     () = &mut hint => {}
                     () = hold.held().engine().sleep_until(deadline) => {}
                 }
@@ -150,10 +151,7 @@ impl LockGuard {
         let sent_at = Moment::now();
         let key = held.claim().key();
         let claim = held.claim().clone().with_lease(lease);
-        let answer = engine
-            .renew(claim)
-            .answer_within(engine.defaults.answer_limit)
-            .await;
+        let answer = engine.renew(claim).answer_within(engine.defaults.answer_limit).await;
         match answer.unwrap_or_else(|| Err(engine.unanswered())) {
             Ok(Renewal::Renewed(granted)) => {
                 held.set_lease_length(lease);
@@ -174,10 +172,7 @@ impl LockGuard {
     /// [`LockError::Lost`] if the lock is not held any more.
     pub fn reenter(&self) -> Result<Self, LockError> {
         self.hold().enter_again().ok_or_else(|| {
-            lost(
-                self.held().claim().key(),
-                self.held().loss().unwrap_or(LostReason::Expired),
-            )
+            lost(self.held().claim().key(), self.held().loss().unwrap_or(LostReason::Expired))
         })
     }
 
@@ -197,18 +192,15 @@ impl LockGuard {
         if min_hold_left > self.valid_for() {
             // The key must stay taken even if this process ends right after. A failure is not the caller's: the
             // lease goes on as it was, and the loss check below tells the rest.
-            let _ = self
-                .renew(min_hold_left.max(self.held().engine().capabilities.lease_min))
-                .await;
+            let _ =
+                self.renew(min_hold_left.max(self.held().engine().capabilities.lease_min)).await;
         }
         let Some(hold) = self.hold.take() else {
             return Ok(());
         };
         if !hold.leave() {
             let held = hold.held();
-            return held
-                .loss()
-                .map_or(Ok(()), |reason| Err(lost(held.claim().key(), reason)));
+            return held.loss().map_or(Ok(()), |reason| Err(lost(held.claim().key(), reason)));
         }
         let held = Arc::clone(hold.held());
         drop(hold);
@@ -253,9 +245,7 @@ impl LockGuard {
     }
 
     fn hold(&self) -> &Arc<Hold> {
-        self.hold
-            .as_ref()
-            .expect("a guard has its hold until it is consumed")
+        self.hold.as_ref().expect("a guard has its hold until it is consumed")
     }
 
     fn held(&self) -> &Arc<HeldClaim> {
@@ -299,10 +289,7 @@ struct LettingGo {
 
 impl LettingGo {
     fn new(engine: &Engine, job: impl Future<Output = GivenBack> + Send + 'static) -> Self {
-        Self {
-            job: Some(Box::pin(job)),
-            janitor: engine.janitor.clone(),
-        }
+        Self { job: Some(Box::pin(job)), janitor: engine.janitor.clone() }
     }
 
     /// Waits for the outcome, as long as a caller can be expected to.
@@ -358,19 +345,12 @@ async fn give_held_back(held: Arc<HeldClaim>, turn: Turn) -> GivenBack {
         claim,
         turn: Some(turn),
         until: Moment::now().after(held.lease_length()),
-        stray_attempts: if held.stray_attempts() == 0 {
-            0
-        } else {
-            held.stray_attempts() + 1
-        },
+        stray_attempts: if held.stray_attempts() == 0 { 0 } else { held.stray_attempts() + 1 },
     })
     .await;
     if matches!(outcome, GivenBack::Freed) {
         let held_for = Moment::now().since(held.granted_at());
-        engine.tell(|| LockEvent::Released {
-            key: held.claim().key().as_str(),
-            held_for,
-        });
+        engine.tell(|| LockEvent::Released { key: held.claim().key().as_str(), held_for });
     }
     outcome
 }
@@ -382,10 +362,7 @@ async fn keep_for(held: &HeldClaim, engine: &Engine, left: Duration) {
         let lease = left.max(engine.capabilities.lease_min);
         let claim = held.claim().clone().with_lease(lease);
         // Best effort: a process that dies cannot keep anything either.
-        let _ = engine
-            .renew(claim)
-            .answer_within(engine.defaults.answer_limit)
-            .await;
+        let _ = engine.renew(claim).answer_within(engine.defaults.answer_limit).await;
     }
     engine.sleep_until(end).await;
 }

@@ -159,8 +159,7 @@ impl HeldClaim {
                 return;
             }
             state.phase = Phase::Lost(reason);
-            self.valid_until
-                .store(Moment::PAST.to_bits(), Ordering::Release);
+            self.valid_until.store(Moment::PAST.to_bits(), Ordering::Release);
             self.unseat(&mut state);
             (state.turn.take(), state.lease.length())
         };
@@ -272,9 +271,7 @@ impl HeldClaim {
 
     /// The time from now until this claim may be freed at the earliest.
     pub(crate) fn min_hold_left(&self) -> Duration {
-        self.granted_at
-            .after(self.terms.min_hold)
-            .since(Moment::now())
+        self.granted_at.after(self.terms.min_hold).since(Moment::now())
     }
 
     /// How long a lease of this claim lasts.
@@ -306,11 +303,8 @@ impl HeldClaim {
             }
             Due::Renew(ask) => {
                 // Several tries must fit between the first renewal and the end of the lease.
-                let answer_limit = self
-                    .engine()
-                    .defaults
-                    .answer_limit
-                    .min(state.lease.length() / 6);
+                let answer_limit =
+                    self.engine().defaults.answer_limit.min(state.lease.length() / 6);
                 state.lease.renewal_sent(now, answer_limit);
                 self.seat(&mut state, now);
                 Tick::Renew { ask }
@@ -331,18 +325,16 @@ impl HeldClaim {
                 None
             } else {
                 state.lease.renewed(sent_at, granted);
-                self.valid_until
-                    .store(state.lease.valid_until().to_bits(), Ordering::Release);
+                self.valid_until.store(state.lease.valid_until().to_bits(), Ordering::Release);
                 self.unseat(&mut state);
                 self.seat(&mut state, now);
                 Some(state.lease.valid_until().since(now))
             }
         };
         match valid_for {
-            Some(valid_for) => self.engine().tell(|| LockEvent::Renewed {
-                key: self.claim.key().as_str(),
-                valid_for,
-            }),
+            Some(valid_for) => self
+                .engine()
+                .tell(|| LockEvent::Renewed { key: self.claim.key().as_str(), valid_for }),
             None => {
                 self.loss();
             }

@@ -27,12 +27,7 @@ impl Hold {
         token: Option<FencingToken>,
         owner: Option<Owner>,
     ) -> LockGuard {
-        LockGuard::new(Arc::new(Self {
-            held,
-            token,
-            owner,
-            guards: AtomicUsize::new(1),
-        }))
+        LockGuard::new(Arc::new(Self { held, token, owner, guards: AtomicUsize::new(1) }))
     }
 
     pub(crate) fn held(&self) -> &Arc<HeldClaim> {
@@ -54,18 +49,11 @@ impl Hold {
         }
         self.guards
             .fetch_update(Ordering::AcqRel, Ordering::Acquire, |guards| {
-                if guards == 0 {
-                    None
-                } else {
-                    guards.checked_add(1)
-                }
+                if guards == 0 { None } else { guards.checked_add(1) }
             })
             .ok()?;
         let key = self.held.claim().key().as_str();
-        self.held.engine().tell(|| LockEvent::Reentered {
-            key,
-            token: self.token,
-        });
+        self.held.engine().tell(|| LockEvent::Reentered { key, token: self.token });
         Some(LockGuard::new(Arc::clone(self)))
     }
 
@@ -81,10 +69,6 @@ impl Hold {
 
     /// Why the lock was lost, if it was lost while this hold had it.
     pub(crate) fn loss(&self) -> Option<LostReason> {
-        if self.is_over() {
-            None
-        } else {
-            self.held.loss()
-        }
+        if self.is_over() { None } else { self.held.loss() }
     }
 }

@@ -27,23 +27,14 @@ impl Janitor {
     /// A janitor and the task that does its work until the janitor is dropped and all jobs are done.
     pub(crate) fn new() -> (Self, impl Future<Output = ()> + Send) {
         let (jobs, inbox) = mpsc::unbounded_channel();
-        (
-            Self {
-                jobs,
-                pending: Arc::default(),
-            },
-            work(inbox),
-        )
+        (Self { jobs, pending: Arc::default() }, work(inbox))
     }
 
     /// Takes over `job`.
     pub(crate) fn hand_over(&self, job: Job) {
         self.pending.enter();
         // Without a runtime the send fails and the job is dropped here.
-        let _ = self.jobs.send(Counted {
-            job,
-            pending: Arc::clone(&self.pending),
-        });
+        let _ = self.jobs.send(Counted { job, pending: Arc::clone(&self.pending) });
     }
 
     /// Whether there is a runtime that does the work.
@@ -95,6 +86,7 @@ async fn work(mut inbox: mpsc::UnboundedReceiver<Counted>) {
     let mut open = true;
     while open || !jobs.is_empty() {
         tokio::select! {
+            biased;
             job = inbox.recv(), if open => match job {
                 // A backend that panics spoils its own job, not the others'.
                 Some(job) => jobs.push(AssertUnwindSafe(job).catch_unwind()),

@@ -56,10 +56,7 @@ impl Keeper {
     /// Puts a claim on the schedule. Every held claim is there, renewed or not, so that its end is noticed.
     pub(crate) fn seat(&self, at: Moment, held: Arc<HeldClaim>) -> Seat {
         let mut schedule = self.schedule();
-        let seat = Seat {
-            at,
-            ticket: schedule.next_ticket,
-        };
+        let seat = Seat { at, ticket: schedule.next_ticket };
         schedule.next_ticket += 1;
         schedule.seats.insert(seat, held);
         if schedule.wakes_at.is_none_or(|wakes_at| at < wakes_at) {
@@ -100,10 +97,7 @@ impl Keeper {
         if schedule.stopped {
             return None;
         }
-        let first_later = Seat {
-            at: now.after(TOGETHER),
-            ticket: 0,
-        };
+        let first_later = Seat { at: now.after(TOGETHER), ticket: 0 };
         let later = schedule.seats.split_off(&first_later);
         let due = std::mem::replace(&mut schedule.seats, later);
         schedule.wakes_at = schedule
@@ -113,29 +107,18 @@ impl Keeper {
             .map(|(seat, _)| seat.at.min(now.after(LOOK_AT_CLOCK)))
             // An empty schedule is looked at once more before the task goes to sleep for good, so that a registry
             // that locks and unlocks all the time does not call its keeper each time.
-            .or_else(|| {
-                if due.is_empty() {
-                    None
-                } else {
-                    Some(now.after(LOOK_AT_CLOCK))
-                }
-            });
+            .or_else(|| if due.is_empty() { None } else { Some(now.after(LOOK_AT_CLOCK)) });
         Some(due)
     }
 
     fn schedule(&self) -> MutexGuard<'_, Schedule> {
-        self.0
-            .schedule
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        self.0.schedule.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl fmt::Debug for Keeper {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Keeper")
-            .field("held", &self.schedule().seats.len())
-            .finish_non_exhaustive()
+        f.debug_struct("Keeper").field("held", &self.schedule().seats.len()).finish_non_exhaustive()
     }
 }
 
@@ -162,10 +145,7 @@ async fn work(keeper: Keeper, backend: Arc<dyn LockBackend>) {
                 Tick::Lose(reason) => held.lose(reason),
                 Tick::Renew { ask } => {
                     let claim = held.claim().clone().with_lease(ask);
-                    renewals
-                        .entry(backend.shard(&claim))
-                        .or_default()
-                        .push((held, claim));
+                    renewals.entry(backend.shard(&claim)).or_default().push((held, claim));
                 }
             }
         }
@@ -182,20 +162,18 @@ async fn work(keeper: Keeper, backend: Arc<dyn LockBackend>) {
             }
         };
         tokio::select! {
-            () = sleep => {}
-            () = keeper.0.changed.notified() => {}
+            biased;
             batch = poll_fn(|cx| Pin::new(&mut calls).poll_next(cx)), if !calls.is_empty() => {
                 if let Some(Some(batch)) = batch {
                     settle(batch);
                 }
             }
+            () = keeper.0.changed.notified() => {}
+            () = sleep => {}
         }
     }
     // A call in flight is carried through: backends need not survive being dropped in the middle.
-    while poll_fn(|cx| Pin::new(&mut calls).poll_next(cx))
-        .await
-        .is_some()
-    {}
+    while poll_fn(|cx| Pin::new(&mut calls).poll_next(cx)).await.is_some() {}
 }
 
 fn renew(
@@ -206,11 +184,7 @@ fn renew(
     let (helds, claims): (Vec<_>, Vec<_>) = batch.into_iter().unzip();
     let call = async move {
         let answers = backend.renew(&claims).await;
-        Batch {
-            helds,
-            sent_at,
-            answers,
-        }
+        Batch { helds, sent_at, answers }
     };
     // A backend that panics costs its own claims a renewal, not the registry its keeper.
     Box::pin(AssertUnwindSafe(call).catch_unwind().map(Result::ok))
@@ -226,9 +200,6 @@ fn settle(batch: Batch) {
         }
     }
 }
-
-/// Claims that fall due within this time are renewed in one go.
-const TOGETHER: Duration = Duration::from_millis(5);
 
 /// The most claims in one call: large enough to make the round trip cheap, small enough to hold up nobody.
 const BATCH_MAX: usize = 100;

@@ -104,32 +104,16 @@ mod tests {
 
     #[test]
     fn every_character_is_allowed_and_length_is_bounded() {
-        for odd in [
-            "/",
-            "..",
-            "\0",
-            "'",
-            "\"",
-            "🔒",
-            "\u{202e}abc",
-            " ",
-            "\n",
-            &"x".repeat(4_096),
-        ] {
+        for odd in ["/", "..", "\0", "'", "\"", "🔒", "\u{202e}abc", " ", "\n", &"x".repeat(4_096)]
+        {
             assert_eq!(Key::new(odd).unwrap().as_str(), odd);
         }
         assert_eq!(Key::new(""), Err(InvalidKey::Empty));
-        assert_eq!(
-            Key::new(&"x".repeat(4_097)),
-            Err(InvalidKey::TooLong { bytes: 4_097 })
-        );
+        assert_eq!(Key::new(&"x".repeat(4_097)), Err(InvalidKey::TooLong { bytes: 4_097 }));
     }
 
     #[test]
     fn debug_escapes_what_could_forge_a_log_line() {
-        assert_eq!(
-            format!("{:?}", Key::new("a\nb\u{202e}").unwrap()),
-            r#""a\nb\u{202e}""#
-        );
+        assert_eq!(format!("{:?}", Key::new("a\nb\u{202e}").unwrap()), r#""a\nb\u{202e}""#);
     }
 }

@@ -51,11 +51,7 @@ impl Lease {
         granted: Duration,
         now: Moment,
     ) -> Self {
-        let counted_from = if mutated(Mutant::DeadlineFromReply) {
-            now
-        } else {
-            sent_at
-        };
+        let counted_from = if mutated(Mutant::DeadlineFromReply) { now } else { sent_at };
         let mut lease = Self {
             terms,
             valid_until: Moment::PAST,
@@ -86,11 +82,7 @@ impl Lease {
     pub(crate) fn due(&self, now: Moment) -> Due {
         if now >= self.valid_until {
             let at_cap = self.cap.is_some_and(|cap| self.valid_until >= cap);
-            return Due::Over(if at_cap {
-                LostReason::MaxHold
-            } else {
-                LostReason::Expired
-            });
+            return Due::Over(if at_cap { LostReason::MaxHold } else { LostReason::Expired });
         }
         // A lease that already reaches its cap cannot get better.
         let renewable = self.terms.renews && self.cap.is_none_or(|cap| self.valid_until < cap);
@@ -108,11 +100,9 @@ impl Lease {
         match self.cap {
             None => self.terms.length,
             // Not below what stores take as a lease; the claim is given back at the cap in any case.
-            Some(cap) => self
-                .terms
-                .length
-                .min(covering(cap.since(now)))
-                .max(Capabilities::LEASE_MIN),
+            Some(cap) => {
+                self.terms.length.min(covering(cap.since(now))).max(Capabilities::LEASE_MIN)
+            }
         }
     }
 
@@ -139,7 +129,8 @@ impl Lease {
         let until = sent_at.after(trusted);
         // Replies may arrive out of order; an old one must not take back what a newer one gave.
         self.valid_until = self.valid_until.max(until);
-        self.renew_at = self.renew_at.max(sent_at.after(granted / 3));
+        // Claims that were granted at about the same time fall due at the same moment, to be renewed in one call.
+        self.renew_at = self.renew_at.max(sent_at.after(granted / 3).floor(TOGETHER));
         if let Some(cap) = self.cap {
             self.valid_until = self.valid_until.min(cap);
         }
@@ -154,9 +145,11 @@ pub(crate) fn drift_margin(lease: Duration) -> Duration {
 
 /// The lease that can be trusted for all of `span` in spite of the margin.
 pub(crate) fn covering(span: Duration) -> Duration {
-    span.saturating_add(span / 50)
-        .saturating_add(Duration::from_millis(4))
+    span.saturating_add(span / 50).saturating_add(Duration::from_millis(4))
 }
+
+/// Renewals start on this grid.
+const TOGETHER: Duration = Duration::from_millis(10);
 
 /// A store that swallows this many renewals in a row is not asked again before one of them is answered.
 const UNANSWERED_MAX: u32 = 4;
@@ -165,11 +158,8 @@ const UNANSWERED_MAX: u32 = 4;
 mod tests {
     use super::*;
 
-    const TERMS: LeaseTerms = LeaseTerms {
-        length: Duration::from_secs(30),
-        renews: true,
-        max_hold: None,
-    };
+    const TERMS: LeaseTerms =
+        LeaseTerms { length: Duration::from_secs(30), renews: true, max_hold: None };
 
     fn secs(secs: u64) -> Duration {
         Duration::from_secs(secs)
@@ -179,19 +169,10 @@ mod tests {
     fn a_lease_counts_from_before_the_request_less_the_margin() {
         let sent = Moment::from_bits(0);
         let lease = Lease::granted(TERMS, sent, secs(30), sent.after(secs(5)));
-        assert_eq!(
-            lease.valid_until(),
-            sent.after(secs(30) - drift_margin(secs(30)))
-        );
-        assert_eq!(
-            lease.due(sent.after(secs(5))),
-            Due::At(sent.after(secs(10)))
-        );
+        assert_eq!(lease.valid_until(), sent.after(secs(30) - drift_margin(secs(30))));
+        assert_eq!(lease.due(sent.after(secs(5))), Due::At(sent.after(secs(10))));
         assert_eq!(lease.due(sent.after(secs(10))), Due::Renew(secs(30)));
-        assert_eq!(
-            lease.due(sent.after(secs(30))),
-            Due::Over(LostReason::Expired)
-        );
+        assert_eq!(lease.due(sent.after(secs(30))), Due::Over(LostReason::Expired));
     }
 
     #[test]
@@ -206,40 +187,22 @@ mod tests {
 
     #[test]
     fn renewals_never_pass_max_hold_and_its_end_says_so() {
-        let terms = LeaseTerms {
-            max_hold: Some(secs(40)),
-            ..TERMS
-        };
+        let terms = LeaseTerms { max_hold: Some(secs(40)), ..TERMS };
         let sent = Moment::from_bits(0);
         let mut lease = Lease::granted(terms, sent, secs(30), sent);
-        assert_eq!(
-            lease.due(sent.after(secs(20))),
-            Due::Renew(covering(secs(20)))
-        );
+        assert_eq!(lease.due(sent.after(secs(20))), Due::Renew(covering(secs(20))));
         lease.renewed(sent.after(secs(20)), secs(30));
         assert_eq!(lease.valid_until(), sent.after(secs(40)));
-        assert_eq!(
-            lease.due(sent.after(secs(39))),
-            Due::At(sent.after(secs(40)))
-        );
-        assert_eq!(
-            lease.due(sent.after(secs(40))),
-            Due::Over(LostReason::MaxHold)
-        );
+        assert_eq!(lease.due(sent.after(secs(39))), Due::At(sent.after(secs(40))));
+        assert_eq!(lease.due(sent.after(secs(40))), Due::Over(LostReason::MaxHold));
     }
 
     #[test]
     fn an_unrenewed_lease_is_never_renewed() {
-        let terms = LeaseTerms {
-            renews: false,
-            ..TERMS
-        };
+        let terms = LeaseTerms { renews: false, ..TERMS };
         let sent = Moment::from_bits(0);
         let lease = Lease::granted(terms, sent, secs(30), sent);
-        assert_eq!(
-            lease.due(sent.after(secs(20))),
-            Due::At(lease.valid_until())
-        );
+        assert_eq!(lease.due(sent.after(secs(20))), Due::At(lease.valid_until()));
     }
 
     #[test]

@@ -67,9 +67,7 @@ impl DistributedLock {
     /// ```
     pub async fn lock(&self) -> Result<LockGuard, LockError> {
         // Without a deadline nothing but a guard or an error ends the wait.
-        self.lock_with(LockOptions::new())
-            .await?
-            .ok_or(LockError::Closed)
+        self.lock_with(LockOptions::new()).await?.ok_or(LockError::Closed)
     }
 
     /// Takes this lock if nobody has it. `None` when somebody has.
@@ -82,8 +80,7 @@ impl DistributedLock {
     /// # Cancel safety
     /// As [`lock`](Self::lock).
     pub async fn try_lock(&self) -> Result<Option<LockGuard>, LockError> {
-        self.lock_with(LockOptions::new().wait(Duration::ZERO))
-            .await
+        self.lock_with(LockOptions::new().wait(Duration::ZERO)).await
     }
 
     /// Waits for this lock for at most `wait`. `None` when others had it all the time.
@@ -138,8 +135,6 @@ impl DistributedLock {
 
 impl fmt::Debug for DistributedLock {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("DistributedLock")
-            .field("key", &self.key())
-            .finish_non_exhaustive()
+        f.debug_struct("DistributedLock").field("key", &self.key()).finish_non_exhaustive()
     }
 }

@@ -87,8 +87,7 @@ impl Store {
         let sweep_at = self.sweep_at.load(Ordering::Relaxed).max(SWEEP_AT_MIN);
         if len >= sweep_at {
             self.held.retain(|_, record| record.is_live(now));
-            self.sweep_at
-                .store(2 * self.held.len() as u64, Ordering::Relaxed);
+            self.sweep_at.store(2 * self.held.len() as u64, Ordering::Relaxed);
         }
     }
 }
@@ -182,12 +181,10 @@ impl LockBackend for MemoryBackend {
         let ours =
             |record: &Record| record.claim == claim.id() || mutated(Mutant::ReleaseWithoutOwner);
         // A record of ours that has expired goes too, but it had ended before.
-        Ok(
-            match self.0.held.remove_if(claim.key(), |_, record| ours(record)) {
-                Some((_, record)) if record.is_live(now) => Release::Freed,
-                _ => Release::NotHeld,
-            },
-        )
+        Ok(match self.0.held.remove_if(claim.key(), |_, record| ours(record)) {
+            Some((_, record)) if record.is_live(now) => Release::Freed,
+            _ => Release::NotHeld,
+        })
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
@@ -207,21 +204,13 @@ impl LockBackend for MemoryBackend {
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
         let now = Moment::now();
         let record = self.0.held.get(key);
-        Ok(record
-            .filter(|record| record.is_live(now))
-            .map(|record| record.holder(key, now)))
+        Ok(record.filter(|record| record.is_live(now)).map(|record| record.holder(key, now)))
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
         let now = Moment::now();
-        let live = self
-            .0
-            .held
-            .iter()
-            .filter(|entry| entry.value().is_live(now));
-        Ok(live
-            .map(|entry| entry.value().holder(entry.key(), now))
-            .collect())
+        let live = self.0.held.iter().filter(|entry| entry.value().is_live(now));
+        Ok(live.map(|entry| entry.value().holder(entry.key(), now)).collect())
     }
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
@@ -254,9 +243,7 @@ impl Store {
 
 impl fmt::Debug for MemoryBackend {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("MemoryBackend")
-            .field("records", &self.records())
-            .finish()
+        f.debug_struct("MemoryBackend").field("records", &self.records()).finish()
     }
 }
 

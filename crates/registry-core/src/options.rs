@@ -91,15 +91,7 @@ impl LockOptions {
 impl LockOptions {
     /// Whether anything but the wait and the owner differs from the registry's defaults.
     pub(crate) fn asks_for_terms(&self) -> bool {
-        let Self {
-            wait: _,
-            lease,
-            renew,
-            max_hold,
-            min_hold,
-            owner: _,
-            label,
-        } = self;
+        let Self { wait: _, lease, renew, max_hold, min_hold, owner: _, label } = self;
         lease.is_some()
             || renew.is_some()
             || max_hold.is_some()
@@ -112,10 +104,7 @@ impl LockOptions {
             Some(wait) if wait > Self::WAIT_MAX => Err(InvalidOption::new(
                 "wait",
                 wait,
-                format!(
-                    "is longer than {:?}; leave it out to wait for ever",
-                    Self::WAIT_MAX
-                ),
+                format!("is longer than {:?}; leave it out to wait for ever", Self::WAIT_MAX),
             )),
             _ => Ok(()),
         }
@@ -218,10 +207,7 @@ pub(crate) fn check_lease(
         return Err(InvalidOption::new(
             option,
             lease,
-            format!(
-                "is shorter than the shortest lease of this store, {:?}",
-                store.lease_min
-            ),
+            format!("is shorter than the shortest lease of this store, {:?}", store.lease_min),
         ));
     }
     if lease > store.lease_max {

@@ -32,10 +32,7 @@ impl LockBackend for PassThroughBackend {
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
-        claims
-            .iter()
-            .map(|claim| Ok(Renewal::Renewed(claim.lease())))
-            .collect()
+        claims.iter().map(|claim| Ok(Renewal::Renewed(claim.lease()))).collect()
     }
 
     async fn release(&self, _claim: &Claim) -> Result<Release, BackendError> {

@@ -163,10 +163,8 @@ impl Registry {
     pub async fn list(&self) -> Result<Vec<Holder>, LockError> {
         self.engine.require_inspect()?;
         let backend = Arc::clone(&self.engine.backend);
-        let mut holders = self
-            .engine
-            .ask("list", "*", Box::pin(async move { backend.list().await }))
-            .await?;
+        let mut holders =
+            self.engine.ask("list", "*", Box::pin(async move { backend.list().await })).await?;
         holders.sort_by(|a, b| a.key.cmp(&b.key));
         Ok(holders)
     }
@@ -197,13 +195,7 @@ impl Registry {
     /// Dropping the future has no effect.
     pub async fn diagnose(&self) -> Result<Vec<Finding>, LockError> {
         let backend = Arc::clone(&self.engine.backend);
-        self.engine
-            .ask(
-                "diagnose",
-                "*",
-                Box::pin(async move { backend.diagnose().await }),
-            )
-            .await
+        self.engine.ask("diagnose", "*", Box::pin(async move { backend.diagnose().await })).await
     }
 
     /// The backend, if it is a `B`.
@@ -223,9 +215,7 @@ impl LockRegistry for Registry {
         }
         match Key::new(key) {
             Ok(key) => DistributedLock::new(
-                engine
-                    .slots
-                    .get_or_insert(key, |key| Arc::new(Slot::new(key, Arc::clone(engine)))),
+                engine.slots.get_or_insert(key, |key| Arc::new(Slot::new(key, Arc::clone(engine)))),
             ),
             Err(reason) => DistributedLock::invalid(key, reason),
         }
@@ -239,9 +229,7 @@ impl LockRegistry for Registry {
         let engine = &self.engine;
         let closing = &self.closing;
         if !engine.closing.swap(true, Ordering::AcqRel) {
-            closing
-                .held_at_start
-                .store(engine.held.alive(), Ordering::Release);
+            closing.held_at_start.store(engine.held.alive(), Ordering::Release);
             engine.tell(|| LockEvent::Closing);
             engine.close_began.notify_waiters();
             for slot in engine.slots.all() {
@@ -249,6 +237,8 @@ impl LockRegistry for Registry {
             }
         }
         let orderly = async {
+            // In this order: a caller that contends may come to hold, a holder leaves work to the janitor.
+            engine.contending.none_left().await;
             engine.held.none_left().await;
             engine.janitor.idle().await;
         };
@@ -262,10 +252,7 @@ impl LockRegistry for Registry {
         }
         let lost = closing.lost.load(Ordering::Acquire);
         let report = CloseReport {
-            released: closing
-                .held_at_start
-                .load(Ordering::Acquire)
-                .saturating_sub(lost),
+            released: closing.held_at_start.load(Ordering::Acquire).saturating_sub(lost),
             lost,
             abandoned: engine.janitor.pending(),
         };
@@ -276,10 +263,7 @@ impl LockRegistry for Registry {
             let _ = tokio::time::timeout(engine.defaults.answer_limit, task).await;
             // Taken before the backend is closed: a second close must not do it again.
             *keeper = None;
-            engine
-                .close_backend()
-                .answer_within(engine.defaults.answer_limit)
-                .await;
+            engine.close_backend().answer_within(engine.defaults.answer_limit).await;
             engine.tell(|| LockEvent::Closed);
         }
         report
@@ -356,11 +340,7 @@ impl RegistryBuilder {
     /// [`ConfigError::NoRuntime`] outside a runtime; [`ConfigError::Invalid`] for values out of range.
     pub fn build(self) -> Result<Registry, ConfigError> {
         let runtime = Handle::try_current().map_err(|_| ConfigError::NoRuntime)?;
-        let Self {
-            backend,
-            defaults,
-            observers,
-        } = self;
+        let Self { backend, defaults, observers } = self;
         let capabilities = backend.capabilities();
         check_range("poll", defaults.poll, POLL_MIN, POLL_MAX)?;
         check_range("timeout", defaults.answer_limit, TIMEOUT_MIN, TIMEOUT_MAX)?;
@@ -384,6 +364,7 @@ impl RegistryBuilder {
             keeper,
             janitor,
             held: Gauge::default(),
+            contending: Gauge::default(),
             closing: false.into(),
             close_began: tokio::sync::Notify::new(),
             slots: SlotTable::new(),
@@ -394,10 +375,7 @@ impl RegistryBuilder {
             held_at_start: AtomicUsize::new(0),
             lost: AtomicUsize::new(0),
         };
-        Ok(Registry {
-            engine,
-            closing: Arc::new(closing),
-        })
+        Ok(Registry { engine, closing: Arc::new(closing) })
     }
 }
 
@@ -411,9 +389,7 @@ fn check_range(
         return Ok(());
     }
     let problem = format!("is not between {min:?} and {max:?}");
-    Err(ConfigError::Invalid(
-        InvalidOption::new(option, given, problem).to_string(),
-    ))
+    Err(ConfigError::Invalid(InvalidOption::new(option, given, problem).to_string()))
 }
 
 const POLL_MIN: Duration = Duration::from_millis(1);

@@ -67,18 +67,15 @@ async fn release_until_answered(giving: &GivingBack) -> GivenBack {
     let engine = &giving.engine;
     let mut attempt = 0;
     loop {
-        let error = match engine
-            .release(&giving.claim)
-            .answer_within(engine.defaults.answer_limit)
-            .await
-        {
-            Some(Ok(Release::Freed)) => return GivenBack::Freed,
-            // An earlier release, whose reply was lost, has done it.
-            Some(Ok(Release::NotHeld)) if attempt > 0 => return GivenBack::Freed,
-            Some(Ok(Release::NotHeld)) => return GivenBack::NotHeld,
-            Some(Err(error)) => error,
-            None => engine.unanswered(),
-        };
+        let error =
+            match engine.release(&giving.claim).answer_within(engine.defaults.answer_limit).await {
+                Some(Ok(Release::Freed)) => return GivenBack::Freed,
+                // An earlier release, whose reply was lost, has done it.
+                Some(Ok(Release::NotHeld)) if attempt > 0 => return GivenBack::Freed,
+                Some(Ok(Release::NotHeld)) => return GivenBack::NotHeld,
+                Some(Err(error)) => error,
+                None => engine.unanswered(),
+            };
         let key = giving.claim.key().as_str();
         engine.tell(|| LockEvent::ReleaseFailed { key, error: &error });
         let pause = backoff(attempt);
@@ -98,13 +95,9 @@ async fn hunt_stray_grants(giving: GivingBack, mut freed: u32) {
     let engine = &giving.engine;
     let mut attempt = 0;
     while freed < giving.stray_attempts && Moment::now() < giving.until {
-        engine
-            .sleep_until(Moment::now().after(backoff(attempt)).min(giving.until))
-            .await;
-        if let Some(Ok(Release::Freed)) = engine
-            .release(&giving.claim)
-            .answer_within(engine.defaults.answer_limit)
-            .await
+        engine.sleep_until(Moment::now().after(backoff(attempt)).min(giving.until)).await;
+        if let Some(Ok(Release::Freed)) =
+            engine.release(&giving.claim).answer_within(engine.defaults.answer_limit).await
         {
             freed += 1;
         }

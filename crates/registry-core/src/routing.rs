@@ -37,10 +37,7 @@ impl RoutingRegistry {
     /// Sends all keys to `default` until routes are added.
     #[must_use]
     pub fn new(default: Arc<dyn LockRegistry>) -> Self {
-        Self {
-            routes: Vec::new(),
-            default,
-        }
+        Self { routes: Vec::new(), default }
     }
 
     /// Sends keys that match `pattern`, and no earlier one, to `registry`.
@@ -51,10 +48,7 @@ impl RoutingRegistry {
     }
 
     fn pick(&self, key: &str) -> &Arc<dyn LockRegistry> {
-        let route = self
-            .routes
-            .iter()
-            .find(|(pattern, _)| matches(pattern, key));
+        let route = self.routes.iter().find(|(pattern, _)| matches(pattern, key));
         route.map_or(&self.default, |(_, registry)| registry)
     }
 
@@ -81,21 +75,13 @@ impl LockRegistry for RoutingRegistry {
         let all = self.distinct();
         all.iter()
             .skip(1)
-            .fold(self.default.capabilities(), |met, registry| {
-                met.meet(&registry.capabilities())
-            })
+            .fold(self.default.capabilities(), |met, registry| met.meet(&registry.capabilities()))
     }
 
     async fn close(&self, limit: Duration) -> CloseReport {
-        let reports = join_all(
-            self.distinct()
-                .into_iter()
-                .map(|registry| registry.close(limit)),
-        )
-        .await;
-        reports
-            .into_iter()
-            .fold(CloseReport::default(), CloseReport::plus)
+        let reports =
+            join_all(self.distinct().into_iter().map(|registry| registry.close(limit))).await;
+        reports.into_iter().fold(CloseReport::default(), CloseReport::plus)
     }
 }
 

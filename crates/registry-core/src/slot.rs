@@ -35,10 +35,7 @@ impl SlotTable {
 
     /// All slots that are alive now.
     pub(crate) fn all(&self) -> Vec<Arc<Slot>> {
-        self.0
-            .iter()
-            .filter_map(|entry| entry.value().upgrade())
-            .collect()
+        self.0.iter().filter_map(|entry| entry.value().upgrade()).collect()
     }
 
     /// The one slot of `key`; `None` when there is none yet.
@@ -79,9 +76,7 @@ impl SlotTable {
 
 impl fmt::Debug for SlotTable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SlotTable")
-            .field("len", &self.len())
-            .finish()
+        f.debug_struct("SlotTable").field("len", &self.len()).finish()
     }
 }
 
@@ -132,11 +127,7 @@ pub(crate) enum NoEntry {
 
 impl Slot {
     pub(crate) fn new(key: Key, engine: Arc<Engine>) -> Self {
-        Self {
-            key,
-            engine,
-            line: Mutex::default(),
-        }
+        Self { key, engine, line: Mutex::default() }
     }
 
     pub(crate) fn key(&self) -> &Key {
@@ -164,9 +155,7 @@ impl Slot {
             }
             if !line.taken {
                 line.taken = true;
-                return Ok(Entry::Turn(Turn {
-                    slot: Some(Arc::clone(self)),
-                }));
+                return Ok(Entry::Turn(Turn { slot: Some(Arc::clone(self)) }));
             }
             if deadline.is_some_and(|deadline| deadline <= Moment::now()) {
                 return Err(NoEntry::TimedOut);
@@ -174,21 +163,11 @@ impl Slot {
             let ticket = line.next_ticket;
             line.next_ticket += 1;
             let (door, entry) = oneshot::channel();
-            let waiter = Waiter {
-                owner: owner.cloned(),
-                terms: Arc::clone(terms),
-                door,
-            };
+            let waiter = Waiter { owner: owner.cloned(), terms: Arc::clone(terms), door };
             line.waiters.insert(ticket, waiter);
-            Waiting {
-                slot: self,
-                ticket,
-                entry,
-            }
+            Waiting { slot: self, ticket, entry }
         };
-        self.engine.tell(|| crate::LockEvent::Waiting {
-            key: self.key.as_str(),
-        });
+        self.engine.tell(|| crate::LockEvent::Waiting { key: self.key.as_str() });
         let entry = &mut waiting.entry;
         let entered = match deadline {
             None => entry.await,
@@ -281,9 +260,7 @@ impl Slot {
         let mut line = self.line();
         line.reentrant = Weak::new();
         while let Some((_, waiter)) = line.waiters.pop_first() {
-            let turn = Turn {
-                slot: Some(Arc::clone(self)),
-            };
+            let turn = Turn { slot: Some(Arc::clone(self)) };
             match waiter.door.send(Entry::Turn(turn)) {
                 Ok(()) => return,
                 // Its caller is gone. The turn must not be passed on by its own `Drop` while the line is locked.
@@ -304,19 +281,13 @@ impl Line {
     fn enter_again(&self, owner: Option<&Owner>) -> Option<LockGuard> {
         let owner = owner?;
         let hold = self.reentrant.upgrade()?;
-        if hold.owner() == Some(owner) {
-            hold.enter_again()
-        } else {
-            None
-        }
+        if hold.owner() == Some(owner) { hold.enter_again() } else { None }
     }
 }
 
 impl fmt::Debug for Slot {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Slot")
-            .field("key", &self.key)
-            .finish_non_exhaustive()
+        f.debug_struct("Slot").field("key", &self.key).finish_non_exhaustive()
     }
 }
 
@@ -334,9 +305,7 @@ pub(crate) struct Turn {
 
 impl Turn {
     pub(crate) fn slot(&self) -> &Arc<Slot> {
-        self.slot
-            .as_ref()
-            .expect("a turn has its slot until it is dropped")
+        self.slot.as_ref().expect("a turn has its slot until it is dropped")
     }
 
     pub(crate) fn taken(&self) {

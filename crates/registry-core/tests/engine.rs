@@ -63,10 +63,7 @@ async fn without_renewal_the_holder_is_told_before_anybody_else_gets_the_lock() 
     let next = next.await.unwrap().unwrap();
     assert!(matches!(
         guard.unlock().await,
-        Err(LockError::Lost {
-            reason: LostReason::Expired,
-            ..
-        })
+        Err(LockError::Lost { reason: LostReason::Expired, .. })
     ));
     assert!(next.is_held());
 }
@@ -136,10 +133,7 @@ async fn close_tells_the_holders_before_their_keys_are_free() {
     assert!(matches!(waiter.await.unwrap(), Err(LockError::Closed)));
     assert_eq!(guard.lost().await, LostReason::Closed);
     assert!(theirs.obtain("k").try_lock().await.unwrap().is_some());
-    assert!(matches!(
-        ours.obtain("x").lock().await,
-        Err(LockError::Closed)
-    ));
+    assert!(matches!(ours.obtain("x").lock().await, Err(LockError::Closed)));
     assert_eq!(ours.close(secs(1)).await.lost, 1);
 }
 
@@ -149,13 +143,7 @@ async fn the_work_is_stopped_when_its_lock_is_lost() {
     let guard = ours.obtain("k").lock().await.unwrap();
     assert!(theirs.force_release("k").await.unwrap());
     let outcome = guard.protect(std::future::pending::<()>()).await;
-    assert!(matches!(
-        outcome,
-        Err(LockError::Lost {
-            reason: LostReason::Gone,
-            ..
-        })
-    ));
+    assert!(matches!(outcome, Err(LockError::Lost { reason: LostReason::Gone, .. })));
 }
 
 #[tokio::test(start_paused = true)]
@@ -163,9 +151,7 @@ async fn execute_locked_can_be_spawned_and_tells_both_results() {
     let (ours, _) = two_processes();
     let registry: Arc<dyn LockRegistry> = Arc::new(ours);
     let done = tokio::spawn(async move {
-        registry
-            .execute_locked("k", async |guard| guard.fencing_token())
-            .await
+        registry.execute_locked("k", async |guard| guard.fencing_token()).await
     });
     let done = done.await.unwrap().unwrap();
     assert!(done.output.is_some() && done.unlocked.is_ok());
@@ -175,14 +161,7 @@ async fn execute_locked_can_be_spawned_and_tells_both_results() {
 async fn a_lock_kept_for_its_min_hold_is_free_after_it() {
     let (ours, theirs) = two_processes();
     let options = LockOptions::new().min_hold(secs(60));
-    ours.obtain("k")
-        .lock_with(options)
-        .await
-        .unwrap()
-        .unwrap()
-        .unlock()
-        .await
-        .unwrap();
+    ours.obtain("k").lock_with(options).await.unwrap().unwrap().unlock().await.unwrap();
     advance(secs(58)).await;
     assert!(theirs.obtain("k").try_lock().await.unwrap().is_none());
     tokio::time::sleep(secs(3)).await;
@@ -214,15 +193,9 @@ async fn options_out_of_range_are_refused_before_any_io() {
         LockOptions::new().label("x".repeat(2_000)),
     ] {
         let refused = lock.lock_with(options).await;
-        assert!(
-            matches!(refused, Err(LockError::InvalidOption(_))),
-            "{refused:?}"
-        );
+        assert!(matches!(refused, Err(LockError::InvalidOption(_))), "{refused:?}");
     }
     for key in ["", &"k".repeat(4_097)] {
-        assert!(matches!(
-            ours.obtain(key).lock().await,
-            Err(LockError::InvalidKey(_))
-        ));
+        assert!(matches!(ours.obtain(key).lock().await, Err(LockError::InvalidKey(_))));
     }
 }

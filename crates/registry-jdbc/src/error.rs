@@ -43,7 +43,7 @@ pub(crate) fn is_busy(error: &sqlx::Error) -> bool {
 }
 
 /// The extended code, if SQLite itself raised the error.
-pub(crate) fn sqlite_code(error: &sqlx::Error) -> Option<i32> {
+fn sqlite_code(error: &sqlx::Error) -> Option<i32> {
     error.as_database_error().map(code_of)
 }
 
@@ -77,12 +77,12 @@ impl Verdict {
     }
 }
 
-pub(crate) const ERROR: i32 = 1;
+const ERROR: i32 = 1;
 const INTERNAL: i32 = 2;
 const PERM: i32 = 3;
 const ABORT: i32 = 4;
-pub(crate) const BUSY: i32 = 5;
-pub(crate) const LOCKED: i32 = 6;
+const BUSY: i32 = 5;
+const LOCKED: i32 = 6;
 const NOMEM: i32 = 7;
 const READONLY: i32 = 8;
 const INTERRUPT: i32 = 9;
@@ -97,7 +97,6 @@ const NOLFS: i32 = 22;
 const AUTH: i32 = 23;
 const NOTADB: i32 = 26;
 
-pub(crate) const BUSY_SNAPSHOT: i32 = BUSY | 2 << 8;
 const READONLY_DBMOVED: i32 = READONLY | 4 << 8;
 const CANTOPEN_ISDIR: i32 = CANTOPEN | 2 << 8;
 const IOERR_RDLOCK: i32 = IOERR | 9 << 8;
@@ -211,7 +210,7 @@ mod tests {
             (ABORT | 2 << 8, Transient, false),
             (BUSY, Transient, true),
             (BUSY | 1 << 8, Transient, true),
-            (BUSY_SNAPSHOT, Transient, true),
+            (BUSY | 2 << 8, Transient, true),
             (LOCKED, Transient, true),
             (NOMEM, Transient, false),
             (READONLY, Denied, true),

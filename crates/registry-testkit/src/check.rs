@@ -14,7 +14,7 @@ mod violation;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use crate::history::History;
+use crate::history::{Ending, Grant, History, WriteAnswer};
 
 pub use busy::busy_answers;
 pub use order::token_order;
@@ -44,11 +44,14 @@ pub struct Checked {
 /// # Errors
 /// The first [`Violation`] that was found.
 pub fn check(history: &History) -> Result<Checked, Violation> {
-    let (tokens, unknown_releases) = token_order(history)?;
+    let tokens = token_order(history)?;
     let grants = validity(history)?;
-    let (writes, unknown_writes) = fenced_writes(history)?;
+    let writes = fenced_writes(history)?;
     let busy = busy_answers(history)?;
-    let unknown = history.unknown.len() + unknown_releases + unknown_writes;
+    let ending = |grant: &Grant| grant.release.map_or(Ending::Unknown, |release| release.ending);
+    let unknown = history.unknown.len()
+        + history.grants.iter().filter(|grant| ending(grant) == Ending::Unknown).count()
+        + history.writes.iter().filter(|write| write.answer == WriteAnswer::Unknown).count();
     Ok(Checked { grants, tokens, busy, writes, unknown })
 }
 

@@ -18,7 +18,6 @@ pub use event::{Event, What};
 pub use record::{Attempt, BrokenRecord, Ending, Grant, History, Release, Window, Write, WriteAnswer};
 
 /// Nanoseconds of virtual time since now, for recorders in tests on tokio's clock, paused or not.
-#[must_use]
 pub fn tokio_clock() -> impl Fn() -> u64 + Send + Sync + 'static {
     let start = tokio::time::Instant::now();
     move || nanos(start.elapsed())
@@ -30,7 +29,6 @@ pub fn tokio_clock() -> impl Fn() -> u64 + Send + Sync + 'static {
 /// # Panics
 /// When the operating system has no monotonic clock.
 #[cfg(unix)]
-#[must_use]
 pub fn host_clock() -> impl Fn() -> u64 + Send + Sync + 'static {
     #[cfg(target_os = "linux")]
     const CLOCK: nix::time::ClockId = nix::time::ClockId::CLOCK_BOOTTIME;
@@ -53,7 +51,8 @@ pub struct Recorder(Arc<Inner>);
 
 struct Inner {
     clock: Box<dyn Fn() -> u64 + Send + Sync>,
-    last: AtomicU64,
+    /// The earliest time that the next event may have.
+    next: AtomicU64,
     source: u32,
     operations: AtomicU32,
     events: Events,
@@ -92,7 +91,7 @@ impl Recorder {
     ) -> Self {
         Self(Arc::new(Inner {
             clock: Box::new(clock),
-            last: AtomicU64::new(0),
+            next: AtomicU64::new(0),
             source,
             operations: AtomicU32::new(0),
             events,
@@ -141,12 +140,11 @@ impl Recorder {
     /// The time, later than that of all events whose recording has ended.
     fn stamp(&self) -> u64 {
         let now = (self.0.clock)();
-        let later = |last: u64| now.max(last.saturating_add(1));
-        let last = self
-            .0
-            .last
-            .fetch_update(Ordering::AcqRel, Ordering::Acquire, |last| Some(later(last)));
-        last.map_or(now, later)
+        let after = |next: u64| now.max(next).saturating_add(1);
+        let next = &self.0.next;
+        let next =
+            next.fetch_update(Ordering::AcqRel, Ordering::Acquire, |next| Some(after(next)));
+        next.map_or(now, |next| now.max(next))
     }
 
     /// When a guard that is valid for `valid_for` from now ends. Never later than it really does.

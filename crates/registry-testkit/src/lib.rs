@@ -9,9 +9,9 @@ pub mod proxy;
 pub mod process;
 //#[cfg(unix)]
 //pub mod holder;
-//pub mod history;
+pub mod history;
 //pub mod observe;
-//pub mod check;
+pub mod check;
 pub mod seed;
 
 mod eventually;

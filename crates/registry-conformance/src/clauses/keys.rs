@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 
 use registry_core::{
-    Claim, InvalidKey, Key, LockBackend, LockError, LockRegistry as _, LockRegistryExt as _, Release,
+    Claim, InvalidKey, Key, LockError, LockRegistry as _, LockRegistryExt as _, Release,
 };
 
 use crate::faulty::Faults;
@@ -157,21 +157,6 @@ async fn refused_everywhere(lab: &Lab, name: &str, expected: impl Fn(&InvalidKey
         }
     }
     assert_eq!(faulty.requests(), 0, "the store heard of a key that is none");
-}
-
-/// What a layout cannot hold is refused beforehand, so that it never meets the store.
-pub async fn a_layout_holds_every_key_that_it_does_not_refuse(lab: &Lab) {
-    let client: std::sync::Arc<dyn LockBackend> = lab.client().await;
-    let mut names = hostile();
-    names.push("x".repeat(Key::BYTES_MAX));
-    for name in names {
-        let key = key(&name);
-        if client.check_key(&key).is_ok() {
-            let claim = Claim::new(key, lab.long());
-            granted(&*client, &claim).await;
-            freed(&*client, &claim).await;
-        }
-    }
 }
 
 fn hostile() -> Vec<String> {

@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use futures_util::future::{join, join_all};
 use futures_util::poll;
-use registry_core::{Claim, LockError, LockRegistry as _, Registry};
+use registry_core::{Claim, LockBackend, LockError, LockRegistry as _, Registry};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 
-use crate::faulty::{Fault, Faults, Operation};
+use crate::faulty::{Fault, Faults, FaultyBackend, Operation};
 use crate::harness::RemoteLock;
 use crate::lab::{Lab, busy, freed, granted, is_free, key};
 
@@ -31,8 +31,8 @@ pub async fn a_store_that_wakes_ends_the_waits_of_other_clients(lab: &Lab) {
 
 async fn wakes(
     lab: &Lab,
-    holding: &dyn registry_core::LockBackend,
-    waiting: &dyn registry_core::LockBackend,
+    holding: &dyn LockBackend,
+    waiting: &dyn LockBackend,
 ) {
     let holder = Claim::new(key("orders/42"), lab.long());
     let waiter = Claim::new(key("orders/42"), lab.long());
@@ -286,7 +286,8 @@ pub async fn many_waiters_of_one_process_ask_the_store_as_rarely_as_one(lab: &La
     let guard = there.obtain("orders/42").lock().await.expect("a free lock is had");
     let faulty = lab.faulty(Faults::none()).await;
     let poll = Duration::from_millis(200);
-    let here = lab.registry_polling(&faulty, poll);
+    let client: Arc<dyn LockBackend> = Arc::<FaultyBackend>::clone(&faulty);
+    let here = lab.builder(client).poll(poll).build().expect("the registry is built");
     let begun = Instant::now();
     let mut tasks = JoinSet::new();
     for _ in 0..50 {

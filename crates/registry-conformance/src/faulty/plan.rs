@@ -48,6 +48,8 @@ impl Operation {
 pub enum Fault {
     /// The store does nothing, and the caller is told so.
     Refuse,
+    /// The store does nothing, and says that it never will.
+    Deny,
     /// The store does nothing, and the caller cannot know that.
     LoseRequest,
     /// The store does what was asked, and the caller cannot know that.
@@ -151,6 +153,7 @@ impl Faults {
 #[derive(Debug, Default)]
 pub(super) struct Verdict {
     pub(super) refuse: bool,
+    pub(super) deny: bool,
     pub(super) lose_request: bool,
     pub(super) lose_reply: bool,
     pub(super) delay_request: Option<Duration>,
@@ -219,6 +222,7 @@ impl Plan {
             let mut time = |most: Duration| if exact { most } else { most.mul_f64(random.f64()) };
             match *fault {
                 Fault::Refuse => verdict.refuse = true,
+                Fault::Deny => verdict.deny = true,
                 Fault::LoseRequest => verdict.lose_request = true,
                 Fault::LoseReply => verdict.lose_reply = true,
                 Fault::DelayRequest(most) => verdict.delay_request = Some(time(most)),

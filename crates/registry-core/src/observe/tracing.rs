@@ -24,10 +24,7 @@ impl Observer for TracingObserver {
         match event {
             LockEvent::Waiting { key } => trace!(target: TARGET, ?key, "waiting for local callers"),
             LockEvent::Busy { key, busy } => {
-                let holder = busy
-                    .holder
-                    .as_ref()
-                    .and_then(|holder| holder.label.as_deref());
+                let holder = busy.holder.as_ref().and_then(|holder| holder.label.as_deref());
                 trace!(target: TARGET, ?key, holder, retry_after = ?busy.retry_after, "lock busy");
             }
             LockEvent::AttemptFailed { key, error } => {
@@ -36,12 +33,7 @@ impl Observer for TracingObserver {
             LockEvent::GaveUp { key, waited } => {
                 debug!(target: TARGET, ?key, ?waited, "gave up waiting")
             }
-            LockEvent::Granted {
-                key,
-                token,
-                waited,
-                attempts,
-            } => {
+            LockEvent::Granted { key, token, waited, attempts } => {
                 let token = token.map(u64::from);
                 debug!(target: TARGET, ?key, token, ?waited, attempts, "lock granted");
             }
@@ -54,11 +46,7 @@ impl Observer for TracingObserver {
             LockEvent::Renewed { key, valid_for } => {
                 trace!(target: TARGET, ?key, ?valid_for, "lease renewed")
             }
-            LockEvent::RenewFailed {
-                key,
-                error,
-                valid_for,
-            } => {
+            LockEvent::RenewFailed { key, error, valid_for } => {
                 let error = as_source(error);
                 warn!(target: TARGET, ?key, error, ?valid_for, "renewal failed");
             }

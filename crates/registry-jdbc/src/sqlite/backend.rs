@@ -61,7 +61,7 @@ pub struct SqliteBackend {
     pub(super) clock: Arc<dyn Clock>,
     pub(super) writer: Link,
     pub(super) reader: Arc<Link>,
-    wakes: Wakes,
+    pub(super) wakes: Wakes,
 }
 
 impl SqliteBackend {

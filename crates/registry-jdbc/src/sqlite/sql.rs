@@ -28,12 +28,12 @@ pub(super) const BOOT: &str =
 pub(super) const ACQUIRE: &str = "\
     INSERT INTO main.lock_registry_locks \
         (namespace, key, claim, token, last, label, since, until, boot) \
-    SELECT ?1, ?2, ?3, max(?4, floor + 1), max(?4, floor + 1) + ?5 - 1, ?6, ?7, ?8, ?9 \
+    SELECT ?1, ?2, ?3, max(?4, floor + 1), max(?4, floor + 1) + (?5 - 1), ?6, ?7, ?8, ?9 \
     FROM main.lock_registry_meta WHERE id = 1 AND boot = ?9 \
     ON CONFLICT (namespace, key) DO UPDATE SET \
         claim = excluded.claim, \
         token = max(excluded.token, last + 1), \
-        last = max(excluded.token, last + 1) + ?5 - 1, \
+        last = max(excluded.token, last + 1) + (?5 - 1), \
         label = excluded.label, \
         since = excluded.since, \
         until = excluded.until, \
@@ -123,13 +123,22 @@ pub(super) struct Sized {
     pub(super) text: String,
 }
 
+/// `items` groups of numbered parameters. Always numbered: sqlx counts those without a number from one again.
+fn parameters(first: usize, items: usize, per_item: usize) -> String {
+    let group = |item: usize| {
+        let numbers = (0..per_item).map(|n| format!("?{}", first + item * per_item + n));
+        let numbers = numbers.collect::<Vec<_>>().join(", ");
+        if per_item == 1 { numbers } else { format!("({numbers})") }
+    };
+    (0..items).map(group).collect::<Vec<_>>().join(", ")
+}
+
 /// Prolongs the grants that are still alive and returns them.
 ///
 /// now, boot, namespace, then for each claim: key, claim, until
 pub(super) static RENEW: LazyLock<[Sized; 3]> = LazyLock::new(|| {
     [1, 16, 128].map(|items_max| Sized {
         items_max,
-        // CROSS JOIN's order is what the planner keeps: from the short list into the big table, never the other way.
         text: format!(
             "WITH wanted (key, claim, until) AS (VALUES {}) \
              UPDATE main.lock_registry_locks AS l SET until = max(l.until, wanted.until) \
@@ -138,7 +147,7 @@ pub(super) static RENEW: LazyLock<[Sized; 3]> = LazyLock::new(|| {
                  AND l.until > ?1 AND l.boot = ?2 \
                  AND EXISTS (SELECT 1 FROM main.lock_registry_meta WHERE id = 1 AND boot = ?2) \
              RETURNING claim, until",
-            vec!["(?, ?, ?)"; items_max].join(", ")
+            parameters(4, items_max, 3)
         ),
     })
 });
@@ -153,7 +162,7 @@ pub(super) static HELD: LazyLock<[Sized; 3]> = LazyLock::new(|| {
             "SELECT key, token FROM main.lock_registry_locks \
              WHERE claim IS NOT NULL AND until > ?1 AND boot = ?2 AND namespace = ?3 \
                  AND key IN ({})",
-            vec!["?"; items_max].join(", ")
+            parameters(4, items_max, 1)
         ),
     })
 });

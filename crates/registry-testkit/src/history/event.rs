@@ -19,6 +19,14 @@ pub struct Event {
     pub what: What,
 }
 
+impl Event {
+    /// An event made by hand, for records that come from elsewhere.
+    #[must_use]
+    pub const fn new(at: u64, op: u64, client: u32, what: What) -> Self {
+        Self { at, op, client, what }
+    }
+}
+
 /// What happened.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "what", rename_all = "snake_case")]
