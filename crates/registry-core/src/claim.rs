@@ -91,6 +91,7 @@ impl Contender {
     ) -> Result<Arc<HeldClaim>, Box<Self>> {
         let (turn, claim) = self.parts.take().expect("the claim is here until a grant is taken");
         let terms = Arc::clone(&self.terms);
+        let engine = Arc::clone(turn.slot().engine());
         let taken =
             HeldClaim::take(turn, claim.clone(), terms, grant, sent_at, self.stray_attempts);
         engine.contending.leave();

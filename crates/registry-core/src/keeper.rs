@@ -97,7 +97,7 @@ impl Keeper {
         if schedule.stopped {
             return None;
         }
-        let first_later = Seat { at: now.after(TOGETHER), ticket: 0 };
+        let first_later = Seat { at: now, ticket: u64::MAX };
         let later = schedule.seats.split_off(&first_later);
         let due = std::mem::replace(&mut schedule.seats, later);
         schedule.wakes_at = schedule
