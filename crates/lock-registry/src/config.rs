@@ -169,14 +169,9 @@ impl RegistryConfig {
         self.resolve()?;
         let layers = self.layers()?;
         let settings = OPTIONS.iter().filter_map(|row| {
-            let (origin, value) = layers
-                .iter()
-                .find_map(|(origin, layer)| Some((*origin, row.shown_in(layer)?)))?;
-            Some(Setting {
-                name: row.name,
-                value,
-                origin,
-            })
+            let (origin, value) =
+                layers.iter().find_map(|(origin, layer)| Some((*origin, row.shown_in(layer)?)))?;
+            Some(Setting { name: row.name, value, origin })
         });
         Ok(settings.collect())
     }
@@ -198,11 +193,7 @@ impl RegistryConfig {
     }
 
     fn chosen_url(&self) -> Option<&UrlText> {
-        self.code
-            .url
-            .as_ref()
-            .or(self.environment.url.as_ref())
-            .or(self.file.url.as_ref())
+        self.code.url.as_ref().or(self.environment.url.as_ref()).or(self.file.url.as_ref())
     }
 
     /// Checks everything and lets the strongest source of each option win.

@@ -100,7 +100,8 @@ async fn backend(store: Store, options: &Layer) -> Result<Arc<dyn LockBackend>, 
         Store::PassThrough => Arc::new(PassThroughBackend::new()),
         #[cfg(feature = "sqlite")]
         Store::Sqlite { path } => {
-            Arc::new(registry_jdbc::SqliteBackend::open(sqlite_config(path, options)).await?)
+            let backend = registry_jdbc::SqliteBackend::open(sqlite_config(path, options)).await;
+            Arc::new(backend.map_err(|error| ConfigError::open("sqlite", error))?)
         }
         #[cfg(not(feature = "sqlite"))]
         Store::Sqlite { .. } => unreachable!("its scheme is refused when the URL is parsed"),

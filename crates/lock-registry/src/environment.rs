@@ -49,8 +49,7 @@ impl RegistryConfig {
             let Some(value) = value.to_str() else {
                 return Err(ConfigError::Invalid(format!("{name} is not UTF-8")));
             };
-            self.layer_mut(Origin::Environment)
-                .read_variable(&name, value)?;
+            self.layer_mut(Origin::Environment).read_variable(&name, value)?;
         }
         Ok(self)
     }

@@ -61,13 +61,9 @@ impl RegistryConfig {
 const SECTION: &str = "lock-registry";
 
 fn unreadable(text: &str, error: &toml::de::Error) -> ConfigError {
-    let line = error.span().map_or(1, |span| {
-        text.bytes()
-            .take(span.start)
-            .filter(|byte| *byte == b'\n')
-            .count()
-            + 1
-    });
+    let line = error
+        .span()
+        .map_or(1, |span| text.bytes().take(span.start).filter(|byte| *byte == b'\n').count() + 1);
     ConfigError::Invalid(format!("{} is not TOML: look at line {line}", Origin::File))
 }
 
@@ -175,10 +171,7 @@ impl<'de> Visitor<'de> for AnyValue {
     }
 
     fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Value, A::Error> {
-        while map
-            .next_entry::<de::IgnoredAny, de::IgnoredAny>()?
-            .is_some()
-        {}
+        while map.next_entry::<de::IgnoredAny, de::IgnoredAny>()?.is_some() {}
         Ok(Value::Other)
     }
 }

@@ -54,12 +54,7 @@ type Read = fn(&mut Layer, &str) -> Result<(), Problem>;
 type Show = fn(&Layer) -> Option<String>;
 
 const fn row(name: &'static str, only: Option<&'static str>, read: Read, show: Show) -> OptionRow {
-    OptionRow {
-        name,
-        only,
-        read,
-        show,
-    }
+    OptionRow { name, only, read, show }
 }
 
 impl OptionRow {
@@ -168,32 +163,14 @@ impl Layer {
             }
         }
         let wrong = |option: &str, problem: String| {
-            Err(ConfigError::Invalid(format!(
-                "{} {problem}",
-                origin.names(option)
-            )))
+            Err(ConfigError::Invalid(format!("{} {problem}", origin.names(option))))
         };
         let spans = [
-            (
-                "lease",
-                self.lease,
-                Capabilities::LEASE_MIN,
-                Capabilities::LEASE_MAX,
-            ),
+            ("lease", self.lease, Capabilities::LEASE_MIN, Capabilities::LEASE_MAX),
             ("poll", self.poll, POLL_MIN, POLL_MAX),
             ("timeout", self.timeout, TIMEOUT_MIN, TIMEOUT_MAX),
-            (
-                "busy_timeout",
-                self.busy_timeout,
-                Duration::ZERO,
-                TIMEOUT_MAX,
-            ),
-            (
-                "purge_after",
-                self.purge_after,
-                Duration::ZERO,
-                PURGE_AFTER_MAX,
-            ),
+            ("busy_timeout", self.busy_timeout, Duration::ZERO, TIMEOUT_MAX),
+            ("purge_after", self.purge_after, Duration::ZERO, PURGE_AFTER_MAX),
         ];
         for (option, given, min, max) in spans {
             match given {
@@ -267,21 +244,13 @@ fn unknown_option(origin: Origin, name: &str) -> ConfigError {
 fn unknown_variable(name: &str) -> ConfigError {
     let names: Vec<String> = OPTIONS.iter().map(|row| variable(row.name)).collect();
     let near = nearest(name, names.iter().map(String::as_str));
-    ConfigError::unknown(
-        "variable",
-        name,
-        Origin::Environment.to_string(),
-        near,
-        names.join(", "),
-    )
+    ConfigError::unknown("variable", name, Origin::Environment.to_string(), near, names.join(", "))
 }
 
 /// `name` if it looks like one. A password with an unescaped `?` and `=` does not.
 fn printable_name(name: &str) -> &str {
-    let plain = name.len() <= 40
-        && name
-            .chars()
-            .all(|c| c.is_ascii_alphanumeric() || "_-.".contains(c));
+    let plain =
+        name.len() <= 40 && name.chars().all(|c| c.is_ascii_alphanumeric() || "_-.".contains(c));
     if plain { name } else { "(not shown)" }
 }
 
@@ -307,12 +276,8 @@ fn switch(text: &str) -> Result<bool, Problem> {
 }
 
 fn count(text: &str) -> Result<u32, Problem> {
-    text.parse().map_err(|_| {
-        Problem(format!(
-            "is {text:?}; write a whole number from 0 to {}",
-            u32::MAX
-        ))
-    })
+    text.parse()
+        .map_err(|_| Problem(format!("is {text:?}; write a whole number from 0 to {}", u32::MAX)))
 }
 
 fn layout(text: &str) -> Result<Layout, Problem> {
@@ -347,9 +312,7 @@ pub fn parse_duration(text: &str) -> Result<Duration, ConfigError> {
         Err(_) if trimmed.parse::<f64>().is_ok() => "which has no unit",
         Err(_) => "which is no time",
     };
-    Err(ConfigError::Invalid(format!(
-        "{text:?}, {problem}; {EXAMPLES}"
-    )))
+    Err(ConfigError::Invalid(format!("{text:?}, {problem}; {EXAMPLES}")))
 }
 
 /// How a store lays out its records.
@@ -410,10 +373,7 @@ mod tests {
             ("purge_after", "1h"),
         ] {
             let layer = read(name, value).unwrap();
-            assert_eq!(
-                OptionRow::find(name).unwrap().shown_in(&layer).as_deref(),
-                Some(value)
-            );
+            assert_eq!(OptionRow::find(name).unwrap().shown_in(&layer).as_deref(), Some(value));
         }
     }
 
@@ -438,10 +398,7 @@ mod tests {
             ("label", &"x".repeat(1_025), "1025 bytes"),
         ] {
             let error = read(name, value).unwrap_err().to_string();
-            assert!(
-                error.contains(hint) && error.contains(name),
-                "{name}={value}: {error}"
-            );
+            assert!(error.contains(hint) && error.contains(name), "{name}={value}: {error}");
         }
     }
 
@@ -451,29 +408,16 @@ mod tests {
             ConfigError::Unknown { given, nearest, .. } => (given, nearest),
             other => panic!("{other:?}"),
         };
-        assert_eq!(
-            told(Origin::Url, "leese"),
-            ("leese".to_owned(), "lease".to_owned())
-        );
-        assert_eq!(
-            told(Origin::File, "pol"),
-            ("pol".to_owned(), "poll".to_owned())
-        );
+        assert_eq!(told(Origin::Url, "leese"), ("leese".to_owned(), "lease".to_owned()));
+        assert_eq!(told(Origin::File, "pol"), ("pol".to_owned(), "poll".to_owned()));
         assert_eq!(told(Origin::Url, "x@y z").0, "(not shown)");
-        assert!(
-            Layer::default()
-                .read(Origin::Url, "url", "memory:")
-                .is_err()
-        );
+        assert!(Layer::default().read(Origin::Url, "url", "memory:").is_err());
     }
 
     #[test]
     fn an_option_of_another_store_is_refused() {
         let layer = read("purge_after", "1h").unwrap();
-        let error = layer
-            .check(Origin::Environment, "memory")
-            .unwrap_err()
-            .to_string();
+        let error = layer.check(Origin::Environment, "memory").unwrap_err().to_string();
         assert_eq!(
             error,
             "LOCK_REGISTRY_PURGE_AFTER is for sqlite stores, and the store is memory"
@@ -484,12 +428,6 @@ mod tests {
     fn an_option_given_twice_is_refused() {
         let mut layer = Layer::default();
         layer.read(Origin::Url, "lease", "5s").unwrap();
-        assert!(
-            layer
-                .read(Origin::Url, "lease", "5s")
-                .unwrap_err()
-                .to_string()
-                .contains("twice")
-        );
+        assert!(layer.read(Origin::Url, "lease", "5s").unwrap_err().to_string().contains("twice"));
     }
 }

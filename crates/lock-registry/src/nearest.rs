@@ -22,16 +22,8 @@ mod tests {
 
     #[test]
     fn typing_errors_find_their_word() {
-        let known = [
-            "namespace",
-            "lease",
-            "renew",
-            "poll",
-            "handoff",
-            "timeout",
-            "label",
-            "layout",
-        ];
+        let known =
+            ["namespace", "lease", "renew", "poll", "handoff", "timeout", "label", "layout"];
         for (given, meant) in [
             ("leese", "lease"),
             ("lable", "label"),

@@ -41,16 +41,10 @@ impl Scheme {
             ));
         };
         match &scheme.feature {
-            None
-            | Some(Feature {
-                here: Here::BuiltIn,
-                ..
-            }) => Ok(scheme),
-            Some(feature) => Err(ConfigError::not_built_in(
-                scheme.name,
-                feature.name,
-                feature.remedy(),
-            )),
+            None | Some(Feature { here: Here::BuiltIn, .. }) => Ok(scheme),
+            Some(feature) => {
+                Err(ConfigError::not_built_in(scheme.name, feature.name, feature.remedy()))
+            }
         }
     }
 }
@@ -58,10 +52,7 @@ impl Scheme {
 impl Feature {
     fn remedy(&self) -> String {
         let line = |version: &str| {
-            format!(
-                "lock-registry = {{ version = \"{version}\", features = [\"{}\"] }}",
-                self.name
-            )
+            format!("lock-registry = {{ version = \"{version}\", features = [\"{}\"] }}", self.name)
         };
         let version = env!("CARGO_PKG_VERSION");
         match self.here {
@@ -72,11 +63,7 @@ impl Feature {
                 line("…"),
             ),
             Here::Off | Here::BuiltIn => {
-                format!(
-                    "turn on feature `{}` in Cargo.toml: {}",
-                    self.name,
-                    line(version)
-                )
+                format!("turn on feature `{}` in Cargo.toml: {}", self.name, line(version))
             }
         }
     }
@@ -84,39 +71,20 @@ impl Feature {
 
 /// All schemes, for messages.
 pub(crate) fn known() -> String {
-    SCHEMES
-        .iter()
-        .map(|scheme| scheme.name)
-        .collect::<Vec<_>>()
-        .join(", ")
+    SCHEMES.iter().map(|scheme| scheme.name).collect::<Vec<_>>().join(", ")
 }
 
 const fn always(name: &'static str) -> Scheme {
-    Scheme {
-        name,
-        feature: None,
-    }
+    Scheme { name, feature: None }
 }
 
 const fn with(name: &'static str, feature: &'static str, built_in: bool) -> Scheme {
     let here = if built_in { Here::BuiltIn } else { Here::Off };
-    Scheme {
-        name,
-        feature: Some(Feature {
-            name: feature,
-            here,
-        }),
-    }
+    Scheme { name, feature: Some(Feature { name: feature, here }) }
 }
 
 const fn later(name: &'static str, feature: &'static str) -> Scheme {
-    Scheme {
-        name,
-        feature: Some(Feature {
-            name: feature,
-            here: Here::NotYet,
-        }),
-    }
+    Scheme { name, feature: Some(Feature { name: feature, here: Here::NotYet }) }
 }
 
 static SCHEMES: &[Scheme] = &[
@@ -141,41 +109,25 @@ mod tests {
     #[test]
     fn an_unknown_scheme_is_told_the_nearest_and_all() {
         let error = Scheme::find("postgress").unwrap_err();
-        let ConfigError::Unknown {
-            what,
-            given,
-            nearest,
-            known,
-            ..
-        } = &error
-        else {
+        let ConfigError::Unknown { what, given, nearest, known, .. } = &error else {
             panic!("{error:?}")
         };
-        assert_eq!(
-            (*what, given.as_str(), nearest.as_str()),
-            ("scheme", "postgress", "postgres")
-        );
+        assert_eq!((*what, given.as_str(), nearest.as_str()), ("scheme", "postgress", "postgres"));
         assert!(known.contains("redis+sentinel"), "{known}");
     }
 
     #[test]
     fn a_store_that_is_not_built_in_names_its_feature_and_the_cargo_line() {
-        for (scheme, feature) in [
-            ("redis", "redis"),
-            ("rediss", "redis-tls"),
-            ("etcd", "etcd"),
-            ("zk", "zk"),
-        ] {
+        for (scheme, feature) in
+            [("redis", "redis"), ("rediss", "redis-tls"), ("etcd", "etcd"), ("zk", "zk")]
+        {
             let error = Scheme::find(scheme).unwrap_err();
             assert!(
                 matches!(&error, ConfigError::NotBuiltIn { feature: named, .. } if *named == feature),
                 "{error:?}"
             );
             let text = error.to_string();
-            assert!(
-                text.contains(&format!("features = [\"{feature}\"]")),
-                "{text}"
-            );
+            assert!(text.contains(&format!("features = [\"{feature}\"]")), "{text}");
         }
     }
 

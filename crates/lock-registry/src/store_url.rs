@@ -61,10 +61,7 @@ impl StoreUrl {
         };
         let scheme = Scheme::find(&parts.scheme)?;
         if url.chars().any(char::is_control) {
-            return Err(unusable(
-                scheme,
-                "holds a control character; percent-encode it",
-            ));
+            return Err(unusable(scheme, "holds a control character; percent-encode it"));
         }
         if parts.fragment.is_some() {
             return Err(unusable(
@@ -77,9 +74,7 @@ impl StoreUrl {
             "sqlite" => sqlite(&parts, scheme)?,
             _ => pass_through(&parts, scheme)?,
         };
-        let options = parts
-            .query
-            .map_or(Ok(Vec::new()), |query| options(query, scheme))?;
+        let options = parts.query.map_or(Ok(Vec::new()), |query| options(query, scheme))?;
         Ok(Self { store, options })
     }
 }
@@ -94,16 +89,11 @@ fn memory(parts: &Parts<'_>, scheme: &Scheme) -> Result<Store, ConfigError> {
     let name = decoded(parts.path, scheme)?;
     let name =
         String::from_utf8(name).map_err(|_| unusable(scheme, "has a name that is not UTF-8"))?;
-    Ok(Store::Memory {
-        name: Some(name).filter(|name| !name.is_empty()),
-    })
+    Ok(Store::Memory { name: Some(name).filter(|name| !name.is_empty()) })
 }
 
 fn sqlite(parts: &Parts<'_>, scheme: &Scheme) -> Result<Store, ConfigError> {
-    if parts
-        .authority
-        .is_some_and(|authority| !authority.is_empty())
-    {
+    if parts.authority.is_some_and(|authority| !authority.is_empty()) {
         return Err(unusable(
             scheme,
             "names a host or a user after `//`, which a file does not have; write `sqlite:PATH` for a path from the working \
@@ -127,22 +117,14 @@ fn sqlite(parts: &Parts<'_>, scheme: &Scheme) -> Result<Store, ConfigError> {
         ));
     }
     if path.ends_with(b"/") {
-        return Err(unusable(
-            scheme,
-            "has a path that ends in `/`; name the file, not its folder",
-        ));
+        return Err(unusable(scheme, "has a path that ends in `/`; name the file, not its folder"));
     }
-    Ok(Store::Sqlite {
-        path: path_of(path, scheme)?,
-    })
+    Ok(Store::Sqlite { path: path_of(path, scheme)? })
 }
 
 fn pass_through(parts: &Parts<'_>, scheme: &Scheme) -> Result<Store, ConfigError> {
     if parts.authority.is_some() || !parts.path.is_empty() {
-        return Err(unusable(
-            scheme,
-            "is just `pass-through:`, with nothing before the options",
-        ));
+        return Err(unusable(scheme, "is just `pass-through:`, with nothing before the options"));
     }
     Ok(Store::PassThrough)
 }
@@ -158,10 +140,7 @@ fn options(query: &str, scheme: &Scheme) -> Result<Vec<(String, String)>, Config
         .map(|pair| match pair.split_once('=') {
             Some((name, value)) => Ok((text(name)?, text(value)?)),
             // Not repeated: it may be the rest of a password that holds a `?`.
-            None => Err(unusable(
-                scheme,
-                "has an option without a value; write `name=value`",
-            )),
+            None => Err(unusable(scheme, "has an option without a value; write `name=value`")),
         })
         .collect()
 }
@@ -169,14 +148,9 @@ fn options(query: &str, scheme: &Scheme) -> Result<Vec<(String, String)>, Config
 /// Undoes percent-encoding, strictly: a lone `%` is more often a forgotten `%25` than meant.
 fn decoded(part: &str, scheme: &Scheme) -> Result<Vec<u8>, ConfigError> {
     let encoded = part.as_bytes();
-    let well_formed = encoded
-        .iter()
-        .enumerate()
-        .filter(|(_, byte)| **byte == b'%')
-        .all(|(at, _)| {
-            encoded
-                .get(at + 1..at + 3)
-                .is_some_and(|hex| hex.iter().all(u8::is_ascii_hexdigit))
+    let well_formed =
+        encoded.iter().enumerate().filter(|(_, byte)| **byte == b'%').all(|(at, _)| {
+            encoded.get(at + 1..at + 3).is_some_and(|hex| hex.iter().all(u8::is_ascii_hexdigit))
         });
     if !well_formed {
         return Err(unusable(
@@ -224,9 +198,7 @@ impl<'a> Parts<'a> {
         let (scheme, rest) = url.split_once(':')?;
         let plausible = scheme.len() <= SCHEME_BYTES_MAX
             && scheme.starts_with(|first: char| first.is_ascii_alphabetic())
-            && scheme
-                .chars()
-                .all(|c| c.is_ascii_alphanumeric() || "+-.".contains(c));
+            && scheme.chars().all(|c| c.is_ascii_alphanumeric() || "+-.".contains(c));
         // `user:password@host`, with the scheme forgotten.
         let login = !rest.starts_with("//") && rest.contains('@') && Scheme::find(scheme).is_err();
         if !plausible || login {
@@ -241,13 +213,7 @@ impl<'a> Parts<'a> {
             }
             None => (None, rest),
         };
-        Some(Self {
-            scheme: scheme.to_ascii_lowercase(),
-            authority,
-            path,
-            query,
-            fragment,
-        })
+        Some(Self { scheme: scheme.to_ascii_lowercase(), authority, path, query, fragment })
     }
 }
 
@@ -378,10 +344,7 @@ mod tests {
             ("sqlite:/var/lib/locks.db", "/var/lib/locks.db"),
             ("sqlite:///var/lib/locks.db", "/var/lib/locks.db"),
             ("SQLite:locks.db", "locks.db"),
-            (
-                "sqlite:with%20space%3F%23%25.db?lease=5s",
-                "with space?#%.db",
-            ),
+            ("sqlite:with%20space%3F%23%25.db?lease=5s", "with space?#%.db"),
             ("sqlite:me@home:1.db", "me@home:1.db"),
             ("sqlite:a+b c.db", "a+b c.db"),
         ] {
@@ -412,12 +375,7 @@ mod tests {
     #[test]
     fn memory_stores_have_a_name_or_none() {
         assert_eq!(store("memory:"), Store::Memory { name: None });
-        assert_eq!(
-            store("memory:a%2Fb"),
-            Store::Memory {
-                name: Some("a/b".to_owned())
-            }
-        );
+        assert_eq!(store("memory:a%2Fb"), Store::Memory { name: Some("a/b".to_owned()) });
         assert!(StoreUrl::parse("memory://a").is_err());
         assert_eq!(store("pass-through:"), Store::PassThrough);
         assert!(StoreUrl::parse("pass-through:x").is_err());
@@ -427,18 +385,13 @@ mod tests {
     fn options_are_decoded_and_plus_is_no_space() {
         let url = StoreUrl::parse("memory:?label=a%20b+c&lease=5s&").unwrap();
         let pairs = [("label", "a b+c"), ("lease", "5s")];
-        assert_eq!(
-            url.options,
-            pairs.map(|(name, value)| (name.to_owned(), value.to_owned()))
-        );
+        assert_eq!(url.options, pairs.map(|(name, value)| (name.to_owned(), value.to_owned())));
     }
 
     #[test]
     fn no_error_repeats_a_password_however_the_url_is_malformed() {
         for url in CANARIES {
-            let Err(error) = StoreUrl::parse(url) else {
-                panic!("{url} was accepted")
-            };
+            let Err(error) = StoreUrl::parse(url) else { panic!("{url} was accepted") };
             for shown in [error.to_string(), format!("{error:?}")] {
                 assert!(!shown.to_lowercase().contains("canary"), "{url}: {shown}");
             }
@@ -462,10 +415,7 @@ mod tests {
                 "redis+sentinel://u:p@a:1,b:2/main?poll=1s&password=x",
                 "redis+sentinel://***@a:1,b:2/main?poll=1s&***",
             ),
-            (
-                "postgres://db.example:5432/locks",
-                "postgres://db.example:5432/locks",
-            ),
+            ("postgres://db.example:5432/locks", "postgres://db.example:5432/locks"),
             ("etcd://[::1]:2379", "etcd://[::1]:2379"),
             ("memory:shared?url=redis:x", "memory:shared?***"),
             ("pass-through:?lease=1s", "pass-through:?lease=1s"),

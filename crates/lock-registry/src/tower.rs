@@ -61,11 +61,7 @@ pub struct LockLayer<K> {
 impl<K> LockLayer<K> {
     /// A layer that takes the lock of `key(&request)` in `registry`.
     pub fn new(registry: Arc<dyn LockRegistry>, key: K) -> Self {
-        Self {
-            registry,
-            key,
-            options: LockOptions::new().wait(Duration::ZERO),
-        }
+        Self { registry, key, options: LockOptions::new().wait(Duration::ZERO) }
     }
 
     /// Lets a request wait this long for its lock.
@@ -96,10 +92,7 @@ impl<S, K: Clone> Layer<S> for LockLayer<K> {
     type Service = LockService<S, K>;
 
     fn layer(&self, inner: S) -> Self::Service {
-        LockService {
-            inner,
-            layer: self.clone(),
-        }
+        LockService { inner, layer: self.clone() }
     }
 }
 
@@ -144,9 +137,7 @@ where
         let mut inner = std::mem::replace(&mut self.inner, clone);
         Box::pin(async move {
             let Some(guard) = lock.lock_with(options).await? else {
-                return Err(LockServiceError::Busy {
-                    key: lock.key().to_owned(),
-                });
+                return Err(LockServiceError::Busy { key: lock.key().to_owned() });
             };
             let response = guard.protect(inner.call(request)).await?;
             // The work is done and was covered to its end, so its result stands. A release that fails is told to the

@@ -19,11 +19,8 @@ fn told(error: &dyn Error) -> String {
 }
 
 fn setting(config: &RegistryConfig, name: &str) -> Option<String> {
-    let settings = config.settings().unwrap();
-    settings
-        .into_iter()
-        .find(|setting| setting.name == name)
-        .map(|setting| setting.value)
+    let settings = config.settings().expect("the configuration is right");
+    settings.into_iter().find(|setting| setting.name == name).map(|setting| setting.value)
 }
 
 #[test]
@@ -46,18 +43,12 @@ fn nothing_is_opened_without_a_url() {
 async fn values_from_code_are_checked_too() {
     for config in [
         RegistryConfig::new().url("memory:").lease(Duration::ZERO),
-        RegistryConfig::new()
-            .url("memory:")
-            .lease(Duration::from_millis(1)),
-        RegistryConfig::new()
-            .url("memory:")
-            .lease(Duration::from_secs(100 * 365 * 24 * 3_600)),
+        RegistryConfig::new().url("memory:").lease(Duration::from_millis(1)),
+        RegistryConfig::new().url("memory:").lease(Duration::from_secs(100 * 365 * 24 * 3_600)),
         RegistryConfig::new().url("memory:").poll(Duration::ZERO),
         RegistryConfig::new().url("memory:").timeout(Duration::ZERO),
         RegistryConfig::new().url("memory:").handoff(1_000_000),
-        RegistryConfig::new()
-            .url("memory:")
-            .label("x".repeat(5_000)),
+        RegistryConfig::new().url("memory:").label("x".repeat(5_000)),
     ] {
         let error = config.connect().await.unwrap_err();
         assert!(matches!(error, ConfigError::Invalid(_)), "{error:?}");
@@ -80,10 +71,7 @@ async fn the_engine_takes_every_value_that_passes_the_check() {
 
 #[tokio::test]
 async fn every_plain_memory_url_is_a_store_of_its_own() {
-    let (one, other) = (
-        connect("memory:").await.unwrap(),
-        connect("memory:").await.unwrap(),
-    );
+    let (one, other) = (connect("memory:").await.unwrap(), connect("memory:").await.unwrap());
     let guard = one.obtain("key").try_lock().await.unwrap().unwrap();
     assert!(other.obtain("key").try_lock().await.unwrap().is_some());
     guard.unlock().await.unwrap();
@@ -115,10 +103,7 @@ fn a_registry_outside_a_runtime_is_an_error_not_a_panic() {
     let std::task::Poll::Ready(outcome) = connecting.as_mut().poll(&mut cx) else {
         panic!("it waits")
     };
-    assert!(
-        matches!(outcome, Err(ConfigError::NoRuntime)),
-        "{outcome:?}"
-    );
+    assert!(matches!(outcome, Err(ConfigError::NoRuntime)), "{outcome:?}");
 }
 
 #[tokio::test]
@@ -172,9 +157,7 @@ mod sqlite {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().display();
         for query in ["leese=5s", "lease=1ms", "layout=spring", "purge_after=soon"] {
-            connect(&format!("sqlite:{path}/locks.db?{query}"))
-                .await
-                .unwrap_err();
+            connect(&format!("sqlite:{path}/locks.db?{query}")).await.unwrap_err();
         }
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
     }
@@ -182,12 +165,9 @@ mod sqlite {
     #[tokio::test]
     async fn a_missing_folder_is_an_error_that_names_it() {
         let folder = tempfile::tempdir().unwrap();
-        let error = connect(&format!(
-            "sqlite:{}/absent/locks.db",
-            folder.path().display()
-        ))
-        .await
-        .unwrap_err();
+        let error = connect(&format!("sqlite:{}/absent/locks.db", folder.path().display()))
+            .await
+            .unwrap_err();
         assert!(matches!(error, ConfigError::Open { .. }), "{error:?}");
         assert!(told(&error).contains("absent"), "{error}");
     }
@@ -206,16 +186,9 @@ mod texts {
     #[test]
     fn code_beats_environment_beats_file_beats_url() {
         let toml = "url = 'memory:?namespace=url&lease=1s&poll=1s&label=url'\nlease = '2s'\npoll = '2s'\nlabel = 'file'";
-        let vars = [
-            ("LOCK_REGISTRY_POLL", "3s"),
-            ("LOCK_REGISTRY_LABEL", "environment"),
-        ];
-        let config = RegistryConfig::new()
-            .with_toml(toml)
-            .unwrap()
-            .with_vars(vars)
-            .unwrap()
-            .label("code");
+        let vars = [("LOCK_REGISTRY_POLL", "3s"), ("LOCK_REGISTRY_LABEL", "environment")];
+        let config =
+            RegistryConfig::new().with_toml(toml).unwrap().with_vars(vars).unwrap().label("code");
         let values =
             ["namespace", "lease", "poll", "label"].map(|name| setting(&config, name).unwrap());
         assert_eq!(values, ["url", "2s", "3s", "code"]);
@@ -228,15 +201,9 @@ mod texts {
             .unwrap()
             .with_vars([("LOCK_REGISTRY_URL", "memory:env?poll=1s")])
             .unwrap();
-        assert_eq!(
-            setting(&config, "url").as_deref(),
-            Some("memory:env?poll=1s")
-        );
+        assert_eq!(setting(&config, "url").as_deref(), Some("memory:env?poll=1s"));
         assert_eq!(setting(&config, "lease"), None);
-        assert_eq!(
-            setting(&config.url("memory:code"), "url").as_deref(),
-            Some("memory:code")
-        );
+        assert_eq!(setting(&config.url("memory:code"), "url").as_deref(), Some("memory:code"));
     }
 
     #[test]
@@ -264,10 +231,7 @@ mod texts {
             ("lock-registry = 1", "table"),
             ("handoff = -1", "whole number"),
         ] {
-            let error = RegistryConfig::new()
-                .with_toml(toml)
-                .unwrap_err()
-                .to_string();
+            let error = RegistryConfig::new().with_toml(toml).unwrap_err().to_string();
             assert!(error.contains(hint), "{toml:?}: {error}");
         }
     }
@@ -279,25 +243,13 @@ mod texts {
             ("LOCK_REGISTRY_URI", "LOCK_REGISTRY_URL"),
             ("LOCK_REGISTRY_lease", "LOCK_REGISTRY_LEASE"),
         ] {
-            let error = RegistryConfig::new()
-                .with_vars([(variable, "1s")])
-                .unwrap_err();
-            let ConfigError::Unknown {
-                what: "variable",
-                given,
-                nearest: told,
-                ..
-            } = error
-            else {
+            let error = RegistryConfig::new().with_vars([(variable, "1s")]).unwrap_err();
+            let ConfigError::Unknown { what: "variable", given, nearest: told, .. } = error else {
                 panic!("{error:?}")
             };
             assert_eq!((given.as_str(), told.as_str()), (variable, nearest));
         }
-        let vars = [
-            ("LOCK_REGISTRY_LOG", "debug"),
-            ("LOCK_REGISTRIES", "x"),
-            ("PATH", "/bin"),
-        ];
+        let vars = [("LOCK_REGISTRY_LOG", "debug"), ("LOCK_REGISTRIES", "x"), ("PATH", "/bin")];
         assert!(RegistryConfig::new().with_vars(vars).is_ok());
     }
 
@@ -307,9 +259,7 @@ mod texts {
         use std::os::unix::ffi::OsStringExt as _;
 
         let value = std::ffi::OsString::from_vec(b"canary\xff".to_vec());
-        let error = RegistryConfig::new()
-            .with_vars([("LOCK_REGISTRY_URL", value)])
-            .unwrap_err();
+        let error = RegistryConfig::new().with_vars([("LOCK_REGISTRY_URL", value)]).unwrap_err();
         assert!(!told(&error).contains(CANARY), "{error:?}");
     }
 

@@ -40,11 +40,7 @@ impl Service<&'static str> for Slow {
     fn call(&mut self, key: &'static str) -> Self::Future {
         let shared = Arc::clone(&self.0);
         Box::pin(async move {
-            assert_eq!(
-                shared.running.fetch_add(1, Ordering::SeqCst),
-                0,
-                "two at once"
-            );
+            assert_eq!(shared.running.fetch_add(1, Ordering::SeqCst), 0, "two at once");
             shared.started.notify_one();
             shared.go_on.notified().await;
             shared.running.fetch_sub(1, Ordering::SeqCst);
@@ -75,9 +71,7 @@ async fn call(
 #[tokio::test]
 async fn requests_of_one_key_run_one_after_the_other() {
     let (registry, slow, service) = locked(Duration::from_secs(60)).await;
-    let calls: Vec<_> = (0..4)
-        .map(|_| tokio::task::spawn(call(service.clone(), "a")))
-        .collect();
+    let calls: Vec<_> = (0..4).map(|_| tokio::task::spawn(call(service.clone(), "a"))).collect();
     for _ in &calls {
         slow.0.started.notified().await;
         slow.0.go_on.notify_one();
@@ -94,10 +88,7 @@ async fn a_busy_key_is_an_answer_of_its_own() {
     let (registry, _slow, service) = locked(Duration::ZERO).await;
     let guard = registry.obtain("a").lock().await.unwrap();
     let error = call(service, "a").await.unwrap_err();
-    assert!(
-        matches!(&error, LockServiceError::Busy { key, .. } if key == "a"),
-        "{error:?}"
-    );
+    assert!(matches!(&error, LockServiceError::Busy { key, .. } if key == "a"), "{error:?}");
     guard.unlock().await.unwrap();
 }
 
@@ -108,23 +99,13 @@ async fn a_lost_lock_stops_the_request() {
     slow.0.started.notified().await;
     registry.close(Duration::ZERO).await;
     let error = running.await.unwrap().unwrap_err();
-    assert!(
-        matches!(error, LockServiceError::Lock(LockError::Lost { .. })),
-        "{error:?}"
-    );
-    assert_eq!(
-        slow.0.running.load(Ordering::SeqCst),
-        1,
-        "it was stopped in the middle"
-    );
+    assert!(matches!(error, LockServiceError::Lock(LockError::Lost { .. })), "{error:?}");
+    assert_eq!(slow.0.running.load(Ordering::SeqCst), 1, "it was stopped in the middle");
 }
 
 #[tokio::test]
 async fn an_invalid_key_is_told_before_the_service_starts() {
     let (_registry, _slow, service) = locked(Duration::ZERO).await;
     let error = call(service, "").await.unwrap_err();
-    assert!(
-        matches!(error, LockServiceError::Lock(LockError::InvalidKey(_))),
-        "{error:?}"
-    );
+    assert!(matches!(error, LockServiceError::Lock(LockError::InvalidKey(_))), "{error:?}");
 }

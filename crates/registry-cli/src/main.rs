@@ -1,2 +1,130 @@
-//! Placeholder.
-fn main() {}
+//! `lockreg`: runs commands under distributed locks, and looks after lock stores. See the README for the contract.
+
+#[cfg(not(unix))]
+compile_error!("lockreg needs the process groups and signals of Unix");
+
+mod args;
+mod bench;
+mod doctor;
+mod exit;
+mod hold;
+mod inspect;
+mod log;
+mod run;
+mod say;
+mod schema;
+mod signals;
+mod store;
+mod take;
+
+use std::future::Future;
+use std::process::ExitCode;
+
+use clap::Parser as _;
+use clap::error::ErrorKind;
+
+use crate::args::{Cli, Command, Global};
+use crate::exit::Failure;
+use crate::hold::Hold;
+use crate::run::Run;
+use crate::say::Say;
+use crate::signals::Signals;
+
+fn main() -> ExitCode {
+    let mut arguments = std::env::args_os().skip(1);
+    // Roles that this program plays for itself.
+    match arguments.next().as_deref().and_then(|first| first.to_str()) {
+        Some(run::exec::ROLE) => return run::exec::main(arguments).into(),
+        Some(run::watchdog::ROLE) => return run::watchdog::main().into(),
+        _ => {}
+    }
+    std::panic::set_hook(Box::new(|panic| {
+        let place = panic
+            .location()
+            .map_or_else(String::new, |place| format!(" in {}:{}", place.file(), place.line()));
+        say::line_to_stderr(&format!("lockreg: error: internal error{place}; please report it"));
+    }));
+    // A panic on the way must not look like a status of the command.
+    std::panic::catch_unwind(lockreg).unwrap_or(exit::INTERNAL).into()
+}
+
+fn lockreg() -> u8 {
+    let Cli { global, command } = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => return not_parsed(&error),
+    };
+    let say = Say::new(global.json);
+    let done = log::start(global.verbose).and_then(|()| carry_out(&global, command, say));
+    done.unwrap_or_else(|failure| {
+        say.failure(&failure);
+        failure.status()
+    })
+}
+
+fn carry_out(global: &Global, command: Command, say: Say) -> Result<u8, Failure> {
+    match command {
+        Command::Run(run) => {
+            let run = Run::check(global, run)?;
+            with_signals(|signals| run.carry_out(signals, say))
+        }
+        Command::Hold(hold) => {
+            let hold = Hold::check(global, &hold)?;
+            with_signals(|signals| hold.carry_out(signals, say))
+        }
+        Command::Show(show) => block_on(inspect::show(global, &show, say)),
+        Command::List => block_on(inspect::list(global, say)),
+        Command::Break(broken) => block_on(inspect::break_lock(global, &broken, say)),
+        Command::Doctor => block_on(doctor::doctor(global, say)),
+        Command::Schema(schema) => schema::schema(&schema, say),
+        Command::Bench(bench) => block_on(bench::bench(global, &bench, say)),
+    }
+}
+
+fn with_signals<F: Future<Output = Result<u8, Failure>>>(
+    work: impl FnOnce(Signals) -> F,
+) -> Result<u8, Failure> {
+    // Before the runtime, whose threads inherit what is blocked.
+    let signals = Signals::catch().map_err(Failure::os("cannot catch signals"))?;
+    block_on(work(signals))
+}
+
+/// Runs `work` on this thread, with others beside it that renew leases whatever `work` does.
+fn block_on(work: impl Future<Output = Result<u8, Failure>>) -> Result<u8, Failure> {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+        .map_err(Failure::os("cannot start threads"))?;
+    let done = runtime.block_on(work);
+    // Whatever still runs is of no use any more, and the exit status must not wait for it.
+    runtime.shutdown_background();
+    done
+}
+
+/// Help and version are asked for; everything else is a mistake on the command line.
+fn not_parsed(error: &clap::Error) -> u8 {
+    match error.kind() {
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
+            let _ = error.print();
+            0
+        }
+        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
+            let _ = error.print();
+            exit::USAGE
+        }
+        _ => {
+            // A URL that stands where none belongs is repeated by the message.
+            let mut message = error.to_string();
+            for argument in
+                std::env::args_os().skip(1).filter_map(|argument| argument.into_string().ok())
+            {
+                let url = argument.split_once('=').map_or(argument.as_str(), |(_, value)| value);
+                for text in [argument.as_str(), url].into_iter().filter(|text| text.contains(':')) {
+                    message = message.replace(text, &lock_registry::redact_url(text));
+                }
+            }
+            say::line_to_stderr(&format!("lockreg: {}", message.trim_end()));
+            exit::USAGE
+        }
+    }
+}

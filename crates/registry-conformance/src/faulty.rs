@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use registry_core::{
-    Attempt, BackendError, BackendErrorKind, Busy, Capabilities, Claim, Finding, Holder, InvalidKey, Key,
-    LockBackend, Release, Renewal,
+    Attempt, BackendError, BackendErrorKind, Busy, Capabilities, Claim, Finding, Holder,
+    InvalidKey, Key, LockBackend, Release, Renewal,
 };
 use tokio::sync::watch;
 use tokio::task::JoinSet;
@@ -84,7 +84,11 @@ impl FaultyBackend {
     #[must_use]
     pub fn requests(&self) -> u64 {
         let plan = self.plan();
-        Operation::ALL.into_iter().filter(|op| *op != Operation::Wait).map(|op| plan.calls(op)).sum()
+        Operation::ALL
+            .into_iter()
+            .filter(|op| *op != Operation::Wait)
+            .map(|op| plan.calls(op))
+            .sum()
     }
 
     /// How many faults were put in, from the beginning.
@@ -130,7 +134,9 @@ impl FaultyBackend {
             return fail(BackendError::transient("refused on purpose").as_refused());
         }
         if verdict.deny {
-            return fail(BackendError::new(BackendErrorKind::Denied, "denied on purpose").as_refused());
+            return fail(
+                BackendError::new(BackendErrorKind::Denied, "denied on purpose").as_refused(),
+            );
         }
         if verdict.lose_request {
             return fail(BackendError::transient("request lost on purpose"));
@@ -173,6 +179,7 @@ impl FaultyBackend {
         let Some(time) = time else { return };
         let mut version = self.version.subscribe();
         tokio::select! {
+            biased;
             () = sleep(time) => (),
             _ = version.changed() => (),
         }
@@ -253,6 +260,7 @@ impl LockBackend for FaultyBackend {
             self.delay(verdict.delay_reply).await;
         };
         tokio::select! {
+            biased;
             () = early => (),
             () = told => (),
         }
@@ -288,5 +296,4 @@ impl LockBackend for FaultyBackend {
         self.settled().await;
         self.inner.close().await;
     }
-
 }

@@ -25,7 +25,10 @@ pub trait Harness: Debug + Send + Sync {
 
 /// How time passes in a store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[expect(clippy::exhaustive_enums, reason = "a store either follows tokio's clock or it has its own")]
+#[expect(
+    clippy::exhaustive_enums,
+    reason = "a store either follows tokio's clock or it has its own"
+)]
 pub enum Clock {
     /// With tokio's clock, which the suite pauses: leases of minutes pass in no time. For stores inside this process.
     Paused,
@@ -106,7 +109,10 @@ pub trait RemoteHolder: Debug + Send {
 
 /// What another process got.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[expect(clippy::exhaustive_enums, reason = "a lock is held or it is busy; trouble is a panic of the harness")]
+#[expect(
+    clippy::exhaustive_enums,
+    reason = "a lock is held or it is busy; trouble is a panic of the harness"
+)]
 pub enum RemoteLock {
     /// It holds the lock.
     Held {

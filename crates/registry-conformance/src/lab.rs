@@ -6,12 +6,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use registry_core::{
-    Attempt, BackendError, Busy, Capabilities, Claim, Grant, Key, LockBackend, LockRegistry as _, Registry,
-    RegistryBuilder, Release, Renewal,
+    Attempt, BackendError, Busy, Capabilities, Claim, Grant, Key, LockBackend, LockError,
+    LockGuard, LockRegistry as _, Registry, RegistryBuilder, Release, Renewal,
 };
 use tokio::time::{Instant, sleep};
 
-use crate::faulty::{FaultyBackend, Faults};
+use crate::faulty::{Faults, FaultyBackend};
 use crate::harness::{Clock, Harness, RemoteHolder, Store};
 
 /// One store under test, with what clauses need to try it.
@@ -131,13 +131,42 @@ impl Lab {
         }
     }
 
+    /// Renews by hand, again while the store is in trouble: a caller may be told of a reply that was lost.
+    pub(crate) async fn renew_by_hand(
+        &self,
+        guard: &LockGuard,
+        lease: Duration,
+    ) -> Result<(), LockError> {
+        let until = Instant::now() + self.patience();
+        loop {
+            match guard.renew(lease).await {
+                Err(LockError::Backend { source, .. })
+                    if source.is_retryable() && Instant::now() < until => {}
+                outcome => return outcome,
+            }
+        }
+    }
+
+    /// Ends the grant of `claim` behind its holder's back, as an administrator or a store that lost it would.
+    pub(crate) async fn break_claim(&self, claim: &Claim) {
+        let client = self.client().await;
+        // A store with faults put in may do it and not tell.
+        while client.release(claim).await.is_err() {}
+        client.close().await;
+    }
+
     /// Waits until `check` is true, and panics when that does not come to pass soon.
     pub(crate) async fn eventually(&self, what: &str, check: impl AsyncFnMut() -> bool) {
         self.within(self.patience(), what, check).await;
     }
 
     /// Waits until `check` is true, and panics when that does not come to pass within `limit`.
-    pub(crate) async fn within(&self, limit: Duration, what: &str, mut check: impl AsyncFnMut() -> bool) {
+    pub(crate) async fn within(
+        &self,
+        limit: Duration,
+        what: &str,
+        mut check: impl AsyncFnMut() -> bool,
+    ) {
         let until = Instant::now() + limit;
         while !check().await {
             assert!(Instant::now() < until, "within {limit:?}, {what}");
@@ -181,7 +210,8 @@ pub(crate) fn key(text: &str) -> Key {
 
 /// Whether a fresh claim gets the key. Leaves it free if it was.
 pub(crate) async fn is_free(client: &dyn LockBackend, name: &Key) -> bool {
-    let probe = Claim::new(name.clone(), Duration::from_secs(600).min(client.capabilities().lease_max));
+    let probe =
+        Claim::new(name.clone(), Duration::from_secs(600).min(client.capabilities().lease_max));
     match attempt(client, &probe).await {
         Attempt::Granted(_) => {
             freed(client, &probe).await;
@@ -215,7 +245,9 @@ pub(crate) fn granted<'a>(
     async move {
         match answered(at, "acquire", claim, client.try_acquire(claim).await) {
             Attempt::Granted(grant) => grant,
-            Attempt::Busy(busy) => panic!("{at}: {:?} should be granted, but: {busy:?}", claim.key()),
+            Attempt::Busy(busy) => {
+                panic!("{at}: {:?} should be granted, but: {busy:?}", claim.key())
+            }
         }
     }
 }
@@ -295,5 +327,6 @@ fn answered<T>(
     claim: &Claim,
     answer: Result<T, BackendError>,
 ) -> T {
-    answer.unwrap_or_else(|error| panic!("{at}: {operation} of {:?} failed: {error:?}", claim.key()))
+    answer
+        .unwrap_or_else(|error| panic!("{at}: {operation} of {:?} failed: {error:?}", claim.key()))
 }

@@ -9,10 +9,10 @@
 
 // What a backend's author writes and calls.
 mod harness;
-mod suite;
+mod list;
 mod need;
 mod run;
-mod list;
+mod suite;
 // The promises.
 pub mod clauses;
 mod lab;

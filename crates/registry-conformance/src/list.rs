@@ -84,6 +84,7 @@ macro_rules! __for_all_clauses {
                 a_batch_is_answered_in_the_order_of_its_claims [faithful],
                 a_dead_claim_in_a_batch_does_not_stop_the_others [faithful],
                 each_claim_of_a_batch_has_its_own_lease [faithful],
+                a_renewed_grant_does_not_end_before_it_was_told [faithful],
                 an_empty_batch_has_no_answers [faithful],
                 a_large_batch_is_renewed_whole [faithful],
                 a_held_lock_outlives_its_lease_by_renewal [],
@@ -197,8 +198,8 @@ macro_rules! __for_all_clauses {
                 work_does_not_begin_under_a_lost_lock [],
                 executed_work_stops_when_the_lock_is_lost [],
                 a_renewal_by_hand_finds_out_about_the_loss [],
-                unlocking_finds_out_about_the_loss [],
-                a_refused_release_does_not_hide_the_loss [],
+                unlocking_finds_out_about_the_loss [faithful],
+                a_refused_release_does_not_hide_the_loss [faithful],
             }
             reentry {
                 a_lock_without_an_owner_is_not_reentrant [],
@@ -214,9 +215,9 @@ macro_rules! __for_all_clauses {
                 a_loss_is_told_to_all_guards_of_a_lock [],
             }
             handoff {
-                a_hand_over_asks_the_store_nothing [handoff],
-                without_hand_over_each_caller_asks_the_store [handoff],
-                a_claim_is_handed_over_a_bounded_number_of_times [handoff],
+                a_hand_over_asks_the_store_nothing [faithful handoff],
+                without_hand_over_each_caller_asks_the_store [faithful handoff],
+                a_claim_is_handed_over_a_bounded_number_of_times [faithful handoff],
                 a_busy_process_does_not_shut_another_out [],
                 each_hand_over_has_a_larger_token [handoff fencing],
                 a_handed_over_lock_outlives_its_lease_by_renewal [handoff],

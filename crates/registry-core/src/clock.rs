@@ -36,11 +36,6 @@ impl Moment {
         Self(self.0.saturating_add(nanos(span)))
     }
 
-    /// The last multiple of `grid` that is not after this moment.
-    pub(crate) fn floor(self, grid: Duration) -> Self {
-        Self(self.0.saturating_sub(self.0.rem_euclid(nanos(grid).max(1))))
-    }
-
     /// The time from `earlier` to this moment; zero if it is not earlier.
     pub(crate) fn since(self, earlier: Self) -> Duration {
         Duration::from_nanos(u64::try_from(self.0.saturating_sub(earlier.0)).unwrap_or(0))

@@ -366,11 +366,12 @@ impl HeldClaim {
     }
 
     fn seat(self: &Arc<Self>, state: &mut State, now: Moment) {
-        let at = match state.lease.due(now) {
-            Due::At(at) => at,
-            Due::Renew(_) | Due::Over(_) => now,
+        let (at, renewal) = match state.lease.due(now) {
+            Due::At(at) => (at, at < state.lease.valid_until()),
+            Due::Renew(_) => (now, true),
+            Due::Over(_) => (now, false),
         };
-        state.seat = Some(self.engine().keeper.seat(at, Arc::clone(self)));
+        state.seat = Some(self.engine().keeper.seat(at, renewal, Arc::clone(self)));
     }
 
     fn unseat(&self, state: &mut State) {

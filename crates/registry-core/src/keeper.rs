@@ -8,7 +8,7 @@ use std::fmt;
 use std::future::Future;
 use std::panic::AssertUnwindSafe;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use futures_util::future::{FutureExt as _, poll_fn};
@@ -20,12 +20,15 @@ use crate::clock::Moment;
 use crate::engine::missing_answer;
 use crate::error::{BackendError, LostReason};
 use crate::held::{HeldClaim, Tick};
+use crate::lease::TOGETHER;
 
 /// A place in the schedule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Seat {
     at: Moment,
     ticket: u64,
+    /// It is there to be renewed, which may as well be done a little earlier.
+    renewal: bool,
 }
 
 type Seats = BTreeMap<Seat, Arc<HeldClaim>>;
@@ -54,9 +57,9 @@ impl Keeper {
     }
 
     /// Puts a claim on the schedule. Every held claim is there, renewed or not, so that its end is noticed.
-    pub(crate) fn seat(&self, at: Moment, held: Arc<HeldClaim>) -> Seat {
+    pub(crate) fn seat(&self, at: Moment, renewal: bool, held: Arc<HeldClaim>) -> Seat {
         let mut schedule = self.schedule();
-        let seat = Seat { at, ticket: schedule.next_ticket };
+        let seat = Seat { at, ticket: schedule.next_ticket, renewal };
         schedule.next_ticket += 1;
         schedule.seats.insert(seat, held);
         if schedule.wakes_at.is_none_or(|wakes_at| at < wakes_at) {
@@ -97,9 +100,17 @@ impl Keeper {
         if schedule.stopped {
             return None;
         }
-        let first_later = Seat { at: now, ticket: u64::MAX };
-        let later = schedule.seats.split_off(&first_later);
-        let due = std::mem::replace(&mut schedule.seats, later);
+        let after = |moment| Seat { at: moment, ticket: u64::MAX, renewal: true };
+        let later = schedule.seats.split_off(&after(now));
+        let mut due = std::mem::replace(&mut schedule.seats, later);
+        if due.keys().any(|seat| seat.renewal) {
+            // One call for all that are due at about the same time.
+            let soon = schedule.seats.range(..=after(now.after(TOGETHER)));
+            let soon: Vec<Seat> = soon.map(|(seat, _)| *seat).filter(|seat| seat.renewal).collect();
+            for seat in soon {
+                due.extend(schedule.seats.remove_entry(&seat));
+            }
+        }
         schedule.wakes_at = schedule
             .seats
             .first_key_value()
@@ -124,7 +135,8 @@ impl fmt::Debug for Keeper {
 
 /// One renewal call and whom it is for.
 struct Batch {
-    helds: Vec<Arc<HeldClaim>>,
+    /// A claim that has ended in the meantime is nobody's business, and must not keep its slot alive.
+    helds: Vec<Weak<HeldClaim>>,
     sent_at: Moment,
     answers: Vec<Result<Renewal, BackendError>>,
 }
@@ -138,14 +150,17 @@ async fn work(keeper: Keeper, backend: Arc<dyn LockBackend>) {
         let Some(due) = keeper.take_due(now) else {
             break;
         };
-        let mut renewals: BTreeMap<u32, Vec<(Arc<HeldClaim>, Claim)>> = BTreeMap::new();
+        let mut renewals: BTreeMap<u32, Vec<(Weak<HeldClaim>, Claim)>> = BTreeMap::new();
         for (seat, held) in due {
             match held.tick(seat, now) {
                 Tick::Nothing => {}
                 Tick::Lose(reason) => held.lose(reason),
                 Tick::Renew { ask } => {
                     let claim = held.claim().clone().with_lease(ask);
-                    renewals.entry(backend.shard(&claim)).or_default().push((held, claim));
+                    renewals
+                        .entry(backend.shard(&claim))
+                        .or_default()
+                        .push((Arc::downgrade(&held), claim));
                 }
             }
         }
@@ -178,7 +193,7 @@ async fn work(keeper: Keeper, backend: Arc<dyn LockBackend>) {
 
 fn renew(
     backend: Arc<dyn LockBackend>,
-    batch: Vec<(Arc<HeldClaim>, Claim)>,
+    batch: Vec<(Weak<HeldClaim>, Claim)>,
     sent_at: Moment,
 ) -> BatchCall {
     let (helds, claims): (Vec<_>, Vec<_>) = batch.into_iter().unzip();
@@ -193,7 +208,9 @@ fn renew(
 fn settle(batch: Batch) {
     let mut answers = batch.answers.into_iter();
     for held in batch.helds {
-        match answers.next().unwrap_or_else(|| Err(missing_answer())) {
+        let answer = answers.next().unwrap_or_else(|| Err(missing_answer()));
+        let Some(held) = held.upgrade() else { continue };
+        match answer {
             Ok(Renewal::Renewed(granted)) => held.renewed(batch.sent_at, granted),
             Ok(Renewal::Gone) => held.lose(LostReason::Gone),
             Err(error) => held.renewal_failed(&error),

@@ -89,7 +89,7 @@ impl Lease {
         if !renewable || self.unanswered >= UNANSWERED_MAX {
             return Due::At(self.valid_until);
         }
-        if now < self.renew_at {
+        if now.after(TOGETHER) < self.renew_at {
             return Due::At(self.renew_at.min(self.valid_until));
         }
         Due::Renew(self.asks(now))
@@ -129,8 +129,7 @@ impl Lease {
         let until = sent_at.after(trusted);
         // Replies may arrive out of order; an old one must not take back what a newer one gave.
         self.valid_until = self.valid_until.max(until);
-        // Claims that were granted at about the same time fall due at the same moment, to be renewed in one call.
-        self.renew_at = self.renew_at.max(sent_at.after(granted / 3).floor(TOGETHER));
+        self.renew_at = self.renew_at.max(sent_at.after(granted / 3));
         if let Some(cap) = self.cap {
             self.valid_until = self.valid_until.min(cap);
         }
@@ -148,8 +147,8 @@ pub(crate) fn covering(span: Duration) -> Duration {
     span.saturating_add(span / 50).saturating_add(Duration::from_millis(4))
 }
 
-/// Renewals start on this grid.
-const TOGETHER: Duration = Duration::from_millis(10);
+/// A renewal may start this much early, so that claims that are due at about the same time are renewed in one call.
+pub(crate) const TOGETHER: Duration = Duration::from_millis(10);
 
 /// A store that swallows this many renewals in a row is not asked again before one of them is answered.
 const UNANSWERED_MAX: u32 = 4;

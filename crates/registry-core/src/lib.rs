@@ -27,6 +27,7 @@ mod clock;
 mod engine;
 mod event;
 mod gauge;
+mod interleave;
 mod janitor;
 mod keeper;
 // Values.

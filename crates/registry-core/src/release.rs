@@ -66,16 +66,18 @@ pub(crate) async fn give_back(mut giving: GivingBack) -> GivenBack {
 async fn release_until_answered(giving: &GivingBack) -> GivenBack {
     let engine = &giving.engine;
     let mut attempt = 0;
+    let mut may_have_freed = false;
     loop {
         let error =
             match engine.release(&giving.claim).answer_within(engine.defaults.answer_limit).await {
                 Some(Ok(Release::Freed)) => return GivenBack::Freed,
                 // An earlier release, whose reply was lost, has done it.
-                Some(Ok(Release::NotHeld)) if attempt > 0 => return GivenBack::Freed,
+                Some(Ok(Release::NotHeld)) if may_have_freed => return GivenBack::Freed,
                 Some(Ok(Release::NotHeld)) => return GivenBack::NotHeld,
                 Some(Err(error)) => error,
                 None => engine.unanswered(),
             };
+        may_have_freed |= !error.refused();
         let key = giving.claim.key().as_str();
         engine.tell(|| LockEvent::ReleaseFailed { key, error: &error });
         let pause = backoff(attempt);

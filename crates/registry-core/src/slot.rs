@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, PoisonError, Weak};
 
 use dashmap::DashMap;
 use dashmap::mapref::entry::Entry as MapEntry;
@@ -15,6 +15,7 @@ use crate::clock::Moment;
 use crate::engine::Engine;
 use crate::guard::LockGuard;
 use crate::hold::Hold;
+use crate::interleave::{Mutex, MutexGuard, point};
 use crate::key::Key;
 use crate::mutant::{Mutant, mutated};
 use crate::options::Terms;
@@ -40,11 +41,13 @@ impl SlotTable {
 
     /// The one slot of `key`; `None` when there is none yet.
     pub(crate) fn get(&self, key: &str) -> Option<Arc<Slot>> {
+        point();
         self.0.get(key)?.upgrade()
     }
 
     /// The one slot of `key`, made by `make` if there is none.
     pub(crate) fn get_or_insert(&self, key: Key, make: impl FnOnce(Key) -> Arc<Slot>) -> Arc<Slot> {
+        point();
         match self.0.entry(key) {
             MapEntry::Occupied(mut entry) => match entry.get().upgrade() {
                 Some(slot) => slot,
@@ -293,6 +296,8 @@ impl fmt::Debug for Slot {
 
 impl Drop for Slot {
     fn drop(&mut self) {
+        // Here the slot is dead and still in the table.
+        point();
         self.engine.slots().remove_dead(&self.key);
     }
 }

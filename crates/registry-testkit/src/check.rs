@@ -1,14 +1,19 @@
 //! Judges a recorded history: did the locks keep their promises? Each promise has a check of its own; [`check`] runs them.
 //!
 //! The checks are exact on what was recorded, fast enough to run over everything, and silent about what nobody can
-//! know: an operation of unknown outcome may have taken effect at any later time, or never. [`search`] gives
-//! a second, slow opinion on the most important of them.
+//! know: an operation of unknown outcome may have taken effect at any later time, or never. With the feature `search`,
+//! a function of that name gives a second, slow opinion on the most important of them.
 
+// The promises.
 mod order;
 mod validity;
 mod writes;
+
 mod busy;
+// A second opinion on the first of them.
+#[cfg(feature = "search")]
 mod search;
+// What is told of a broken one.
 mod violation;
 
 use std::collections::BTreeMap;
@@ -18,6 +23,7 @@ use crate::history::{Ending, Grant, History, WriteAnswer};
 
 pub use busy::busy_answers;
 pub use order::token_order;
+#[cfg(feature = "search")]
 pub use search::{Opinion, search};
 pub use validity::validity;
 pub use violation::{Promise, Violation};

@@ -14,8 +14,10 @@ use std::time::Duration;
 
 use registry_core::FencingToken;
 
-pub use event::{Event, What};
-pub use record::{Attempt, BrokenRecord, Ending, Grant, History, Release, Window, Write, WriteAnswer};
+pub use event::{Event, What, ranked};
+pub use record::{
+    Attempt, BrokenRecord, Ending, Grant, History, Release, Window, Write, WriteAnswer,
+};
 
 /// Nanoseconds of virtual time since now, for recorders in tests on tokio's clock, paused or not.
 pub fn tokio_clock() -> impl Fn() -> u64 + Send + Sync + 'static {
@@ -142,8 +144,7 @@ impl Recorder {
         let now = (self.0.clock)();
         let after = |next: u64| now.max(next).saturating_add(1);
         let next = &self.0.next;
-        let next =
-            next.fetch_update(Ordering::AcqRel, Ordering::Acquire, |next| Some(after(next)));
+        let next = next.fetch_update(Ordering::AcqRel, Ordering::Acquire, |next| Some(after(next)));
         next.map_or(now, |next| now.max(next))
     }
 

@@ -3,17 +3,28 @@
 //! The modules stand in the order in which a test of faults uses them: somewhere to listen, something that breaks
 //! the network, somebody else who holds the lock, a record of what happened, a verdict on the record.
 
+// Faults.
 pub mod ports;
 pub mod proxy;
-//#[cfg(unix)]
+// Somebody else.
+#[cfg(unix)]
 pub mod process;
-//#[cfg(unix)]
-//pub mod holder;
+
+#[cfg(unix)]
+pub mod holder;
+// What happened.
 pub mod history;
-//pub mod observe;
+pub mod witness;
+// Whether it may.
 pub mod check;
+// Around every test.
 pub mod seed;
 
 mod eventually;
 
 pub use eventually::{NotInTime, Settled, eventually, within};
+
+// The examples of the README are compiled and run.
+#[cfg(all(doctest, unix))]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -148,7 +148,9 @@ impl HelperProcess {
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if !matches!(timeout(left, heard.changed()).await, Ok(Ok(()))) {
-                return Err(self.not_in_time(&format!("did not say what was expected in {limit:?}")));
+                return Err(
+                    self.not_in_time(&format!("did not say what was expected in {limit:?}"))
+                );
             }
         }
     }

@@ -8,6 +8,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 
+use tokio::runtime::Builder;
+
 /// The environment variable that replays one seed: decimal, or hexadecimal after `0x`.
 pub const VARIABLE: &str = "LOCK_REGISTRY_SEED";
 
@@ -39,6 +41,24 @@ impl Seed {
     #[must_use]
     pub fn stream(self, stream: u64) -> fastrand::Rng {
         fastrand::Rng::with_seed(mixed(mixed(self.0).wrapping_add(stream)))
+    }
+
+    /// Runs `simulation` on paused time, on this thread alone, so that it can be repeated exactly: the time that the engine
+    /// sees is virtual, and the jitter that it draws follows from this seed.
+    ///
+    /// What draws from elsewhere (a `select!` that is not `biased`, the order of a `HashMap`) is not repeated.
+    ///
+    /// # Panics
+    /// Inside a tokio runtime, or when the operating system has no resources left for one.
+    pub fn simulate<T>(self, simulation: impl Future<Output = T>) -> T {
+        // The generator of this thread, which the engine uses for jitter. Put back afterwards, so that one
+        // test does not make another on its thread less random.
+        let before = fastrand::get_seed();
+        fastrand::seed(self.stream(u64::MAX).u64(..));
+        let runtime = Builder::new_current_thread().enable_all().start_paused(true).build();
+        let output = runtime.expect("a runtime can be built").block_on(simulation);
+        fastrand::seed(before);
+        output
     }
 }
 
@@ -156,12 +176,15 @@ fn parsed(text: &str) -> Option<u64> {
 /// Runs `trial` twice with `seed` and answers its trace, which must be the same both times.
 ///
 /// # Panics
-/// When the two traces differ: then a failing seed could not be replayed.
+/// When the two traces differ, with the first difference: then a failing seed could not be replayed.
 #[track_caller]
-pub fn replayed<T: PartialEq + fmt::Debug>(seed: Seed, trial: impl Fn(Seed) -> T) -> T {
-    let first = trial(seed);
-    let second = trial(seed);
-    assert_eq!(first, second, "seed {seed} does not repeat itself");
+pub fn replayed<T: PartialEq + fmt::Debug>(seed: Seed, trial: impl Fn(Seed) -> Vec<T>) -> Vec<T> {
+    let (first, second) = (trial(seed), trial(seed));
+    let steps = first.len().max(second.len());
+    if let Some(step) = (0..steps).find(|step| first.get(*step) != second.get(*step)) {
+        let (one, two) = (first.get(step), second.get(step));
+        panic!("seed {seed} does not repeat itself: step {step} is {one:?}, then {two:?}");
+    }
     first
 }
 
@@ -224,9 +247,9 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "seed 3 does not repeat itself")]
+    #[should_panic(expected = "step 1 is Some(0), then Some(1)")]
     fn a_trial_that_does_not_repeat_itself_is_found() {
         let calls = AtomicU64::new(0);
-        replayed(Seed::new(3), |_| calls.fetch_add(1, Ordering::Relaxed));
+        replayed(Seed::new(3), |_| vec![0, calls.fetch_add(1, Ordering::Relaxed)]);
     }
 }

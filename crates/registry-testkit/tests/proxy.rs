@@ -123,7 +123,8 @@ async fn passing_carries_everything_and_counts_it() {
 async fn passing_keeps_megabytes_intact() {
     let lab = Lab::new().await;
     let (mut from, mut to) = lab.client().await.into_split();
-    let sent: Vec<u8> = (0..4_000_000_u32).map(|number| number as u8 ^ (number >> 8) as u8).collect();
+    let sent: Vec<u8> =
+        (0..4_000_000_u32).map(|number| number as u8 ^ (number >> 8) as u8).collect();
     let copy = sent.clone();
     let mut tasks = JoinSet::new();
     tasks.spawn(async move {

@@ -40,8 +40,7 @@ pub async fn a_claim_of_another_client_is_busy_while_the_first_holds(lab: &Lab) 
 pub async fn of_many_claims_at_once_exactly_one_is_granted(lab: &Lab) {
     let clients = [lab.client().await, lab.client().await, lab.client().await];
     for round in 0..10 {
-        let claims: Vec<_> =
-            (0..12).map(|_| Claim::new(key("orders/42"), lab.long())).collect();
+        let claims: Vec<_> = (0..12).map(|_| Claim::new(key("orders/42"), lab.long())).collect();
         let mut tasks = JoinSet::new();
         for (n, claim) in claims.into_iter().enumerate() {
             let client = Arc::clone(&clients[n % clients.len()]);

@@ -60,7 +60,10 @@ pub async fn an_expired_claim_is_powerless_against_its_successor(lab: &Lab) {
     assert_eq!(renew(&*dead, &expired).await, Renewal::Gone);
     assert_eq!(release(&*dead, &expired).await, Release::NotHeld);
     busy(&*dead, &expired).await;
-    assert!(matches!(renew(&*heir, &claim).await, Renewal::Renewed(_)), "the successor is untouched");
+    assert!(
+        matches!(renew(&*heir, &claim).await, Renewal::Renewed(_)),
+        "the successor is untouched"
+    );
     freed(&*heir, &claim).await;
 }
 
@@ -73,7 +76,11 @@ pub async fn a_busy_reply_never_tells_more_time_than_the_lease(lab: &Lab) {
         attempt(&*client, &Claim::new(key("orders/42"), lab.long())).await
     {
         let told = refusal.retry_after.unwrap_or_default();
-        assert!(told <= lab.short() + Duration::from_secs(1), "{refusal:?} of a lease of {:?}", lab.short());
+        assert!(
+            told <= lab.short() + Duration::from_secs(1),
+            "{refusal:?} of a lease of {:?}",
+            lab.short()
+        );
     }
     release(&*client, &claim).await;
 }
@@ -93,7 +100,8 @@ pub async fn a_guard_is_valid_for_less_than_its_lease(lab: &Lab) {
 /// A lease counts from before the request: however slow the reply, the holder knows of its end first.
 pub async fn a_slow_reply_shortens_what_the_guard_believes(lab: &Lab) {
     let slow = lab.renewed() / 2;
-    let faulty = lab.faulty(Faults::none().at(Operation::Acquire, 1, Fault::DelayReply(slow))).await;
+    let faulty =
+        lab.faulty(Faults::none().at(Operation::Acquire, 1, Fault::DelayReply(slow))).await;
     let registry = lab.registry_over(&faulty, lab.long());
     let options = LockOptions::new().lease(lab.renewed()).renew(false);
     let guard = registry.obtain("orders/42").lock_with(options).await.expect("no trouble");

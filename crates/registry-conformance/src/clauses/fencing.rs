@@ -132,7 +132,10 @@ pub async fn a_reserved_block_of_tokens_outlives_its_holder(lab: &Lab) {
     let last = token(granted(&*client, &dead).await.token);
     let heir = Claim::new(key("orders/42"), lab.long());
     let next = token(lab.granted_at_last(&*client, &heir).await.token);
-    assert!(next.get() >= last.get() + u64::from(block), "{next} after {last} and its block of {block}");
+    assert!(
+        next.get() >= last.get() + u64::from(block),
+        "{next} after {last} and its block of {block}"
+    );
     freed(&*client, &heir).await;
 }
 
@@ -171,7 +174,12 @@ pub async fn waiters_of_all_processes_have_growing_tokens(lab: &Lab) {
     assert!(seen.is_sorted_by(|one, next| one < next), "in the order of the guards: {seen:?}");
 }
 
-async fn take_and_release(lab: &Lab, client: &dyn LockBackend, name: &str, block: u32) -> FencingToken {
+async fn take_and_release(
+    lab: &Lab,
+    client: &dyn LockBackend,
+    name: &str,
+    block: u32,
+) -> FencingToken {
     let claim = Claim::new(key(name), lab.long()).with_token_block(block);
     let grant = granted(client, &claim).await;
     freed(client, &claim).await;

@@ -4,7 +4,8 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use registry_core::{
-    Claim, FencingToken, Holder, LockBackend, LockError, LockOptions, LockRegistry as _, LostReason, Release, Renewal,
+    Claim, FencingToken, Holder, LockBackend, LockError, LockOptions, LockRegistry as _,
+    LostReason, Release, Renewal,
 };
 use tokio::time::timeout;
 
@@ -112,7 +113,8 @@ pub async fn a_list_has_every_held_key_and_no_other(lab: &Lab) {
     let listed = first.list().await.expect("list answers");
     assert_eq!(listed.len(), held.len(), "{listed:?}");
     for holder in listed {
-        let (_, token) = held.get(holder.key.as_str()).unwrap_or_else(|| panic!("{holder:?} holds nothing"));
+        let (_, token) =
+            held.get(holder.key.as_str()).unwrap_or_else(|| panic!("{holder:?} holds nothing"));
         assert!(holder.token.is_none() || holder.token == *token, "{holder:?} has {token:?}");
     }
     for (claim, _) in held.values() {
@@ -234,8 +236,14 @@ pub async fn a_lock_tells_its_holder(lab: &Lab) {
 pub async fn a_broken_lock_is_free_and_its_holder_is_told(lab: &Lab) {
     let (holding, breaking) = (lab.registry_of(lab.renewed()).await, lab.registry().await);
     let guard = holding.obtain("orders/42").lock().await.expect("a free lock is had");
-    assert!(breaking.force_release("orders/42").await.expect("breaking answers"), "somebody held it");
-    assert!(!breaking.force_release("orders/42").await.expect("breaking answers"), "nobody holds it");
+    assert!(
+        breaking.force_release("orders/42").await.expect("breaking answers"),
+        "somebody held it"
+    );
+    assert!(
+        !breaking.force_release("orders/42").await.expect("breaking answers"),
+        "nobody holds it"
+    );
     assert_eq!(guard.lost().await, LostReason::Gone);
     assert!(matches!(guard.unlock().await, Err(LockError::Lost { .. })));
     let next = breaking.obtain("orders/42").try_lock().await.expect("no trouble");

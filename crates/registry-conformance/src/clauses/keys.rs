@@ -133,10 +133,12 @@ pub async fn an_empty_key_is_refused_before_any_request(lab: &Lab) {
 /// One byte too many is refused, and the store never hears of it.
 pub async fn a_key_that_is_too_long_is_refused_before_any_request(lab: &Lab) {
     let long = "x".repeat(Key::BYTES_MAX + 1);
-    refused_everywhere(lab, &long, |why| matches!(why, InvalidKey::TooLong { bytes: 4_097, .. })).await;
+    refused_everywhere(lab, &long, |why| matches!(why, InvalidKey::TooLong { bytes: 4_097, .. }))
+        .await;
     // Bytes count, not characters.
     let wide = "é".repeat(Key::BYTES_MAX / 2 + 1);
-    refused_everywhere(lab, &wide, |why| matches!(why, InvalidKey::TooLong { bytes: 4_098, .. })).await;
+    refused_everywhere(lab, &wide, |why| matches!(why, InvalidKey::TooLong { bytes: 4_098, .. }))
+        .await;
 }
 
 async fn refused_everywhere(lab: &Lab, name: &str, expected: impl Fn(&InvalidKey) -> bool) {
@@ -161,11 +163,68 @@ async fn refused_everywhere(lab: &Lab, name: &str, expected: impl Fn(&InvalidKey
 
 fn hostile() -> Vec<String> {
     [
-        "/", "//", ".", "..", "../../etc/passwd", "a/../b", "\0", "a\0b", "a\0", "'", "\"", "`", "\\",
-        "'); DROP TABLE locks; --", "%", "_", "*", "?", "[a-z]", "%00", "%2F", "{", "}", "{}", "{a}b",
-        "a{b}c", " ", "  ", "\t", "\n", "\r\n", "a\nb", "🔒", "👩‍👩‍👧", "\u{202e}abc", "\u{feff}", "\u{200b}",
-        "ключ", "鍵", "مفتاح", "null", "NULL", "0", "-1", "641", "true", "$1", "${HOME}", "#", ";", ":", "a:b",
-        "@", "~", "CON", "-", "--", "orders/42?x=1&y=2", "\u{7f}", "\u{1b}[31m", "\u{fffd}", "\u{10ffff}",
+        "/",
+        "//",
+        ".",
+        "..",
+        "../../etc/passwd",
+        "a/../b",
+        "\0",
+        "a\0b",
+        "a\0",
+        "'",
+        "\"",
+        "`",
+        "\\",
+        "'); DROP TABLE locks; --",
+        "%",
+        "_",
+        "*",
+        "?",
+        "[a-z]",
+        "%00",
+        "%2F",
+        "{",
+        "}",
+        "{}",
+        "{a}b",
+        "a{b}c",
+        " ",
+        "  ",
+        "\t",
+        "\n",
+        "\r\n",
+        "a\nb",
+        "🔒",
+        "👩‍👩‍👧",
+        "\u{202e}abc",
+        "\u{feff}",
+        "\u{200b}",
+        "ключ",
+        "鍵",
+        "مفتاح",
+        "null",
+        "NULL",
+        "0",
+        "-1",
+        "641",
+        "true",
+        "$1",
+        "${HOME}",
+        "#",
+        ";",
+        ":",
+        "a:b",
+        "@",
+        "~",
+        "CON",
+        "-",
+        "--",
+        "orders/42?x=1&y=2",
+        "\u{7f}",
+        "\u{1b}[31m",
+        "\u{fffd}",
+        "\u{10ffff}",
     ]
     .map(str::to_owned)
     .into()
@@ -173,8 +232,37 @@ fn hostile() -> Vec<String> {
 
 fn alike() -> Vec<String> {
     [
-        "key", "Key", "KEY", "kEY", " key", "key ", "key  ", "\tkey", "key\n", "key\0", "kéy", "ke\u{301}y",
-        "k\u{e9}y", "ｋｅｙ", "кey", "keү", "ß", "ss", "SS", "ı", "i", "I", "İ", "ﬁ", "fi", "Å", "\u{212b}", "1", "01", "1.0", "１",
+        "key",
+        "Key",
+        "KEY",
+        "kEY",
+        " key",
+        "key ",
+        "key  ",
+        "\tkey",
+        "key\n",
+        "key\0",
+        "kéy",
+        "ke\u{301}y",
+        "k\u{e9}y",
+        "ｋｅｙ",
+        "кey",
+        "keү",
+        "ß",
+        "ss",
+        "SS",
+        "ı",
+        "i",
+        "I",
+        "İ",
+        "ﬁ",
+        "fi",
+        "Å",
+        "\u{212b}",
+        "1",
+        "01",
+        "1.0",
+        "１",
     ]
     .map(str::to_owned)
     .into_iter()

@@ -9,20 +9,23 @@
 //!
 //! # Cancel safety
 //! Clauses are run to their end. One that is dropped leaves its locks to the store's leases.
-#![expect(clippy::missing_panics_doc, reason = "a panic is how a clause says that its promise is broken")]
+#![expect(
+    clippy::missing_panics_doc,
+    reason = "a panic is how a clause says that its promise is broken"
+)]
 
-pub mod spi;
-pub mod exclusion;
-pub mod fencing;
-pub mod expiry;
-pub mod renewal;
-pub mod release;
-pub mod waiting;
-pub mod keys;
-pub mod inspect;
-pub mod options;
-pub mod loss;
-pub mod reentry;
-pub mod handoff;
-pub mod drop_and_cancel;
 pub mod close;
+pub mod drop_and_cancel;
+pub mod exclusion;
+pub mod expiry;
+pub mod fencing;
+pub mod handoff;
+pub mod inspect;
+pub mod keys;
+pub mod loss;
+pub mod options;
+pub mod reentry;
+pub mod release;
+pub mod renewal;
+pub mod spi;
+pub mod waiting;

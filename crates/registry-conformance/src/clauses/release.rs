@@ -1,6 +1,8 @@
 //! What is given back is free, at once and for good; and only its holder can give it back.
 
-use registry_core::{Claim, LockError, LockOptions, LockRegistry as _, LockRegistryExt as _, Release};
+use registry_core::{
+    Claim, LockError, LockOptions, LockRegistry as _, LockRegistryExt as _, Release,
+};
 
 use crate::faulty::{Fault, Faults, Operation};
 use crate::lab::{Lab, busy, freed, granted, is_free, key, release};
@@ -119,7 +121,11 @@ pub async fn an_unlocked_lock_is_free_for_all_at_once(lab: &Lab) {
 
 /// A store that was away for a moment gets the release a little later.
 pub async fn a_refused_release_is_made_again(lab: &Lab) {
-    let faults = Faults::none().at(Operation::Release, 1, Fault::Refuse).at(Operation::Release, 2, Fault::LoseRequest);
+    let faults = Faults::none().at(Operation::Release, 1, Fault::Refuse).at(
+        Operation::Release,
+        2,
+        Fault::LoseRequest,
+    );
     let faulty = lab.faulty(faults).await;
     let registry = lab.registry_over(&faulty, lab.long());
     let other = lab.registry().await;
@@ -174,7 +180,8 @@ pub async fn execute_locked_for_gives_none_when_the_lock_is_busy(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let guard = there.obtain("orders/42").lock().await.expect("a free lock is had");
     let work = async |_: &_| panic!("the work runs without its lock");
-    let done = here.execute_locked_for("orders/42", lab.short(), work).await.expect("busy is no error");
+    let done =
+        here.execute_locked_for("orders/42", lab.short(), work).await.expect("busy is no error");
     assert!(done.is_none());
     guard.unlock().await.expect("a held lock is unlocked");
 }
@@ -183,7 +190,8 @@ pub async fn execute_locked_for_gives_none_when_the_lock_is_busy(lab: &Lab) {
 pub async fn a_failing_unlock_does_not_hide_the_result_of_the_work(lab: &Lab) {
     let faulty = lab.faulty(Faults::none().always(Operation::Release, Fault::Refuse)).await;
     let registry = lab.registry_over(&faulty, lab.renewed());
-    let done = registry.execute_locked("orders/42", async |_| 42).await.expect("a free lock is had");
+    let done =
+        registry.execute_locked("orders/42", async |_| 42).await.expect("a free lock is had");
     assert_eq!(done.output, 42);
     assert!(done.unlocked.is_err(), "the store refused the release");
     faulty.heal();

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use registry_core::{Claim, LockError, LockOptions, LockRegistry as _, Renewal};
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 
 use crate::faulty::{Fault, Faults, Operation};
 use crate::lab::{Lab, busy, freed, granted, is_free, key, release, renew, renewed};
@@ -116,10 +116,13 @@ pub async fn a_batch_is_answered_in_the_order_of_its_claims(lab: &Lab) {
     let answers = client.renew(&batch).await;
     assert_eq!(answers.len(), batch.len(), "one answer for each claim");
     for (claim, answer) in batch.iter().zip(answers) {
-        let n: usize = claim.key().as_str()["orders/".len()..].parse().expect("the key ends in a number");
+        let n: usize =
+            claim.key().as_str()["orders/".len()..].parse().expect("the key ends in a number");
         let held = matches!(n % 4, 0 | 3);
         match answer.expect("no trouble") {
-            Renewal::Renewed(left) => assert!(held && left > Duration::ZERO, "{claim:?} is not held"),
+            Renewal::Renewed(left) => {
+                assert!(held && left > Duration::ZERO, "{claim:?} is not held")
+            }
             Renewal::Gone => assert!(!held, "{claim:?} is held"),
         }
     }
@@ -159,6 +162,25 @@ pub async fn each_claim_of_a_batch_has_its_own_lease(lab: &Lab) {
     busy(&*client, &Claim::new(key("long"), lab.long())).await;
     freed(&*client, &long).await;
     freed(&*client, &next).await;
+}
+
+/// What a renewal tells is kept, like what a grant tells.
+pub async fn a_renewed_grant_does_not_end_before_it_was_told(lab: &Lab) {
+    let client = lab.client().await;
+    let claim = Claim::new(key("orders/42"), lab.short());
+    granted(&*client, &claim).await;
+    let before = Instant::now();
+    let Renewal::Renewed(told) = renew(&*client, &claim).await else {
+        panic!("{:?} is gone before its lease is over", claim.key());
+    };
+    let heir = Claim::new(key("orders/42"), lab.long());
+    lab.granted_at_last(&*client, &heir).await;
+    let lasted = before.elapsed();
+    assert!(
+        lasted >= told - told / 100 - Duration::from_millis(2),
+        "told to last {told:?}, it lasted {lasted:?}"
+    );
+    freed(&*client, &heir).await;
 }
 
 /// Nothing is asked, nothing is answered.
@@ -205,8 +227,13 @@ pub async fn a_held_lock_outlives_its_lease_by_renewal(lab: &Lab) {
 pub async fn a_guard_renewed_by_hand_is_valid_for_longer(lab: &Lab) {
     let registry = lab.registry_of(lab.renewed()).await;
     let guard = registry.obtain("orders/42").lock().await.expect("a free lock is had");
-    guard.renew(lab.long()).await.expect("a held lock is renewed");
-    assert!(guard.valid_for() > lab.renewed(), "{:?} after a renewal for {:?}", guard.valid_for(), lab.long());
+    lab.renew_by_hand(&guard, lab.long()).await.expect("a held lock is renewed");
+    assert!(
+        guard.valid_for() > lab.renewed(),
+        "{:?} after a renewal for {:?}",
+        guard.valid_for(),
+        lab.long()
+    );
     sleep(lab.renewed() * 3 / 2).await;
     assert!(guard.is_held());
     guard.unlock().await.expect("a held lock is unlocked");
@@ -219,7 +246,7 @@ pub async fn a_guard_renewed_by_hand_never_loses_time(lab: &Lab) {
     let options = LockOptions::new().renew(false);
     let guard = registry.obtain("orders/42").lock_with(options).await.expect("no trouble");
     let guard = guard.expect("without a wait there is always a guard");
-    guard.renew(lab.short()).await.expect("a held lock is renewed");
+    lab.renew_by_hand(&guard, lab.short()).await.expect("a held lock is renewed");
     sleep(lab.short() * 2).await;
     assert!(guard.is_held(), "a short renewal cut a long lease");
     assert!(other.obtain("orders/42").try_lock().await.expect("busy is no error").is_none());
@@ -241,9 +268,11 @@ pub async fn renewal_survives_an_outage_shorter_than_the_lease(lab: &Lab) {
 
 /// Unknown is borne until the lease is over: a reply that is lost is not a lock that is lost.
 pub async fn a_lost_renewal_reply_is_borne(lab: &Lab) {
-    let faults = Faults::none()
-        .at(Operation::Renew, 1, Fault::LoseReply)
-        .at(Operation::Renew, 3, Fault::LoseRequest);
+    let faults = Faults::none().at(Operation::Renew, 1, Fault::LoseReply).at(
+        Operation::Renew,
+        3,
+        Fault::LoseRequest,
+    );
     let faulty = lab.faulty(faults).await;
     let registry = lab.registry_over(&faulty, lab.renewed());
     let guard = registry.obtain("orders/42").lock().await.expect("a free lock is had");
@@ -294,13 +323,14 @@ pub async fn a_lock_that_is_not_to_be_renewed_is_not_renewed(lab: &Lab) {
 
 /// The keeper serves many locks: the loss of one is not the loss of the rest.
 pub async fn one_lost_lock_does_not_stop_the_renewal_of_others(lab: &Lab) {
-    let client = lab.client().await;
     let registry = lab.registry_of(lab.renewed()).await;
     let mut guards = Vec::new();
     for n in 0..3 {
-        guards.push(registry.obtain(&format!("orders/{n}")).lock().await.expect("a free lock is had"));
+        guards.push(
+            registry.obtain(&format!("orders/{n}")).lock().await.expect("a free lock is had"),
+        );
     }
-    release(&*client, guards[1].claim()).await;
+    lab.break_claim(guards[1].claim()).await;
     guards[1].lost().await;
     sleep(lab.renewed() * 2).await;
     for guard in guards {

@@ -184,7 +184,10 @@ pub async fn a_queued_claim_that_is_released_lets_the_next_one_pass(lab: &Lab) {
     freed(&*client, &claims[0]).await;
     granted(&*client, &claims[2]).await;
     freed(&*client, &claims[2]).await;
-    assert!(matches!(attempt(&*client, &claims[1]).await, Attempt::Granted(_)), "its place was gone, not its right");
+    assert!(
+        matches!(attempt(&*client, &claims[1]).await, Attempt::Granted(_)),
+        "its place was gone, not its right"
+    );
     freed(&*client, &claims[1]).await;
 }
 

@@ -4,7 +4,7 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures_util::future::{join, join_all};
+use futures_util::future::{Either, join, join_all, select};
 use futures_util::poll;
 use registry_core::{Claim, LockBackend, LockError, LockRegistry as _, Registry};
 use tokio::task::JoinSet;
@@ -29,11 +29,7 @@ pub async fn a_store_that_wakes_ends_the_waits_of_other_clients(lab: &Lab) {
     wakes(lab, &*first, &*second).await;
 }
 
-async fn wakes(
-    lab: &Lab,
-    holding: &dyn LockBackend,
-    waiting: &dyn LockBackend,
-) {
+async fn wakes(lab: &Lab, holding: &dyn LockBackend, waiting: &dyn LockBackend) {
     let holder = Claim::new(key("orders/42"), lab.long());
     let waiter = Claim::new(key("orders/42"), lab.long());
     granted(holding, &holder).await;
@@ -72,7 +68,9 @@ pub async fn waits_of_many_keys_end_each_with_its_own_release(lab: &Lab) {
         granted(&*first, holder).await;
         let waiter = Claim::new(holder.key().clone(), lab.long());
         let refusal = busy(&*second, &waiter).await;
-        timeout(lab.patience(), second.wait(&waiter, &refusal)).await.expect("its key was released");
+        timeout(lab.patience(), second.wait(&waiter, &refusal))
+            .await
+            .expect("its key was released");
     }));
     let releases = async {
         sleep(Duration::from_millis(50)).await;
@@ -127,7 +125,8 @@ async fn handed_from_to(from: &Registry, to: &Registry) {
 /// A first attempt is always made.
 pub async fn a_wait_of_zero_still_gets_a_free_lock(lab: &Lab) {
     let registry = lab.registry().await;
-    let guard = registry.obtain("orders/42").try_lock_for(Duration::ZERO).await.expect("no trouble");
+    let guard =
+        registry.obtain("orders/42").try_lock_for(Duration::ZERO).await.expect("no trouble");
     guard.expect("the lock is free").unlock().await.expect("a held lock is unlocked");
 }
 
@@ -312,15 +311,18 @@ pub async fn waiters_of_one_key_do_not_hold_up_another(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let guard = there.obtain("held").lock().await.expect("a free lock is had");
     let lock = here.obtain("held");
-    let mut waiting: Vec<_> = (0..20).map(|_| Box::pin(lock.lock())).collect();
-    for waiter in &mut waiting {
-        assert!(poll!(waiter.as_mut()).is_pending(), "two guards of one key");
+    let waiting = pin!(join_all((0..20).map(|_| lock.lock())));
+    let others = pin!(async {
+        for n in 0..10 {
+            let other = here.obtain(&format!("orders/{n}")).try_lock().await.expect("no trouble");
+            other.expect("the lock is free").unlock().await.expect("a held lock is unlocked");
+        }
+    });
+    match timeout(lab.patience(), select(waiting, others)).await {
+        Ok(Either::Right(_)) => {}
+        Ok(Either::Left((guards, _))) => panic!("two guards of one key: {guards:?}"),
+        Err(_) => panic!("other keys wait for those who wait"),
     }
-    for n in 0..10 {
-        let other = here.obtain(&format!("orders/{n}")).try_lock().await.expect("no trouble");
-        other.expect("the lock is free").unlock().await.expect("a held lock is unlocked");
-    }
-    drop(waiting);
     guard.unlock().await.expect("a held lock is unlocked");
 }
 

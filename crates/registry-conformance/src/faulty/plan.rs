@@ -255,15 +255,20 @@ mod tests {
 
     #[test]
     fn scripted_faults_hit_the_calls_they_name() {
-        let faults = Faults::none()
-            .at(Operation::Renew, 2, Fault::LoseReply)
-            .from(Operation::Renew, 4, Fault::Refuse);
+        let faults = Faults::none().at(Operation::Renew, 2, Fault::LoseReply).from(
+            Operation::Renew,
+            4,
+            Fault::Refuse,
+        );
         let mut plan = Plan::new(faults);
         let hit: Vec<_> = (0..5)
             .map(|_| plan.verdict(Operation::Renew))
             .map(|verdict| (verdict.lose_reply, verdict.refuse))
             .collect();
-        assert_eq!(hit, [(false, false), (true, false), (false, false), (false, true), (false, true)]);
+        assert_eq!(
+            hit,
+            [(false, false), (true, false), (false, false), (false, true), (false, true)]
+        );
         assert!(!plan.verdict(Operation::Release).refuse, "another operation has its own count");
     }
 

@@ -59,6 +59,9 @@ pub struct SqliteBackend {
     pub(super) identity: Identity,
     pub(super) store: Vec<u8>,
     pub(super) clock: Arc<dyn Clock>,
+    /// The namespace and the boot as statements take them: bound without being copied.
+    namespace: Arc<str>,
+    pub(super) boot: Arc<Vec<u8>>,
     pub(super) writer: Link,
     pub(super) reader: Arc<Link>,
     pub(super) wakes: Wakes,
@@ -85,13 +88,15 @@ impl SqliteBackend {
         let Opened { writer, reader, place, identity, store } =
             open::open(&config, clock.boot()).await?;
         let reader = Arc::new(reader);
+        let namespace = Arc::<str>::from(config.namespace.as_str());
+        let boot = Arc::new(clock.boot().bytes().to_vec());
         let wakes = Wakes::new(
             Arc::clone(&reader),
             Arc::clone(&clock),
-            config.namespace.clone(),
+            Arc::clone(&namespace),
             place.wal.clone(),
         );
-        Ok(Self { config, place, identity, store, clock, writer, reader, wakes })
+        Ok(Self { config, place, identity, store, clock, namespace, boot, writer, reader, wakes })
     }
 
     /// The statements that make the tables of this store, for those who let nobody else make tables.
@@ -119,12 +124,12 @@ impl SqliteBackend {
         token: FencingToken,
     ) -> super::link::Statement {
         sqlx::query(sql::FENCE)
-            .bind(self.config.namespace.clone())
+            .bind(Arc::clone(&self.namespace))
             .bind(key_bytes(claim.key()))
             .bind(claim.id().to_bytes().to_vec())
             .bind(i64::from(token))
             .bind(self.clock.now())
-            .bind(self.boot())
+            .bind(Arc::clone(&self.boot))
     }
 
     /// Whether `store`, read from the meta table of some database, is the id of this one.
@@ -132,30 +137,45 @@ impl SqliteBackend {
         self.store == store
     }
 
-    pub(super) fn boot(&self) -> Vec<u8> {
-        self.clock.boot().bytes().to_vec()
-    }
-
-    /// One statement: the claim has the key, or it was not free.
-    async fn take(&self, claim: &Claim) -> Result<Option<FencingToken>, BackendError> {
-        let lease = micros(claim.lease());
-        let rows = self
+    /// Grants the key if it is free and the wall clock is ahead of its tokens, which is how it is with few exceptions.
+    async fn take_at_wall_clock(&self, claim: &Claim) -> Result<Option<FencingToken>, BackendError> {
+        let mut token = 0;
+        let changes = self
             .writer
-            .rows(|| {
-                let now = self.clock.now();
-                sqlx::query(sql::ACQUIRE)
-                    .bind(self.config.namespace.clone())
-                    .bind(key_bytes(claim.key()))
-                    .bind(claim.id().to_bytes().to_vec())
-                    .bind(self.clock.wall())
-                    .bind(i64::from(claim.token_block()))
-                    .bind(claim.label().map(str::to_owned))
-                    .bind(now)
-                    .bind(now.saturating_add(lease))
-                    .bind(self.boot())
+            .changes(|| {
+                token = self.clock.wall();
+                self.acquire_statement(sql::ACQUIRE_AT, claim, token)
             })
             .await?;
+        Ok(if changes == 0 { None } else { FencingToken::try_from(token).ok() })
+    }
+
+    /// Grants the key if it is free.
+    async fn take(&self, claim: &Claim) -> Result<Option<FencingToken>, BackendError> {
+        let rows = self
+            .writer
+            .rows(|| self.acquire_statement(sql::ACQUIRE_ABOVE, claim, self.clock.wall()))
+            .await?;
         rows.first().map(|row| self.token(row, 0)).transpose()
+    }
+
+    fn acquire_statement(
+        &self,
+        statement: &'static str,
+        claim: &Claim,
+        token: i64,
+    ) -> super::link::Statement {
+        let now = self.clock.now();
+        sqlx::query(statement)
+            .bind(Arc::clone(&self.namespace))
+            .bind(key_bytes(claim.key()))
+            .bind(claim.id().to_bytes().to_vec())
+            .bind(token)
+            .bind(i64::from(claim.token_block()))
+            .bind(claim.label())
+            .bind(now)
+            .bind(now.saturating_add(micros(claim.lease())))
+            .bind(Arc::clone(&self.boot))
     }
 
     /// Who has the key. An error when another boot writes to the file.
@@ -163,12 +183,12 @@ impl SqliteBackend {
         let rows = self
             .reader
             .rows(|| {
-                sqlx::query(sql::LOOK).bind(self.config.namespace.clone()).bind(key_bytes(key))
+                sqlx::query(sql::LOOK).bind(Arc::clone(&self.namespace)).bind(key_bytes(key))
             })
             .await?;
         let row = rows.first().ok_or_else(|| open::damaged(self.path()))?;
         let boot: Vec<u8> = self.column(row, 0)?;
-        if boot != self.clock.boot().bytes() {
+        if boot != *self.boot {
             return Err(self.other_boot());
         }
         let claim: Option<Vec<u8>> = self.column(row, 2)?;
@@ -180,7 +200,7 @@ impl SqliteBackend {
     /// Reads what [`sql::LOOK`] and [`sql::LIST`] have in common; `None` for a grant of another boot.
     fn held(&self, row: &SqliteRow, claim: Vec<u8>) -> Result<Option<Held>, BackendError> {
         let boot: Vec<u8> = self.column(row, 7)?;
-        if boot != self.clock.boot().bytes() {
+        if boot != *self.boot {
             return Ok(None);
         }
         let key: Vec<u8> = self.column(row, 1)?;
@@ -239,8 +259,8 @@ impl SqliteBackend {
                 now = self.clock.now();
                 let mut statement = sqlx::query(size.text.as_str())
                     .bind(now)
-                    .bind(self.boot())
-                    .bind(self.config.namespace.clone());
+                    .bind(Arc::clone(&self.boot))
+                    .bind(Arc::clone(&self.namespace));
                 for claim in claims {
                     statement = statement
                         .bind(key_bytes(claim.key()))
@@ -300,8 +320,12 @@ impl LockBackend for SqliteBackend {
         // is told "busy" without a name and comes back at once.
         const TRIES_MAX: u32 = 3;
         self.place.check(self.identity)?;
-        for _ in 0..TRIES_MAX {
-            if let Some(token) = self.take(claim).await? {
+        for attempt in 0..TRIES_MAX {
+            let taken = match attempt {
+                0 => self.take_at_wall_clock(claim).await?,
+                _ => self.take(claim).await?,
+            };
+            if let Some(token) = taken {
                 return Ok(Attempt::Granted(Grant::new(Some(token), claim.lease())));
             }
             if let Some(held) = self.look(claim.key()).await? {
@@ -346,11 +370,11 @@ impl LockBackend for SqliteBackend {
             .writer
             .changes(|| {
                 sqlx::query(sql::RELEASE)
-                    .bind(self.config.namespace.clone())
+                    .bind(Arc::clone(&self.namespace))
                     .bind(key_bytes(claim.key()))
                     .bind(claim.id().to_bytes().to_vec())
                     .bind(self.clock.now())
-                    .bind(self.boot())
+                    .bind(Arc::clone(&self.boot))
             })
             .await?;
         self.purge_by_chance(claim).await;
@@ -371,9 +395,9 @@ impl LockBackend for SqliteBackend {
             .reader
             .rows(|| {
                 sqlx::query(sql::LIST)
-                    .bind(self.config.namespace.clone())
+                    .bind(Arc::clone(&self.namespace))
                     .bind(self.clock.now())
-                    .bind(self.boot())
+                    .bind(Arc::clone(&self.boot))
             })
             .await?;
         let now = self.clock.now();
@@ -390,10 +414,10 @@ impl LockBackend for SqliteBackend {
             .writer
             .changes(|| {
                 sqlx::query(sql::FORCE_RELEASE)
-                    .bind(self.config.namespace.clone())
+                    .bind(Arc::clone(&self.namespace))
                     .bind(key_bytes(key))
                     .bind(self.clock.now())
-                    .bind(self.boot())
+                    .bind(Arc::clone(&self.boot))
             })
             .await?;
         Ok(freed(changes))

@@ -51,7 +51,7 @@ pub(super) async fn open(config: &SqliteConfig, boot: BootId) -> Result<Opened, 
         }
     };
     // Compiles the statements that everybody needs, so that the first acquisition is as fast as the others.
-    for statement in [sql::ACQUIRE, sql::RELEASE] {
+    for statement in [sql::ACQUIRE_AT, sql::RELEASE] {
         sqlx::Executor::prepare(&mut connection, sqlx::SqlSafeStr::into_sql_str(statement))
             .await
             .map_err(|error| explain(error, path))?;

@@ -3,6 +3,8 @@
 //! Their tokens are not forgotten: a trigger of the tables keeps the largest in the same transaction. How far the search has
 //! come is kept in the file, because a command that locks once and exits must do its share too.
 
+use std::sync::Arc;
+
 use registry_core::{BackendError, Claim};
 
 use super::backend::SqliteBackend;
@@ -36,7 +38,7 @@ impl SqliteBackend {
                     .bind(from.0.clone())
                     .bind(from.1.clone())
                     .bind(dead_since)
-                    .bind(self.boot())
+                    .bind(Arc::clone(&self.boot))
             })
             .await?;
         let start = (String::new(), Vec::new());
@@ -71,7 +73,7 @@ impl SqliteBackend {
                     .bind(from.0.clone())
                     .bind(from.1.clone())
                     .bind(dead_since)
-                    .bind(self.boot())
+                    .bind(Arc::clone(&self.boot))
                     .bind(to.0.clone())
                     .bind(to.1.clone())
             })

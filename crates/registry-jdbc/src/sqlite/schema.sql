@@ -19,8 +19,8 @@ CREATE TABLE IF NOT EXISTS lock_registry_locks (
     namespace TEXT    NOT NULL,
     key       BLOB    NOT NULL,                             -- UTF-8
     claim     BLOB,                                         -- who holds it; NULL after a release
-    token     INTEGER NOT NULL,                             -- the fencing tokens of the newest grant:
-    last      INTEGER NOT NULL,                             -- the first and the last of them
+    token     INTEGER NOT NULL,                             -- the first fencing token of the newest grant
+    block     INTEGER NOT NULL,                             -- how many tokens it reserved
     label     TEXT,
     since     INTEGER NOT NULL,
     until     INTEGER NOT NULL,                             -- held until then, or free since then
@@ -31,5 +31,5 @@ CREATE TABLE IF NOT EXISTS lock_registry_locks (
 -- Whoever deletes a row, tokens never go backwards.
 CREATE TRIGGER IF NOT EXISTS lock_registry_purged AFTER DELETE ON lock_registry_locks
 BEGIN
-    UPDATE lock_registry_meta SET floor = OLD.last WHERE id = 1 AND floor < OLD.last;
+    UPDATE lock_registry_meta SET floor = max(floor, OLD.token + (OLD.block - 1)) WHERE id = 1;
 END;

@@ -7,8 +7,8 @@
 //!   free key is taken before the look, the others sleep on: of all waiters of the host, few storm a key that comes free.
 //! - The kernel tells of a commit as it is written, just before it can be read. So the first look may come too early, and
 //!   more looks follow.
-//! - After each look it rests nine times as long as the look took. A database that is busy with other things costs its waiters a
-//!   tenth of a core, not more.
+//! - It spends a tenth of the time on looking, and saves what it does not spend. A single release is seen at once; a database
+//!   that is busy with other things costs its waiters a tenth of a core.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -36,6 +36,10 @@ const LOOKS_AFTER: [Duration; 4] = [
     Duration::from_millis(20),
     Duration::from_millis(100),
 ];
+/// Of so many units of time, one may be spent on looking.
+const SHARE: u32 = 10;
+/// The most time that can be saved for looking.
+const SAVED_MAX: Duration = Duration::from_millis(5);
 /// The longest rest after a look.
 const REST_MAX: Duration = Duration::from_millis(250);
 /// How long the task stays without waiters. Closing the kernel's watch can take milliseconds, and who waited once will again.
@@ -49,7 +53,7 @@ pub(super) struct Wakes {
 struct Shared {
     reader: Arc<Link>,
     clock: Arc<dyn Clock>,
-    namespace: String,
+    namespace: Arc<str>,
     wal: PathBuf,
     waiting: Mutex<Waiting>,
     /// Somebody came, or the last one went.
@@ -77,7 +81,7 @@ impl Wakes {
     pub(super) fn new(
         reader: Arc<Link>,
         clock: Arc<dyn Clock>,
-        namespace: String,
+        namespace: Arc<str>,
         wal: PathBuf,
     ) -> Self {
         Self {
@@ -182,6 +186,7 @@ impl Shared {
     async fn watch(self: Arc<Self>) {
         let mut watch = Watch::start(&self.wal);
         let mut looks = Looks::none();
+        let mut budget = Budget::new();
         loop {
             if self.waiting().waiters.is_empty() {
                 if timeout(LINGER, self.arrivals.notified()).await.is_err() && self.retire() {
@@ -198,13 +203,13 @@ impl Shared {
                     if !watch.is_by_time() {
                         looks = Looks::after_now();
                     }
-                    self.look(Whom::All).await;
+                    self.look(Whom::All, &mut budget).await;
                 }
                 () = self.arrivals.notified() => {
                     watch.restart();
-                    self.look(Whom::Fresh).await;
+                    self.look(Whom::Fresh, &mut budget).await;
                 }
-                () = looks.next() => self.look(Whom::All).await,
+                () = looks.next() => self.look(Whom::All, &mut budget).await,
             }
         }
     }
@@ -226,8 +231,8 @@ impl Shared {
         idle
     }
 
-    /// Looks at the keys of these waiters, wakes those for whom it is time, and rests.
-    async fn look(&self, whom: Whom) {
+    /// Looks at the keys of these waiters, wakes those for whom it is time, and rests if that took too long.
+    async fn look(&self, whom: Whom, budget: &mut Budget) {
         let started = std::time::Instant::now();
         let sizes: &'static [sql::Sized] = &*sql::HELD;
         let chunk_max = sizes.last().map_or(1, |size| size.items_max);
@@ -238,8 +243,8 @@ impl Shared {
                 self.wake(chunk, &held);
             }
         }
-        if !keys.is_empty() {
-            sleep((started.elapsed() * 9).min(REST_MAX)).await;
+        if let Some(rest) = budget.spend(started.elapsed()) {
+            sleep(rest).await;
         }
     }
 
@@ -267,7 +272,7 @@ impl Shared {
                 let mut statement = sqlx::query(size.text.as_str())
                     .bind(self.clock.now())
                     .bind(self.clock.boot().bytes().to_vec())
-                    .bind(self.namespace.clone());
+                    .bind(Arc::clone(&self.namespace));
                 for key in keys {
                     statement = statement.bind(key_bytes(key));
                 }
@@ -333,6 +338,35 @@ impl Looks {
             }
             None => std::future::pending().await,
         }
+    }
+}
+
+/// The time that may be spent on looking.
+struct Budget {
+    saved: Duration,
+    counted_at: std::time::Instant,
+}
+
+impl Budget {
+    fn new() -> Self {
+        Self { saved: SAVED_MAX, counted_at: std::time::Instant::now() }
+    }
+
+    /// Takes what was spent just now; what is missing is to be rested for.
+    fn spend(&mut self, spent: Duration) -> Option<Duration> {
+        let earned = self.counted_at.elapsed() / SHARE;
+        self.counted_at = std::time::Instant::now();
+        self.saved = (self.saved + earned).min(SAVED_MAX);
+        if let Some(left) = self.saved.checked_sub(spent) {
+            self.saved = left;
+            return None;
+        }
+        let missing = spent - self.saved;
+        self.saved = Duration::ZERO;
+        // Nothing is earned for the rest itself: it pays for what was spent.
+        let rest = (missing * SHARE).min(REST_MAX);
+        self.counted_at += rest;
+        Some(rest)
     }
 }
 

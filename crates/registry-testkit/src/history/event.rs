@@ -1,5 +1,6 @@
 //! One step of one operation, as it is recorded and as it travels from a helper process: one line of JSON.
 
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
@@ -25,6 +26,25 @@ impl Event {
     pub const fn new(at: u64, op: u64, client: u32, what: What) -> Self {
         Self { at, op, client, what }
     }
+}
+
+/// The same events with their tokens numbered from zero. Stores make tokens of the time of day; two runs of one seed differ
+/// in nothing else.
+#[must_use]
+pub fn ranked(mut events: Vec<Event>) -> Vec<Event> {
+    fn token(what: &mut What) -> Option<&mut u64> {
+        match what {
+            What::AcquireGranted { token, .. } => token.as_mut(),
+            What::WriteCalled { token, .. } => Some(token),
+            _ => None,
+        }
+    }
+    let tokens = events.iter_mut().filter_map(|event| token(&mut event.what).copied());
+    let ordered: Vec<u64> = tokens.collect::<BTreeSet<u64>>().into_iter().collect();
+    for token in events.iter_mut().filter_map(|event| token(&mut event.what)) {
+        *token = ordered.partition_point(|other| other < token) as u64;
+    }
+    events
 }
 
 /// What happened.

@@ -28,7 +28,11 @@ enum Cut {
     Reset,
 }
 
-pub(super) async fn serve(mut client: TcpStream, shared: Arc<Shared>, mut cut: watch::Receiver<()>) {
+pub(super) async fn serve(
+    mut client: TcpStream,
+    shared: Arc<Shared>,
+    mut cut: watch::Receiver<()>,
+) {
     let ended = tokio::select! {
         biased;
         _ = cut.changed() => Err(Cut::Reset),
@@ -284,11 +288,7 @@ impl<'a> Pump<'a> {
     }
 
     /// Passes the end of the stream on.
-    async fn finish(
-        &mut self,
-        mode: Mode,
-        modes: &mut watch::Receiver<Mode>,
-    ) -> Result<(), Cut> {
+    async fn finish(&mut self, mode: Mode, modes: &mut watch::Receiver<Mode>) -> Result<(), Cut> {
         match self.direction {
             Direction::Requests => self.link.client_done.notify_one(),
             Direction::Replies if mode == Mode::DropReplies => {

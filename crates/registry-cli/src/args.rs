@@ -1,0 +1,212 @@
+//! The command line: what can be said, how it is explained, what is refused while it is read.
+
+use std::ffi::OsString;
+use std::time::Duration;
+
+use clap::{Args, Parser, Subcommand};
+use lock_registry::{Key, LockOptions, parse_duration};
+
+use crate::exit::Failure;
+
+/// Runs commands under distributed locks, and looks after lock stores.
+///
+/// Without --url and LOCK_REGISTRY_URL, locks live in an SQLite file of this user,
+/// $XDG_STATE_HOME/lock-registry/locks.db (by default under ~/.local/state), and exclude the processes of this host.
+#[derive(Debug, Parser)]
+#[command(name = "lockreg", version, max_term_width = 100, after_help = EXIT_STATUS, disable_help_subcommand = true)]
+pub(crate) struct Cli {
+    #[command(flatten)]
+    pub(crate) global: Global,
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+const EXIT_STATUS: &str = "\
+Exit status:
+  0    done; `run` ends with the status of its command instead
+  1    `show`, `break`: nobody holds the key
+  64   the command line or a LOCK_REGISTRY_* variable is wrong; nothing was done
+  69   the store cannot be reached or used
+  75   the lock was not obtained in time
+  76   the lock was lost while it was needed
+  126  the command of `run` cannot be executed
+  127  the command of `run` does not exist
+  129… ended by signal 1…, as was the command of `run`
+
+All options of a store can be set by environment variables too: LOCK_REGISTRY_URL, LOCK_REGISTRY_LEASE, …
+A URL with a password belongs there: others on this host can see the command line.";
+
+/// What every subcommand takes.
+#[derive(Debug, Args)]
+pub(crate) struct Global {
+    /// The lock store, such as sqlite:/var/lib/app/locks.db; wins over LOCK_REGISTRY_URL
+    #[arg(long, global = true, value_name = "URL", display_order = 100)]
+    pub(crate) url: Option<String>,
+    /// Keeps these locks apart from those of other namespaces
+    #[arg(long, global = true, value_name = "NAME", display_order = 101)]
+    pub(crate) namespace: Option<String>,
+    /// Prints JSON instead of text, one object or array per line
+    #[arg(long, global = true, display_order = 102)]
+    pub(crate) json: bool,
+    /// Logs to stderr: -v warnings and worse, -vv grants and releases, -vvv everything; LOCK_REGISTRY_LOG says it in detail
+    #[arg(short, long, global = true, action = clap::ArgAction::Count, display_order = 103)]
+    pub(crate) verbose: u8,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    Run(Run),
+    Hold(Hold),
+    Show(Show),
+    /// Lists all locks that are held in the namespace
+    List,
+    Break(Break),
+    /// Reaches the store, and tells what it guarantees, how it is set up and what is wrong with it
+    Doctor,
+    Schema(Schema),
+    Bench(Bench),
+}
+
+/// Runs a command while holding a lock
+///
+/// Waits for the lock, for ever unless told otherwise, runs the command, and frees the lock when the command has ended.
+/// The command finds the key in LOCKREG_KEY and the fencing token in LOCKREG_FENCING_TOKEN.
+///
+/// If the lock is lost while the command runs, the command gets SIGTERM and, after the grace time, SIGKILL; so do all
+/// processes that it started, unless they have left its process group. Signals are passed on to the command.
+#[derive(Debug, Args)]
+pub(crate) struct Run {
+    #[command(flatten)]
+    pub(crate) taking: Taking,
+    /// How long the command may take to end when it has to, before it is killed
+    #[arg(long, value_name = "TIME", default_value = "10s", value_parser = grace)]
+    pub(crate) grace: Duration,
+    /// The key of the lock
+    pub(crate) key: OsString,
+    /// The command and its arguments
+    #[arg(last = true, required = true, value_name = "COMMAND")]
+    pub(crate) command: Vec<OsString>,
+}
+
+/// Holds a lock until stdin ends or a signal comes
+///
+/// Prints one line of JSON when the lock is held, {"key":…,"token":…,"valid_for_ms":…}, and one when it is lost,
+/// {"key":…,"lost":"reason"}. For scripts and for programs in any language.
+#[derive(Debug, Args)]
+pub(crate) struct Hold {
+    #[command(flatten)]
+    pub(crate) taking: Taking,
+    /// The key of the lock
+    pub(crate) key: OsString,
+}
+
+/// How a lock is taken.
+#[derive(Debug, Args)]
+pub(crate) struct Taking {
+    /// Gives up after this time, with status 75 [default: never]
+    #[arg(long, value_name = "TIME", value_parser = wait, conflicts_with = "no_wait", allow_hyphen_values = true)]
+    pub(crate) wait: Option<Duration>,
+    /// Gives up at once if somebody else has the lock, with status 75
+    #[arg(long)]
+    pub(crate) no_wait: bool,
+    /// How long the key stays taken if this process dies; renewed while it lives [default: 30s]
+    #[arg(long, value_name = "TIME", value_parser = span, allow_hyphen_values = true)]
+    pub(crate) lease: Option<Duration>,
+    /// What others see when they ask who holds the lock [default: host:pid]
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) label: Option<String>,
+}
+
+impl Taking {
+    /// How long to wait; `None` is for ever.
+    pub(crate) fn patience(&self) -> Option<Duration> {
+        if self.no_wait { Some(Duration::ZERO) } else { self.wait }
+    }
+}
+
+/// Tells who holds a lock; status 1 if nobody does
+#[derive(Debug, Args)]
+pub(crate) struct Show {
+    /// The key of the lock
+    pub(crate) key: OsString,
+}
+
+/// Frees a lock, whoever holds it
+///
+/// The holder learns of it at its next renewal; until then both may work. Status 1 if nobody holds it.
+#[derive(Debug, Args)]
+pub(crate) struct Break {
+    /// The key of the lock
+    pub(crate) key: OsString,
+    /// Does it; without, it is only told what would be broken
+    #[arg(long)]
+    pub(crate) yes: bool,
+}
+
+/// Prints the SQL that makes the tables of a store
+#[derive(Debug, Args)]
+pub(crate) struct Schema {
+    /// The database
+    pub(crate) dialect: String,
+}
+
+/// Measures lock and unlock pairs against the store
+#[derive(Debug, Args)]
+pub(crate) struct Bench {
+    /// How long to measure
+    #[arg(long = "for", value_name = "TIME", default_value = "3s", value_parser = measured)]
+    pub(crate) time: Duration,
+    /// How many tasks of this process contend, each for a key of its own
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=1024))]
+    pub(crate) tasks: u16,
+}
+
+/// The key of a lock, checked before anything is opened.
+pub(crate) fn key(given: &OsString) -> Result<Key, Failure> {
+    let Some(text) = given.to_str() else {
+        return Err(Failure::usage(format!(
+            "the key {given:?} is not UTF-8; lock keys are UTF-8 text"
+        )));
+    };
+    Key::new(text).map_err(|error| Failure::Lock(error.into()))
+}
+
+fn span(text: &str) -> Result<Duration, String> {
+    parse_duration(text).map_err(|error| format!("it is {error}"))
+}
+
+fn wait(text: &str) -> Result<Duration, String> {
+    bounded(text, LockOptions::WAIT_MAX, "leave --wait out to wait for ever")
+}
+
+fn grace(text: &str) -> Result<Duration, String> {
+    bounded(
+        text,
+        Duration::from_secs(24 * 60 * 60),
+        "a command that needs longer should not be killed at all",
+    )
+}
+
+fn measured(text: &str) -> Result<Duration, String> {
+    bounded(text, Duration::from_secs(60 * 60), "a benchmark settles much sooner")
+}
+
+fn bounded(text: &str, max: Duration, advice: &str) -> Result<Duration, String> {
+    let given = span(text)?;
+    if given > max {
+        return Err(format!("it is longer than {}; {advice}", humantime::format_duration(max)));
+    }
+    Ok(given)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory as _;
+
+    use super::*;
+
+    #[test]
+    fn the_definition_is_sound() {
+        Cli::command().debug_assert();
+    }
+}

@@ -1,0 +1,166 @@
+//! How `lockreg` ends: every failure, its exit status, and its text without secrets.
+
+use std::error::Error as StdError;
+use std::fmt;
+use std::io;
+use std::path::PathBuf;
+
+use lock_registry::{ConfigError, LockError};
+
+/// Nobody holds the key (`show`, `break`).
+pub(crate) const FREE: u8 = 1;
+/// The lock was not obtained in time. `EX_TEMPFAIL` of sysexits.h.
+pub(crate) const NOT_OBTAINED: u8 = 75;
+/// The lock was lost while it was needed.
+pub(crate) const LOST: u8 = 76;
+
+/// Wrong command line or variable: `EX_USAGE`.
+pub(crate) const USAGE: u8 = 64;
+const UNAVAILABLE: u8 = 69;
+/// A bug of ours: `EX_SOFTWARE`.
+pub(crate) const INTERNAL: u8 = 70;
+const OS: u8 = 71;
+const OUTPUT: u8 = 74;
+const NOT_EXECUTABLE: u8 = 126;
+const NOT_FOUND: u8 = 127;
+
+/// The status of a process that signal `number` ended, as shells tell it.
+pub(crate) fn by_signal(number: i32) -> u8 {
+    u8::try_from(128 + number).unwrap_or(u8::MAX)
+}
+
+/// Why `lockreg` could not do what it was asked for.
+#[derive(Debug)]
+pub(crate) enum Failure {
+    /// The command line is wrong. Says what to do.
+    Usage(String),
+    Config(ConfigError),
+    Lock(LockError),
+    /// The command of `run` is no program, or not for us.
+    NotExecutable(String),
+    NotFound(String),
+    /// The folder of the default store cannot be made.
+    Folder {
+        folder: PathBuf,
+        source: io::Error,
+    },
+    /// The operating system refused something that normally works.
+    Os {
+        what: &'static str,
+        source: io::Error,
+    },
+    /// stdout is gone or full.
+    Output(io::Error),
+}
+
+impl Failure {
+    pub(crate) fn usage(message: impl Into<String>) -> Self {
+        Self::Usage(message.into())
+    }
+
+    pub(crate) fn os(what: &'static str) -> impl FnOnce(io::Error) -> Self {
+        move |source| Self::Os { what, source }
+    }
+
+    /// The exit status that tells this failure from others.
+    pub(crate) fn status(&self) -> u8 {
+        match self {
+            Self::Usage(_) => USAGE,
+            Self::Config(ConfigError::Open { .. } | ConfigError::NoRuntime) => UNAVAILABLE,
+            // What is wrong with a configuration is known before anything is touched.
+            Self::Config(_) => USAGE,
+            Self::Lock(LockError::InvalidKey(_) | LockError::InvalidOption(_)) => USAGE,
+            Self::Lock(LockError::Lost { .. }) => LOST,
+            Self::Lock(_) | Self::Folder { .. } => UNAVAILABLE,
+            Self::NotExecutable(_) => NOT_EXECUTABLE,
+            Self::NotFound(_) => NOT_FOUND,
+            Self::Os { .. } => OS,
+            // Whoever reads our output has had enough: no failure of ours.
+            Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => 0,
+            Self::Output(_) => OUTPUT,
+        }
+    }
+
+    /// Whether there is anybody to tell.
+    pub(crate) fn is_silent(&self) -> bool {
+        self.status() == 0
+    }
+
+    /// This failure and its causes, outermost first.
+    pub(crate) fn chain(&self) -> Vec<String> {
+        causes(self)
+    }
+}
+
+/// The texts of `error` and its causes. A cause that its parent has told already is not repeated.
+pub(crate) fn causes(error: &dyn StdError) -> Vec<String> {
+    let mut texts: Vec<String> = Vec::new();
+    let mut next = Some(error);
+    while let Some(error) = next {
+        let text = error.to_string();
+        if !texts.last().is_some_and(|told| told.contains(&text)) {
+            texts.push(text);
+        }
+        next = error.source();
+    }
+    texts
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Usage(message) | Self::NotExecutable(message) | Self::NotFound(message) => {
+                f.write_str(message)
+            }
+            Self::Config(error) => fmt::Display::fmt(error, f),
+            Self::Lock(error) => fmt::Display::fmt(error, f),
+            Self::Folder { folder, .. } => {
+                write!(f, "cannot make the folder {folder:?} for the default store")
+            }
+            Self::Os { what, .. } => f.write_str(what),
+            Self::Output(_) => f.write_str("cannot write to stdout"),
+        }
+    }
+}
+
+impl StdError for Failure {
+    fn source(&self) -> Option<&(dyn StdError + 'static)> {
+        match self {
+            Self::Usage(_) | Self::NotExecutable(_) | Self::NotFound(_) => None,
+            Self::Config(error) => error.source(),
+            Self::Lock(error) => error.source(),
+            Self::Folder { source, .. } | Self::Os { source, .. } | Self::Output(source) => {
+                Some(source)
+            }
+        }
+    }
+}
+
+impl From<ConfigError> for Failure {
+    fn from(error: ConfigError) -> Self {
+        Self::Config(error)
+    }
+}
+
+impl From<LockError> for Failure {
+    fn from(error: LockError) -> Self {
+        Self::Lock(error)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cause_is_told_once() {
+        let io = io::Error::new(io::ErrorKind::NotFound, "gone");
+        let failure = Failure::Os { what: "cannot start", source: io };
+        assert_eq!(failure.chain(), ["cannot start", "gone"]);
+    }
+
+    #[test]
+    fn signals_end_as_in_a_shell() {
+        assert_eq!((by_signal(2), by_signal(15), by_signal(9)), (130, 143, 137));
+    }
+}

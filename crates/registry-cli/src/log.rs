@@ -1,0 +1,34 @@
+//! Logs for those who ask for them, on stderr.
+
+use std::io::IsTerminal as _;
+
+use tracing_subscriber::EnvFilter;
+
+use crate::exit::Failure;
+
+const VARIABLE: &str = "LOCK_REGISTRY_LOG";
+
+/// Begins to log as `-v` and LOCK_REGISTRY_LOG say; the variable wins. Without either nothing is logged.
+pub(crate) fn start(verbose: u8) -> Result<(), Failure> {
+    let directives = match std::env::var(VARIABLE) {
+        Ok(directives) => directives,
+        Err(std::env::VarError::NotUnicode(_)) => {
+            return Err(Failure::usage(format!("{VARIABLE} is not UTF-8")));
+        }
+        Err(std::env::VarError::NotPresent) => match verbose {
+            0 => return Ok(()),
+            1 => "lock_registry=warn".to_owned(),
+            2 => "lock_registry=debug".to_owned(),
+            _ => "lock_registry=trace".to_owned(),
+        },
+    };
+    let filter = EnvFilter::builder().parse(&directives).map_err(|error| {
+        Failure::usage(format!("{VARIABLE} is {directives:?}, {error}; write a level such as `debug`, or `lock_registry=trace`"))
+    })?;
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
+        .init();
+    Ok(())
+}

@@ -1,0 +1,287 @@
+//! `lockreg run`: a command under a lock, from the first check to the exit status.
+
+mod child;
+mod command;
+pub(crate) mod exec;
+pub(crate) mod terminal;
+pub(crate) mod watchdog;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use lock_registry::{Key, LockError, LockGuard, LockRegistry, LostReason, Observer};
+use nix::sys::signal::Signal;
+use serde_json::json;
+use tokio::time::Instant;
+
+use self::child::{Change, Ending, Running};
+use self::command::Program;
+use self::terminal::{AfterStop, Terminal};
+use self::watchdog::Watchdog;
+use crate::args;
+use crate::exit::{self, Failure, causes};
+use crate::say::{Say, printable};
+use crate::signals::{Signals, asks_to_end};
+use crate::store::Store;
+use crate::take::{Ear, Taken, close, take, warn_of_short_reach};
+
+/// `lockreg run`, checked: nothing was touched yet.
+#[derive(Debug)]
+pub(crate) struct Run {
+    key: Key,
+    program: Program,
+    store: Store,
+    patience: Option<Duration>,
+    grace: Duration,
+}
+
+impl Run {
+    pub(crate) fn check(global: &args::Global, run: args::Run) -> Result<Self, Failure> {
+        let key = args::key(&run.key)?;
+        let store = Store::choose(global)?.taking(&run.taking)?;
+        // Last: who gets everything else wrong gets 64, not the status of a command that was never meant to run.
+        let program = Program::find(run.command)?;
+        Ok(Self { key, program, store, patience: run.taking.patience(), grace: run.grace })
+    }
+
+    /// Takes the lock, runs the command, frees the lock. Answers the exit status.
+    pub(crate) async fn carry_out(self, mut signals: Signals, say: Say) -> Result<u8, Failure> {
+        let Self { key, program, store, patience, grace } = self;
+        let ear = Ear::new();
+        let registry = tokio::select! {
+            registry = store.observed(Arc::clone(&ear) as Arc<dyn Observer>).open() => registry?,
+            signal = signals.end() => return Ok(exit::by_signal(signal as i32)),
+        };
+        warn_of_short_reach(&registry, say);
+        let lock = registry.obtain(key.as_str());
+        let status = match take(&lock, patience, &ear, &mut signals, say).await {
+            Ok(Taken::Busy) => Ok(exit::NOT_OBTAINED),
+            Ok(Taken::Signal(signal)) => Ok(exit::by_signal(signal as i32)),
+            Ok(Taken::Guard(guard)) => {
+                let held = Held { guard, program: &program, grace, say };
+                held.run(&ear, &mut signals).await
+            }
+            Err(failure) => Err(failure),
+        };
+        close(&registry).await;
+        status
+    }
+}
+
+/// A lock that is held, and the command to run under it.
+struct Held<'a> {
+    guard: LockGuard,
+    program: &'a Program,
+    grace: Duration,
+    say: Say,
+}
+
+impl Held<'_> {
+    async fn run(self, ear: &Ear, signals: &mut Signals) -> Result<u8, Failure> {
+        let started = self.start().await;
+        let Self { guard, grace, say, .. } = self;
+        let ended = match started {
+            Ok((running, watchdog, terminal)) => {
+                let mut watch = Watch {
+                    guard: &guard,
+                    running,
+                    watchdog,
+                    terminal,
+                    grace,
+                    say,
+                    lost: None,
+                    pressure: Pressure::None,
+                };
+                let ending = watch.until_end(ear, signals).await;
+                watch.terminal.take_back(watch.running.group());
+                watch.watchdog.dismiss();
+                Ok((ending, watch.lost))
+            }
+            Err(failure) => Err(failure),
+        };
+        let key = guard.key().to_owned();
+        let released = guard.unlock().await;
+        let (ending, lost) = ended?;
+        // A lock that is found to be lost only now was lost at some time since it was last renewed.
+        let lost = match (lost, &released) {
+            (None, Err(LockError::Lost { reason, .. })) => {
+                tell_lost(say, &key, *reason);
+                true
+            }
+            (lost, _) => lost.is_some(),
+        };
+        if lost {
+            say.notice(
+                "ended",
+                &format!("the command {ending}"),
+                json!({ "key": key, "status": ending.status() }),
+            );
+            return Ok(exit::LOST);
+        }
+        if let Err(error) = released {
+            say.notice(
+                "release_failed",
+                &format!("{}; the lock is free when its lease ends", causes(&error).join(": ")),
+                json!({ "key": key, "causes": causes(&error) }),
+            );
+        }
+        Ok(ending.status())
+    }
+
+    /// Starts the command, watched over.
+    async fn start(&self) -> Result<(Running, Watchdog, Terminal), Failure> {
+        let terminal = Terminal::open();
+        let mut watchdog = Watchdog::start().map_err(Failure::os("cannot start the watchdog"))?;
+        let environment = vec![
+            ("LOCKREG_KEY", Some(self.guard.key().to_owned())),
+            // Removed if there is none: that of a `lockreg` around us would be a wrong one.
+            ("LOCKREG_FENCING_TOKEN", self.guard.fencing_token().map(|token| token.to_string())),
+        ];
+        match Running::start(self.program, environment, terminal.is_ours_alone()).await {
+            Ok(running) => {
+                watchdog.guard(running.group(), self.grace);
+                watchdog.held_for(self.guard.valid_for());
+                Ok((running, watchdog, terminal))
+            }
+            Err(error) => {
+                watchdog.dismiss();
+                Err(Failure::os("cannot start the command")(error))
+            }
+        }
+    }
+}
+
+/// A command that runs under a lock, and everything that can happen meanwhile.
+struct Watch<'a> {
+    guard: &'a LockGuard,
+    running: Running,
+    watchdog: Watchdog,
+    terminal: Terminal,
+    grace: Duration,
+    say: Say,
+    lost: Option<LostReason>,
+    pressure: Pressure,
+}
+
+/// What is done to make the command end.
+#[derive(Debug, Clone, Copy)]
+enum Pressure {
+    None,
+    /// It was asked to, and will be killed at this moment.
+    Asked {
+        kill_at: Instant,
+    },
+    /// It was killed. What survives that is not ours to end.
+    Killed,
+}
+
+impl Watch<'_> {
+    /// Waits until the command has ended; and, if it was asked to, all that it started.
+    async fn until_end(&mut self, ear: &Ear, signals: &mut Signals) -> Ending {
+        let mut renewals = ear.renewals();
+        let mut lost = Box::pin(self.guard.lost());
+        let ending = loop {
+            let pressure = self.pressure;
+            tokio::select! {
+                biased;
+                // First, so that a process that was stopped does not let the command take one more step.
+                reason = &mut lost, if self.lost.is_none() => self.on_lost(reason),
+                signal = signals.next() => self.on_signal(signal),
+                change = self.running.change() => match change {
+                    Change::Ended(ending) => break ending,
+                    Change::Stopped(signal) => self.on_stop(signal),
+                },
+                () = time_to_kill(pressure) => self.kill(),
+                Ok(()) = renewals.changed() => self.watchdog.held_for(self.guard.valid_for()),
+            }
+        };
+        // Who leaves something running on purpose may; who was asked to end may not.
+        while let Pressure::Asked { kill_at } = self.pressure
+            && self.running.is_anybody_left()
+        {
+            let now = Instant::now();
+            if now < kill_at {
+                tokio::time::sleep_until(kill_at.min(now + LOOK)).await;
+            } else {
+                self.kill();
+            }
+        }
+        ending
+    }
+
+    fn on_lost(&mut self, reason: LostReason) {
+        self.lost = Some(reason);
+        self.watchdog.mine();
+        tell_lost(self.say, self.guard.key(), reason);
+        self.ask_to_end(Signal::SIGTERM);
+    }
+
+    fn on_signal(&mut self, signal: Signal) {
+        match signal {
+            signal if asks_to_end(signal) => self.ask_to_end(signal),
+            Signal::SIGTSTP => {
+                self.running.signal_all(signal);
+                terminal::stop_self();
+                self.go_on();
+            }
+            Signal::SIGWINCH => self.running.signal_all(signal),
+            // For the command, which must know it; what it started may not, and would die of it.
+            signal => self.running.signal(signal),
+        }
+    }
+
+    fn on_stop(&mut self, signal: Signal) {
+        if !matches!(self.pressure, Pressure::None) {
+            // Stopped processes do not end.
+            return self.running.signal_all(Signal::SIGCONT);
+        }
+        match self.terminal.after_stop(self.running.group(), signal) {
+            AfterStop::Leave => {}
+            AfterStop::GoOn => self.go_on(),
+            AfterStop::StopJob => {
+                self.terminal.take_back(self.running.group());
+                terminal::stop_job();
+                self.go_on();
+            }
+        }
+    }
+
+    /// Lets a stopped command go on, if the lock was not lost in the meantime.
+    fn go_on(&self) {
+        if self.guard.is_held() {
+            self.terminal.give(self.running.group());
+            self.running.signal_all(Signal::SIGCONT);
+        }
+    }
+
+    fn ask_to_end(&mut self, signal: Signal) {
+        if let Pressure::None = self.pressure {
+            self.pressure = Pressure::Asked { kill_at: Instant::now() + self.grace };
+        }
+        self.running.signal_all(signal);
+        self.running.signal_all(Signal::SIGCONT);
+    }
+
+    fn kill(&mut self) {
+        self.running.signal_all(Signal::SIGKILL);
+        self.pressure = Pressure::Killed;
+    }
+}
+
+fn tell_lost(say: Say, key: &str, reason: LostReason) {
+    say.notice(
+        "lost",
+        &format!("the lock {} was lost: {reason}", printable(key)),
+        json!({ "key": key, "lost": reason }),
+    );
+}
+
+async fn time_to_kill(pressure: Pressure) {
+    match pressure {
+        Pressure::Asked { kill_at } => tokio::time::sleep_until(kill_at).await,
+        Pressure::None | Pressure::Killed => std::future::pending().await,
+    }
+}
+
+/// How often it is looked whether all of a group have ended. Nobody tells us of the end of our child's children.
+const LOOK: Duration = Duration::from_millis(20);

@@ -1,0 +1,160 @@
+//! The command of `run` as a process: how it is started, what becomes of it, how its group is signalled.
+
+use std::ffi::OsString;
+use std::io;
+use std::os::unix::process::CommandExt as _;
+use std::path::PathBuf;
+use std::process::{Child, Command};
+
+use nix::errno::Errno;
+use nix::sys::signal::{Signal, kill, killpg};
+use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
+use nix::unistd::Pid;
+use tokio::sync::{mpsc, oneshot};
+
+use super::command::Program;
+use super::exec;
+use crate::exit::by_signal;
+
+/// A started command, leader of its own process group.
+#[derive(Debug)]
+pub(crate) struct Running {
+    pid: Pid,
+    changes: mpsc::UnboundedReceiver<Change>,
+}
+
+/// What became of the command.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Change {
+    Stopped(Signal),
+    Ended(Ending),
+}
+
+/// How the command ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Ending {
+    Status(i32),
+    Signal(Signal),
+}
+
+impl Ending {
+    /// The exit status that a shell would tell.
+    pub(crate) fn status(self) -> u8 {
+        match self {
+            Self::Status(status) => u8::try_from(status).unwrap_or(u8::MAX),
+            Self::Signal(signal) => by_signal(signal as i32),
+        }
+    }
+}
+
+impl std::fmt::Display for Ending {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Status(status) => write!(f, "ended with status {status}"),
+            Self::Signal(signal) => write!(f, "was ended by {signal}"),
+        }
+    }
+}
+
+impl Running {
+    /// Starts `program` with these additions to its environment; with the terminal in its hands, if `foreground`.
+    pub(crate) async fn start(
+        program: &Program,
+        environment: Vec<(&'static str, Option<String>)>,
+        foreground: bool,
+    ) -> io::Result<Self> {
+        let mut command = exec::shim(program, foreground);
+        for (name, value) in environment {
+            match value {
+                Some(value) => command.env(name, value),
+                None => command.env_remove(name),
+            };
+        }
+        command.process_group(0);
+        let (tell_started, started) = oneshot::channel();
+        let (tell, changes) = mpsc::unbounded_channel();
+        // One thread starts the command and waits for it: the command is told when the *thread* that started it ends.
+        std::thread::Builder::new().name("command".to_owned()).spawn(move || {
+            match command.spawn() {
+                Ok(child) => {
+                    let pid = pid_of(&child);
+                    let _ = tell_started.send(Ok(pid));
+                    watch(pid, &tell);
+                }
+                Err(error) => {
+                    let _ = tell_started.send(Err(error));
+                }
+            }
+        })?;
+        let pid = started.await.map_err(io::Error::other)??;
+        Ok(Self { pid, changes })
+    }
+
+    /// The process group of the command.
+    pub(crate) fn group(&self) -> Pid {
+        self.pid
+    }
+
+    /// The next thing that becomes of the command. After its end, nothing does.
+    pub(crate) async fn change(&mut self) -> Change {
+        match self.changes.recv().await {
+            Some(change) => change,
+            None => std::future::pending().await,
+        }
+    }
+
+    /// Signals the command and whatever it started.
+    pub(crate) fn signal_all(&self, signal: Signal) {
+        // Fails when all of them have ended just now.
+        let _ = killpg(self.pid, signal);
+    }
+
+    /// Signals the command alone. Only while it is not known to have ended: later its id may be somebody else's.
+    pub(crate) fn signal(&self, signal: Signal) {
+        let _ = kill(self.pid, signal);
+    }
+
+    /// Whether any process is left in the command's group.
+    pub(crate) fn is_anybody_left(&self) -> bool {
+        is_anybody_left(self.pid)
+    }
+}
+
+/// Whether any process is left in `group`. Its id cannot be given to a new process before that.
+pub(super) fn is_anybody_left(group: Pid) -> bool {
+    killpg(group, None) != Err(Errno::ESRCH)
+}
+
+fn pid_of(child: &Child) -> Pid {
+    Pid::from_raw(child.id().cast_signed())
+}
+
+/// Waits for the process until it ends, and tells all that becomes of it.
+fn watch(pid: Pid, tell: &mpsc::UnboundedSender<Change>) {
+    loop {
+        let change = match waitpid(pid, Some(WaitPidFlag::WUNTRACED)) {
+            Ok(WaitStatus::Stopped(_, signal)) => Change::Stopped(signal),
+            Ok(WaitStatus::Exited(_, status)) => Change::Ended(Ending::Status(status)),
+            Ok(WaitStatus::Signaled(_, signal, _)) => Change::Ended(Ending::Signal(signal)),
+            Ok(_) | Err(Errno::EINTR) => continue,
+            // Nobody else waits for our children.
+            Err(_) => Change::Ended(Ending::Status(i32::from(u8::MAX))),
+        };
+        let ended = matches!(change, Change::Ended(_));
+        if tell.send(change).is_err() || ended {
+            return;
+        }
+    }
+}
+
+/// Our own program, to be started in another role. On Linux by its open file: the name may be somebody else's by now.
+pub(super) fn own_program(role: &str) -> Command {
+    let path = if cfg!(target_os = "linux") { Some(PathBuf::from("/proc/self/exe")) } else { None };
+    let path = path
+        .filter(|path| path.exists())
+        .or_else(|| std::env::current_exe().ok())
+        .unwrap_or_else(|| PathBuf::from("lockreg"));
+    let mut command = Command::new(path);
+    command.arg0("lockreg").arg(OsString::from(role));
+    command
+}

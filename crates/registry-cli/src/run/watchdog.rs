@@ -1,0 +1,261 @@
+//! A second process that ends the command of `run` when `lockreg` itself cannot: because it was killed, or because it is stopped
+//! and the lock's lease is over. It does nothing but wait for that.
+//!
+//! `lockreg` writes lines into its stdin: `guard GROUP GRACE`, `until MOMENT`, `mine`, `done`. The end of the stream without `done`
+//! means that `lockreg` is gone.
+
+use std::io::{self, Write as _};
+use std::os::fd::AsFd;
+use std::os::unix::process::CommandExt as _;
+use std::process::{Child, ChildStdin, Stdio};
+use std::time::Duration;
+
+use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::{SigSet, Signal, killpg};
+use nix::time::{ClockId, clock_gettime};
+use nix::unistd::{Pid, read, setsid};
+
+use super::child::{is_anybody_left, own_program};
+
+pub(crate) const ROLE: &str = "__watchdog";
+
+/// The watchdog, as `lockreg` sees it.
+#[derive(Debug)]
+pub(crate) struct Watchdog {
+    process: Child,
+    orders: ChildStdin,
+}
+
+impl Watchdog {
+    /// Starts one that has nothing to guard yet.
+    pub(crate) fn start() -> io::Result<Self> {
+        let mut process = own_program(ROLE)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::null())
+            // Signals of the terminal, or to our group, must not remove it before us.
+            .process_group(0)
+            // There may be a password in it.
+            .env_clear()
+            .spawn()?;
+        let orders = process.stdin.take().expect("stdin is a pipe");
+        // A watchdog that is stopped must not stop us.
+        fcntl(&orders, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
+        Ok(Self { process, orders })
+    }
+
+    /// Makes it guard the process group `group`, which gets `grace` to end.
+    pub(crate) fn guard(&mut self, group: Pid, grace: Duration) {
+        self.order(format_args!("guard {group} {}", grace.as_millis()));
+    }
+
+    /// Tells it that the lock is held for `valid_for` from now.
+    pub(crate) fn held_for(&mut self, valid_for: Duration) {
+        let until = now().saturating_add(valid_for);
+        self.order(format_args!("until {}", until.as_nanos()));
+    }
+
+    /// Tells it that the command is being ended by us.
+    pub(crate) fn mine(&mut self) {
+        self.order(format_args!("mine"));
+    }
+
+    /// Dismisses it.
+    pub(crate) fn dismiss(mut self) {
+        self.order(format_args!("done"));
+        let Self { mut process, orders } = self;
+        drop(orders);
+        let _ = process.wait();
+    }
+
+    fn order(&mut self, order: std::fmt::Arguments<'_>) {
+        // Fails when somebody killed it, or stopped it long ago: the command then runs as it would without one. A line is so
+        // short that it is written as a whole or not at all.
+        let _ = self.orders.write_all(format!("{order}\n").as_bytes());
+    }
+}
+
+/// Plays the role.
+pub(crate) fn main() -> u8 {
+    // Out of reach of the terminal and of whoever ends a group or a service politely: it goes when `lockreg` goes.
+    let _ = setsid();
+    let _ = SigSet::all().thread_block();
+    watch(Orders::new(io::stdin()));
+    0
+}
+
+/// What `lockreg` writes, line by line.
+struct Orders<F> {
+    pipe: F,
+    /// What was read and not looked at yet.
+    read: Vec<u8>,
+}
+
+/// What came from `lockreg` in a certain time.
+#[derive(Debug, PartialEq, Eq)]
+enum News {
+    Order(String),
+    None,
+    /// It is gone.
+    End,
+}
+
+impl<F: AsFd> Orders<F> {
+    fn new(pipe: F) -> Self {
+        Self { pipe, read: Vec::new() }
+    }
+
+    /// Waits for the next order until this moment. What was written in time is always seen, however late we are.
+    fn next(&mut self, until: Option<Duration>) -> News {
+        loop {
+            if let Some(end) = self.read.iter().position(|byte| *byte == b'\n') {
+                let line: Vec<u8> = self.read.drain(..=end).collect();
+                return News::Order(String::from_utf8_lossy(&line).trim_end().to_owned());
+            }
+            let left = until.map(|until| until.saturating_sub(now()));
+            // Rounded up, or the last millisecond would be waited for in a circle.
+            let timeout = left.map_or(PollTimeout::NONE, |left| {
+                PollTimeout::try_from(left.as_millis().saturating_add(1))
+                    .unwrap_or(PollTimeout::MAX)
+            });
+            let mut polled = [PollFd::new(self.pipe.as_fd(), PollFlags::POLLIN)];
+            match poll(&mut polled, timeout) {
+                Ok(0) if left == Some(Duration::ZERO) => return News::None,
+                Ok(0) | Err(Errno::EINTR) => continue,
+                Ok(_) => {}
+                Err(_) => return News::End,
+            }
+            let mut bytes = [0; 4_096];
+            match read(&self.pipe, &mut bytes) {
+                Ok(count @ 1..) => self.read.extend_from_slice(&bytes[..count]),
+                Err(Errno::EINTR | Errno::EAGAIN) => {}
+                Ok(0) | Err(_) => return News::End,
+            }
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+struct Charge {
+    group: Option<Pid>,
+    grace: Duration,
+    /// The end of the lease, unless somebody else takes care of it.
+    until: Option<Duration>,
+}
+
+fn watch(mut orders: Orders<impl AsFd>) {
+    let mut charge = Charge::default();
+    loop {
+        match orders.next(charge.until.map(|until| until.saturating_add(MARGIN))) {
+            News::Order(order) if order == "done" => return,
+            News::Order(order) => charge.obey(&order),
+            News::End => {
+                let Some(group) = charge.group else { return };
+                tell("lockreg was killed; its command gets SIGTERM");
+                let lease = charge.until.map_or(Duration::MAX, |until| until.saturating_sub(now()));
+                return end(group, charge.grace.min(lease));
+            }
+            News::None => {
+                charge.until = None;
+                let Some(group) = charge.group else { continue };
+                tell(
+                    "the lock's lease is over and lockreg does not react; its command gets SIGTERM",
+                );
+                end(group, charge.grace);
+            }
+        }
+    }
+}
+
+impl Charge {
+    fn obey(&mut self, order: &str) {
+        let mut words = order.split(' ');
+        let verb = words.next();
+        let mut number = || words.next().and_then(|word| word.parse::<u64>().ok());
+        match verb {
+            Some("guard") => {
+                self.group =
+                    number().and_then(|group| i32::try_from(group).ok()).map(Pid::from_raw);
+                self.grace = Duration::from_millis(number().unwrap_or(0));
+            }
+            Some("until") => self.until = number().map(Duration::from_nanos),
+            Some("mine") => self.until = None,
+            _ => {}
+        }
+    }
+}
+
+/// Asks the group to end, and kills it when `limit` is over.
+fn end(group: Pid, limit: Duration) {
+    let _ = killpg(group, Signal::SIGTERM);
+    let _ = killpg(group, Signal::SIGCONT);
+    let until = now().saturating_add(limit);
+    while is_anybody_left(group) && now() < until {
+        std::thread::sleep(LOOK.min(until.saturating_sub(now())));
+    }
+    if is_anybody_left(group) {
+        let _ = killpg(group, Signal::SIGKILL);
+    }
+}
+
+fn tell(message: &str) {
+    crate::say::line_to_stderr(&format!("lockreg: {message}"));
+}
+
+/// The time on a clock that all processes of this host share, and that counts suspend where there is one that does.
+fn now() -> Duration {
+    #[cfg(any(target_os = "linux", target_os = "android"))]
+    const CLOCK: ClockId = ClockId::CLOCK_BOOTTIME;
+    #[cfg(not(any(target_os = "linux", target_os = "android")))]
+    const CLOCK: ClockId = ClockId::CLOCK_MONOTONIC;
+    clock_gettime(CLOCK).map_or(Duration::ZERO, Duration::from)
+}
+
+/// How long `lockreg` has to react to the end of the lease before the watchdog does.
+const MARGIN: Duration = Duration::from_millis(100);
+/// How often it looks whether the command has ended. Nobody tells one process of the end of another's child.
+const LOOK: Duration = Duration::from_millis(20);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn orders_are_understood_and_nonsense_is_not() {
+        let mut charge = Charge::default();
+        for order in ["guard 4242 1500", "until 77", "nonsense", "until"] {
+            charge.obey(order);
+        }
+        assert_eq!(
+            (charge.group, charge.grace),
+            (Some(Pid::from_raw(4242)), Duration::from_millis(1_500))
+        );
+        assert_eq!(charge.until, None);
+        charge.obey("until 77");
+        assert_eq!(charge.until, Some(Duration::from_nanos(77)));
+        charge.obey("mine");
+        assert_eq!(charge.until, None);
+    }
+
+    #[test]
+    fn a_watchdog_that_is_dismissed_ends() {
+        let (pipe, mut writer) = io::pipe().unwrap();
+        writer.write_all(b"guard 1 0\nuntil 99999999999999999\ndone\n").unwrap();
+        watch(Orders::new(pipe));
+    }
+
+    #[test]
+    fn orders_that_came_in_time_are_seen_however_late_we_look() {
+        let (pipe, mut writer) = io::pipe().unwrap();
+        let mut orders = Orders::new(pipe);
+        writer.write_all(b"until 1\nuntil").unwrap();
+        let past = Some(Duration::ZERO);
+        assert_eq!(orders.next(past), News::Order("until 1".to_owned()));
+        assert_eq!(orders.next(past), News::None);
+        writer.write_all(b" 2\n").unwrap();
+        drop(writer);
+        assert_eq!(orders.next(past), News::Order("until 2".to_owned()));
+        assert_eq!(orders.next(None), News::End);
+    }
+}

@@ -1,0 +1,226 @@
+//! Everything that people and programs read: results on stdout, notices and errors on stderr, as text or as JSON.
+
+use std::fmt::Write as _;
+use std::io::{self, IsTerminal as _, Write as _};
+use std::time::Duration;
+
+use comfy_table::{ContentArrangement, Table, presets};
+use lock_registry::Holder;
+use serde::Serialize;
+use serde_json::{Map, Value, json};
+
+use crate::exit::Failure;
+
+/// How to say things.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Say {
+    json: bool,
+}
+
+impl Say {
+    pub(crate) fn new(json: bool) -> Self {
+        Self { json }
+    }
+
+    /// Whether a line that is redrawn makes sense.
+    pub(crate) fn is_live(self) -> bool {
+        !self.json && io::stderr().is_terminal()
+    }
+
+    /// Prints a result: `text` for people, `value` for programs.
+    pub(crate) fn result(
+        self,
+        value: &impl Serialize,
+        text: impl FnOnce() -> String,
+    ) -> Result<(), Failure> {
+        if self.json { json_to_stdout(value) } else { to_stdout(&text()) }
+    }
+
+    /// Tells on stderr what is going on.
+    pub(crate) fn notice(self, event: &str, text: &str, details: Value) {
+        if !self.json {
+            return line_to_stderr(&format!("lockreg: {text}"));
+        }
+        let mut line = Map::new();
+        line.insert("event".to_owned(), event.into());
+        if let Value::Object(details) = details {
+            line.extend(details);
+        }
+        line_to_stderr(&Value::Object(line).to_string());
+    }
+
+    /// Tells on stderr why `lockreg` ends.
+    pub(crate) fn failure(self, failure: &Failure) {
+        if failure.is_silent() {
+            return;
+        }
+        let chain = failure.chain();
+        if self.json {
+            let (message, causes) =
+                chain.split_first().map_or(("", &[][..]), |(first, rest)| (first.as_str(), rest));
+            line_to_stderr(
+                &json!({ "event": "error", "status": failure.status(), "message": message, "causes": causes })
+                    .to_string(),
+            );
+        } else {
+            line_to_stderr(&format!("lockreg: error: {}", chain.join(": ")));
+        }
+    }
+}
+
+/// Prints `value` as one line of JSON, at once.
+pub(crate) fn json_to_stdout(value: &impl Serialize) -> Result<(), Failure> {
+    let mut line = serde_json::to_string(value).map_err(|error| Failure::Output(error.into()))?;
+    line.push('\n');
+    to_stdout(&line)
+}
+
+fn to_stdout(text: &str) -> Result<(), Failure> {
+    let mut stdout = io::stdout().lock();
+    stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()).map_err(Failure::Output)
+}
+
+/// Writes one line to stderr in one piece. If nobody listens, so be it.
+pub(crate) fn line_to_stderr(line: &str) {
+    let _ = io::stderr().lock().write_all(format!("{line}\n").as_bytes());
+}
+
+/// A table for people, with this heading.
+pub(crate) fn table<const N: usize>(
+    heading: [&str; N],
+    rows: impl IntoIterator<Item = [String; N]>,
+) -> String {
+    let mut table = Table::new();
+    table
+        .load_style(presets::NOTHING)
+        .set_content_arrangement(ContentArrangement::Dynamic)
+        .set_header(heading);
+    for row in rows {
+        table.add_row(row);
+    }
+    let mut text = String::new();
+    for line in table.lines() {
+        let _ = writeln!(text, "{}", line.trim_end());
+    }
+    text
+}
+
+/// A holder, for programs.
+#[derive(Debug, Serialize)]
+pub(crate) struct HolderView<'a> {
+    pub(crate) key: &'a str,
+    pub(crate) held: bool,
+    pub(crate) label: Option<&'a str>,
+    pub(crate) token: Option<u64>,
+    pub(crate) held_for_ms: Option<u64>,
+    pub(crate) lease_left_ms: Option<u64>,
+}
+
+impl<'a> From<&'a Holder> for HolderView<'a> {
+    fn from(holder: &'a Holder) -> Self {
+        Self {
+            key: holder.key.as_str(),
+            held: true,
+            label: holder.label.as_deref(),
+            token: holder.token.map(u64::from),
+            held_for_ms: holder.held_for.map(millis),
+            lease_left_ms: holder.lease_left.map(millis),
+        }
+    }
+}
+
+impl<'a> HolderView<'a> {
+    /// The view of a key that nobody holds.
+    pub(crate) fn nobody(key: &'a str) -> Self {
+        Self { key, held: false, label: None, token: None, held_for_ms: None, lease_left_ms: None }
+    }
+}
+
+/// The columns of a table of holders.
+pub(crate) const HOLDER_HEADING: [&str; 5] = ["KEY", "HELD BY", "TOKEN", "HELD FOR", "LEASE LEFT"];
+
+/// A row of a table of holders.
+pub(crate) fn holder_row(holder: &Holder) -> [String; 5] {
+    let unknown = || "-".to_owned();
+    [
+        printable(holder.key.as_str()),
+        holder.label.as_deref().map_or_else(unknown, printable),
+        holder.token.map_or_else(unknown, |token| token.to_string()),
+        holder.held_for.map_or_else(unknown, coarse),
+        holder.lease_left.map_or_else(unknown, coarse),
+    ]
+}
+
+/// Who holds a lock, as part of a sentence: `host:42 (for 3m, lease ends in 20s)`.
+pub(crate) fn holder_phrase(holder: Option<&Holder>) -> String {
+    let Some(holder) = holder else { return "somebody".to_owned() };
+    let mut phrase = holder.label.as_deref().map_or_else(|| "somebody".to_owned(), printable);
+    let facts: Vec<String> = [
+        holder.held_for.map(|held| format!("for {}", coarse(held))),
+        holder.lease_left.map(|left| format!("lease ends in {}", coarse(left))),
+    ]
+    .into_iter()
+    .flatten()
+    .collect();
+    if !facts.is_empty() {
+        let _ = write!(phrase, " ({})", facts.join(", "));
+    }
+    phrase
+}
+
+/// `text` as it is if a terminal shows it as it is; quoted and escaped otherwise. Keys and labels are other people's.
+pub(crate) fn printable(text: &str) -> String {
+    let misleading = |c: char| {
+        c.is_control()
+            || matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{2069}' | '\u{feff}')
+    };
+    let plain = !text.is_empty() && !text.contains(misleading) && text.trim() == text;
+    if plain { text.to_owned() } else { format!("{text:?}") }
+}
+
+/// A time as people want it: seconds from a second up, milliseconds below.
+pub(crate) fn coarse(span: Duration) -> String {
+    let span = if span.as_secs() > 0 {
+        Duration::from_secs(span.as_secs())
+    } else {
+        Duration::from_millis(millis(span))
+    };
+    humantime::format_duration(span).to_string()
+}
+
+/// Whole milliseconds.
+pub(crate) fn millis(span: Duration) -> u64 {
+    u64::try_from(span.as_millis()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use lock_registry::Key;
+
+    use super::*;
+
+    #[test]
+    fn text_that_could_mislead_is_escaped() {
+        assert_eq!(printable("orders/42 ü"), "orders/42 ü");
+        assert_eq!(printable("a\x1b[31mb"), r#""a\u{1b}[31mb""#);
+        assert_eq!(printable("a\u{202e}b"), r#""a\u{202e}b""#);
+        assert_eq!(printable(" a"), r#"" a""#);
+        assert_eq!(printable(""), r#""""#);
+    }
+
+    #[test]
+    fn a_holder_is_told_with_what_is_known() {
+        let holder = Holder::new(Key::new("a").unwrap());
+        assert_eq!(holder_phrase(Some(&holder)), "somebody");
+        let holder = holder
+            .with_label(Some("host:1".to_owned()))
+            .with_times(Some(Duration::from_millis(61_200)), Some(Duration::from_millis(900)));
+        assert_eq!(holder_phrase(Some(&holder)), "host:1 (for 1m 1s, lease ends in 900ms)");
+    }
+
+    #[test]
+    fn a_table_has_no_trailing_blanks() {
+        let text = table(["A", "B"], [["1".to_owned(), "2".to_owned()]]);
+        assert_eq!(text, " A  B\n 1  2\n");
+    }
+}

@@ -1,0 +1,207 @@
+//! Takes a lock for `run` and `hold`, and tells who has it while that takes time.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressStyle};
+use lock_registry::{
+    DistributedLock, FencingToken, Holder, LockEvent, LockGuard, LockOptions, LockRegistry,
+    Observer, Reach, Registry,
+};
+use nix::sys::signal::Signal;
+use serde_json::json;
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+use crate::exit::Failure;
+use crate::say::{HolderView, Say, coarse, holder_phrase, millis, printable};
+use crate::signals::Signals;
+
+/// What came of it.
+#[derive(Debug)]
+pub(crate) enum Taken {
+    Guard(LockGuard),
+    /// Others had it all the time.
+    Busy,
+    /// We were asked to end before we got it.
+    Signal(Signal),
+}
+
+/// Notes what the registry tells that matters to those who wait and hold.
+#[derive(Debug)]
+pub(crate) struct Ear {
+    busy: watch::Sender<Option<Sighting>>,
+    renewed: watch::Sender<()>,
+}
+
+impl Ear {
+    pub(crate) fn new() -> Arc<Self> {
+        Arc::new(Self { busy: watch::Sender::new(None), renewed: watch::Sender::new(()) })
+    }
+
+    /// Changes whenever the lease was renewed.
+    pub(crate) fn renewals(&self) -> watch::Receiver<()> {
+        self.renewed.subscribe()
+    }
+}
+
+impl Observer for Ear {
+    fn on(&self, event: &LockEvent<'_>) {
+        match event {
+            LockEvent::Busy { busy, .. } => {
+                self.busy.send_replace(Some(Sighting {
+                    holder: busy.holder.clone(),
+                    at: Instant::now(),
+                }));
+            }
+            LockEvent::Renewed { .. } => {
+                self.renewed.send_replace(());
+            }
+            _ => {}
+        }
+    }
+}
+
+/// Who was seen to have the lock, and when.
+#[derive(Debug, Clone)]
+struct Sighting {
+    holder: Option<Holder>,
+    at: Instant,
+}
+
+impl Sighting {
+    /// The holder as it must be by now, if nothing has changed.
+    fn holder_now(&self) -> Option<Holder> {
+        let passed = self.at.elapsed();
+        let holder = self.holder.clone()?;
+        let held_for = holder.held_for.map(|held| held + passed);
+        let lease_left = holder.lease_left.map(|left| left.saturating_sub(passed));
+        Some(holder.with_times(held_for, lease_left))
+    }
+}
+
+/// Takes `lock`, as long as `patience` allows (`None` is for ever).
+pub(crate) async fn take(
+    lock: &DistributedLock,
+    patience: Option<Duration>,
+    ear: &Ear,
+    signals: &mut Signals,
+    say: Say,
+) -> Result<Taken, Failure> {
+    let options = patience.map_or_else(LockOptions::new, |wait| LockOptions::new().wait(wait));
+    let mut taking = Box::pin(lock.lock_with(options));
+    let mut telling = Telling::new(lock.key(), patience != Some(Duration::ZERO), say);
+    let mut look = tokio::time::interval(LOOK);
+    let outcome = loop {
+        tokio::select! {
+            biased;
+            outcome = &mut taking => break outcome,
+            signal = signals.end() => return Ok(Taken::Signal(signal)),
+            _ = look.tick() => {
+                let seen = ear.busy.borrow().clone();
+                if let Some(seen) = seen {
+                    telling.tell(&seen);
+                }
+            }
+        }
+    };
+    drop(telling);
+    if let Some(guard) = outcome? {
+        return Ok(Taken::Guard(guard));
+    }
+    let holder = ear.busy.borrow().as_ref().and_then(Sighting::holder_now);
+    let when = match patience {
+        None | Some(Duration::ZERO) => String::new(),
+        Some(wait) => format!("; not obtained within {}", humantime::format_duration(wait)),
+    };
+    say.notice(
+        "not_obtained",
+        &format!("{} is held by {}{when}", printable(lock.key()), holder_phrase(holder.as_ref())),
+        json!({ "key": lock.key(), "waited_ms": patience.map(millis), "holder": holder.as_ref().map(HolderView::from) }),
+    );
+    Ok(Taken::Busy)
+}
+
+/// Tells those who chose a store that cannot do what they want from it.
+pub(crate) fn warn_of_short_reach(registry: &Registry, say: Say) {
+    let capabilities = registry.capabilities();
+    if capabilities.reach == Reach::Process {
+        let text = format!("the {} store keeps no other process out", capabilities.store);
+        say.notice("warning", &text, json!({ "store": capabilities.store }));
+    }
+}
+
+/// Gives back what is left of a registry that is not needed any more.
+pub(crate) async fn close(registry: &Registry) {
+    registry.close(CLOSE_LIMIT).await;
+}
+
+/// How often the live line is redrawn.
+const LOOK: Duration = Duration::from_millis(200);
+/// How often a log is reminded that we still wait.
+const REMIND: Duration = Duration::from_secs(60);
+const CLOSE_LIMIT: Duration = Duration::from_secs(5);
+
+/// Tells who has the lock: in one live line on a terminal, in lines of their own otherwise.
+struct Telling<'a> {
+    key: &'a str,
+    say: Say,
+    began: Instant,
+    /// A single attempt is told about when it has failed.
+    wanted: bool,
+    live: Option<ProgressBar>,
+    /// The grant that was last told of, and when.
+    told: Option<(Option<FencingToken>, Instant)>,
+}
+
+impl<'a> Telling<'a> {
+    fn new(key: &'a str, wanted: bool, say: Say) -> Self {
+        Self { key, say, began: Instant::now(), wanted, live: None, told: None }
+    }
+
+    fn tell(&mut self, seen: &Sighting) {
+        if !self.wanted {
+            return;
+        }
+        let holder = seen.holder_now();
+        let text = format!(
+            "waiting for {}, held by {}",
+            printable(self.key),
+            holder_phrase(holder.as_ref())
+        );
+        let waited = self.began.elapsed();
+        if self.say.is_live() {
+            let live = self.live.get_or_insert_with(live_line);
+            live.set_message(format!("{text}, waited {}", coarse(waited)));
+            live.tick();
+            return;
+        }
+        let token = holder.as_ref().and_then(|holder| holder.token);
+        if self.told.is_some_and(|(told, at)| told == token && at.elapsed() < REMIND) {
+            return;
+        }
+        let text =
+            if self.told.is_some() { format!("{text}, waited {}", coarse(waited)) } else { text };
+        self.told = Some((token, Instant::now()));
+        self.say.notice(
+            "waiting",
+            &text,
+            json!({ "key": self.key, "waited_ms": millis(waited), "holder": holder.as_ref().map(HolderView::from) }),
+        );
+    }
+}
+
+impl Drop for Telling<'_> {
+    fn drop(&mut self) {
+        if let Some(live) = &self.live {
+            live.finish_and_clear();
+        }
+    }
+}
+
+fn live_line() -> ProgressBar {
+    let style = ProgressStyle::with_template("{spinner} lockreg: {wide_msg}")
+        .unwrap_or_else(|_| ProgressStyle::default_spinner());
+    // Draws to stderr.
+    ProgressBar::new_spinner().with_style(style)
+}

@@ -1,0 +1,197 @@
+//! What is wrong is refused with a status, a reason and a way out, before anything is touched.
+
+use std::os::unix::ffi::OsStrExt as _;
+
+use crate::support::{Done, Store};
+
+/// Runs it, and checks that nothing was opened or made.
+fn refused(store: &Store, command: &mut std::process::Command, hint: &str) -> Done {
+    let done = Done::of(command);
+    assert_eq!(done.status, 64, "{command:?}: {done:?}");
+    assert!(done.stderr.starts_with("lockreg: "), "{command:?}: {done:?}");
+    assert!(done.stderr.contains(hint), "{command:?} should say {hint:?}: {done:?}");
+    assert_eq!(done.stdout, "");
+    assert!(
+        !done.stderr.contains("panicked") && !done.stderr.contains("RUST_BACKTRACE"),
+        "{done:?}"
+    );
+    assert_eq!(std::fs::read_dir(store.folder()).unwrap().count(), 0, "{command:?} made something");
+    done
+}
+
+#[test]
+fn wrong_options_of_run_are_usage_errors() {
+    let store = Store::new();
+    let cases: &[(&[&str], &str)] = &[
+        (&["--wait", "1s", "--no-wait"], "cannot be used with"),
+        (&["--wait", "-5s"], "negative"),
+        (&["--wait=-5s"], "negative"),
+        (&["--wait", "5"], "no unit"),
+        (&["--wait", "soon"], "`30s`"),
+        (&["--wait", "100years"], "leave --wait out"),
+        (&["--wait", "99999999999999999999999s"], "no time"),
+        (&["--lease", "0s"], "less than the least"),
+        (&["--lease", "1ms"], "less than the least"),
+        (&["--lease", "-1s"], "negative"),
+        (&["--lease", "100years"], "more than the most"),
+        (&["--grace", "100years"], "longer than"),
+        (&["--wiat", "1s"], "--wait"),
+        (&["--url", "bogus:x"], "sqlite"),
+        (&["--url", "sqlit:x"], "did you mean \"sqlite\"?"),
+        (&["--url", "redis://localhost"], "features = [\"redis\"]"),
+        (&["--url", "postgres://localhost"], "features = [\"postgres\"]"),
+        (&["--url", "memory:?leese=1s"], "did you mean \"lease\"?"),
+        (&["--url", "memory:?lease=1ms"], "less than the least"),
+        (&["--url", "memory:?layout=spring"], "`native`"),
+        (&["--url", ""], "empty"),
+        (&["--url", "locks.db"], "sqlite:PATH"),
+        (&["--namespace", &"n".repeat(300)], "300 bytes"),
+        (&["--label", &"l".repeat(2_000)], "2000 bytes"),
+    ];
+    for (options, hint) in cases {
+        let mut command = store.lockreg(["run"]);
+        command.args(*options).args(["key", "--", "true"]);
+        refused(&store, &mut command, hint);
+    }
+}
+
+#[test]
+fn wrong_keys_are_usage_errors() {
+    let store = Store::new();
+    for subcommand in [&["run"][..], &["hold"], &["show"], &["break", "--yes"]] {
+        for (key, hint) in [("", "must not be empty"), (&"k".repeat(4_097), "4097")] {
+            let mut command = store.lockreg([]);
+            command.args(subcommand).arg(key);
+            if subcommand == ["run"] {
+                command.args(["--", "true"]);
+            }
+            refused(&store, &mut command, hint);
+        }
+        let mut command = store.lockreg([]);
+        command.args(subcommand).arg(std::ffi::OsStr::from_bytes(b"\xff"));
+        if subcommand == ["run"] {
+            command.args(["--", "true"]);
+        }
+        refused(&store, &mut command, "not UTF-8");
+    }
+}
+
+#[test]
+fn odd_keys_are_keys_like_others() {
+    let store = Store::new();
+    let long = "k".repeat(4_096);
+    let keys =
+        ["/", "..", "a b", "'", "\"", "$(x)", "🔒", "\u{202e}abc", "\n", "%2F", long.as_str()];
+    for key in keys {
+        let done =
+            store.done(["--json", "run", key, "--", "sh", "-c", "printf %s \"$LOCKREG_KEY\""]);
+        assert_eq!((done.status, done.stdout.as_str()), (0, key));
+    }
+    let held: Vec<_> = keys
+        .map(|key| {
+            let held = store.start(["hold", "--no-wait", key]);
+            assert_eq!(held.says_json()["key"], key);
+            held
+        })
+        .into();
+    assert_eq!(held.len(), keys.len(), "no two of them are the same lock");
+}
+
+#[test]
+fn wrong_commands_are_usage_errors() {
+    let store = Store::new();
+    for (arguments, hint) in [
+        (&["run", "key"][..], "COMMAND"),
+        (&["run", "key", "--"], "COMMAND"),
+        (&["run", "--", "true"], "KEY"),
+        (&["runn"], "run"),
+        (&["show"], "KEY"),
+        (&["list", "extra"], "extra"),
+        (&["schema", "oracle"], "sqlite"),
+        (&["bench", "--tasks", "0"], "1..=1024"),
+        (&["bench", "--for", "2h"], "longer than"),
+    ] {
+        let mut command = store.lockreg([]);
+        refused(&store, command.args(arguments), hint);
+    }
+    assert_eq!(store.done([]).status, 64);
+}
+
+#[test]
+fn wrong_variables_are_usage_errors() {
+    let store = Store::new();
+    for (name, value, hint) in [
+        ("LOCK_REGISTRY_LEESE", "1s", "LOCK_REGISTRY_LEASE"),
+        ("LOCK_REGISTRY_LEASE", "1", "no unit"),
+        ("LOCK_REGISTRY_URL", "bogus:x", "sqlite"),
+        ("LOCK_REGISTRY_URL", "", "empty"),
+        ("LOCK_REGISTRY_LOG", "loud=[", "LOCK_REGISTRY_LOG"),
+    ] {
+        let mut command = store.lockreg(["list"]);
+        refused(&store, command.env(name, value), hint);
+    }
+    let mut homeless = store.lockreg(["list"]);
+    refused(&store, homeless.env_remove("HOME").env("XDG_STATE_HOME", "relative"), "--url");
+}
+
+#[test]
+fn breaking_needs_a_yes_and_tells_what_would_be_broken() {
+    let store = Store::new();
+    let holder = store.start(["hold", "--label", "worker 7", "key"]);
+    holder.says();
+    let done = store.done(["break", "key"]);
+    assert_eq!(done.status, 64);
+    assert!(done.stderr.contains("held by worker 7") && done.stderr.contains("--yes"), "{done:?}");
+    assert!(store.holder("key").is_some());
+    assert_eq!(holder.finish(), 0);
+}
+
+#[test]
+fn a_store_that_cannot_be_used_is_status_69_with_a_reason() {
+    let store = Store::new();
+    let folder = store.folder().to_str().unwrap();
+    let garbage = store.path("garbage.db");
+    std::fs::write(
+        &garbage,
+        "this is no database, it is only text that goes on and on".repeat(100),
+    )
+    .unwrap();
+    std::fs::write(store.path("file"), "").unwrap();
+    for (url, hint) in [
+        (format!("sqlite:{folder}/absent/locks.db"), "absent"),
+        (format!("sqlite:{folder}"), "sqlite"),
+        (format!("sqlite:{}", garbage.display()), "garbage.db"),
+    ] {
+        for arguments in [
+            &["list"][..],
+            &["doctor"],
+            &["show", "key"],
+            &["run", "key", "--", "true"],
+            &["hold", "key"],
+        ] {
+            let mut command = store.lockreg([]);
+            let done = Done::of(command.args(["--url", &url]).args(arguments));
+            assert_eq!(done.status, 69, "{url} {arguments:?}: {done:?}");
+            assert!(done.stderr.contains(hint), "{url}: {done:?}");
+        }
+    }
+    let mut command = store.lockreg(["list"]);
+    let done = Done::of(command.env("XDG_STATE_HOME", store.path("file")));
+    assert_eq!(done.status, 69, "{done:?}");
+    assert!(done.stderr.contains("folder"), "{done:?}");
+}
+
+#[test]
+fn help_and_version_are_no_errors() {
+    let store = Store::new();
+    for arguments in [&["--help"][..], &["run", "--help"], &["-h"], &["--version"]] {
+        let mut command = store.lockreg([]);
+        let done = Done::of(command.args(arguments));
+        assert_eq!((done.status, done.stderr.as_str()), (0, ""), "{arguments:?}");
+        assert!(!done.stdout.is_empty());
+    }
+    let help = store.done(["--help"]).stdout;
+    for status in ["64", "69", "75", "76", "126", "127"] {
+        assert!(help.contains(status));
+    }
+}

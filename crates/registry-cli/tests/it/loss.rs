@@ -1,0 +1,143 @@
+//! What happens when the lock, or `lockreg` itself, is lost while the command runs.
+
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::Signal;
+
+use crate::support::{Store, is_alive, until};
+
+/// Tells its own id and that of a process that it started; neither ends when it is asked to.
+const STUBBORN: &str = r#"
+    trap '' TERM
+    (while :; do sleep 1; done) &
+    echo $! $$
+    while :; do sleep 1; done
+"#;
+
+const LEASE: Duration = Duration::from_secs(2);
+
+#[test]
+fn a_killed_holder_leaves_no_command_and_its_key_is_free_after_the_lease() {
+    let store = Store::new();
+    let mut holder =
+        store.start(["run", "--lease", "2s", "--grace", "60s", "job", "--", "sh", "-c", STUBBORN]);
+    let pids = holder.says();
+
+    holder.signal(Signal::SIGKILL);
+    let killed = Instant::now();
+    holder.wait();
+    assert_eq!(store.done(["run", "--wait", "80s", "job", "--", "true"]).status, 0);
+    let freed = killed.elapsed();
+
+    // The lease and a second, and what a busy machine needs to start two programs.
+    assert!(freed < LEASE + Duration::from_secs(11), "{freed:?}");
+    until("the command to be gone", || pids.split(' ').all(|pid| !is_alive(pid)));
+}
+
+#[test]
+fn a_command_that_can_end_in_peace_does_when_lockreg_is_killed() {
+    let store = Store::new();
+    let polite =
+        r#"trap 'echo asked > "$T/asked"; exit' TERM; echo up; while :; do sleep 0.1; done"#;
+    let mut holder = store.start(["run", "job", "--", "sh", "-c", polite]);
+    holder.says();
+    holder.signal(Signal::SIGKILL);
+    holder.wait();
+    until("the command to be asked", || store.path("asked").exists());
+}
+
+#[test]
+fn a_holder_that_was_stopped_beyond_its_lease_reports_loss_and_leaves_its_successor_alone() {
+    let store = Store::new();
+    let mut holder =
+        store.start(["run", "--lease", "1s", "job", "--", "sh", "-c", "echo $$; exec sleep 1000"]);
+    let pid = holder.says();
+    holder.signal(Signal::SIGSTOP);
+
+    let mut successor =
+        store.start(["run", "--wait", "80s", "job", "--", "sh", "-c", "echo mine; cat"]);
+    assert_eq!(successor.says(), "mine");
+    let token = store.holder("job").unwrap();
+    // Even while `lockreg` could do nothing, its command was ended with the lease.
+    until("the command to be gone", || !is_alive(&pid));
+
+    holder.signal(Signal::SIGCONT);
+    assert_eq!(holder.wait(), 76);
+    assert!(holder.complaints().contains("was lost"));
+    assert_eq!(store.holder("job"), Some(token));
+    assert_eq!(successor.try_wait(), None);
+    assert_eq!(successor.finish(), 0);
+}
+
+#[test]
+fn breaking_a_lock_ends_the_command_of_its_holder() {
+    let store = Store::new();
+    let mut holder = store.start([
+        "run",
+        "--lease",
+        "500ms",
+        "job",
+        "--",
+        "sh",
+        "-c",
+        "echo $$; exec sleep 1000",
+    ]);
+    let pid = holder.says();
+    assert_eq!(store.done(["break", "job", "--yes"]).status, 0);
+    assert_eq!(holder.wait(), 76);
+    assert!(!is_alive(&pid));
+    let told = holder.complaints();
+    assert!(told.contains("\"job\" was lost") || told.contains("job was lost"), "{told}");
+    assert!(told.contains("ended by SIGTERM"), "{told}");
+}
+
+#[test]
+fn a_command_that_will_not_end_is_killed_after_the_grace_time() {
+    let store = Store::new();
+    let mut holder = store
+        .start(["run", "--lease", "500ms", "--grace", "200ms", "job", "--", "sh", "-c", STUBBORN]);
+    let pids = holder.says();
+    assert_eq!(store.done(["break", "job", "--yes"]).status, 0);
+    assert_eq!(holder.wait(), 76);
+    until("the command to be gone", || pids.split(' ').all(|pid| !is_alive(pid)));
+}
+
+#[test]
+fn a_lock_that_was_broken_before_a_quick_command_ended_is_reported_lost() {
+    let store = Store::new();
+    // Too long a lease for a renewal to notice.
+    let mut holder =
+        store.start(["run", "--lease", "1h", "job", "--", "sh", "-c", "echo up; read -r _"]);
+    holder.says();
+    assert_eq!(store.done(["break", "job", "--yes"]).status, 0);
+    holder.close_stdin();
+    assert_eq!(holder.wait(), 76);
+}
+
+#[test]
+fn hold_tells_of_loss_and_ends() {
+    let store = Store::new();
+    let mut holder = store.start(["hold", "--lease", "500ms", "job"]);
+    let held = holder.says_json();
+    assert_eq!(held["key"], "job");
+    assert_eq!(held["token"].as_u64(), store.holder("job"));
+    assert!(held["valid_for_ms"].as_u64().unwrap() <= 500);
+    assert_eq!(store.done(["break", "job", "--yes"]).status, 0);
+    assert_eq!(holder.says_json(), serde_json::json!({ "key": "job", "lost": "gone" }));
+    assert_eq!(holder.wait(), 76);
+}
+
+#[test]
+fn hold_that_was_stopped_beyond_its_lease_tells_of_loss_at_once() {
+    let store = Store::new();
+    let mut holder = store.start(["hold", "--lease", "500ms", "job"]);
+    holder.says();
+    holder.signal(Signal::SIGSTOP);
+    let successor = store.start(["hold", "--wait", "80s", "job"]);
+    let token = successor.says_json()["token"].as_u64();
+    holder.signal(Signal::SIGCONT);
+    assert!(holder.says_json()["lost"].is_string());
+    assert_eq!(holder.wait(), 76);
+    assert_eq!(store.holder("job"), token);
+    assert_eq!(successor.finish(), 0);
+}

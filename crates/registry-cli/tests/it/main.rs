@@ -1,0 +1,13 @@
+//! What `lockreg` promises, asked of the real program.
+
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+mod support;
+
+mod bad_input;
+mod exclusion;
+mod loss;
+mod output;
+mod run;
+mod secrets;
+mod terminal;

@@ -1,0 +1,187 @@
+//! What is printed, for people and for programs.
+
+use std::os::unix::fs::PermissionsExt as _;
+
+use serde_json::{Value, json};
+
+use crate::support::{Done, Store};
+
+fn printed(done: &Done) -> Value {
+    assert_eq!(done.stdout.lines().count(), 1, "one document per line: {done:?}");
+    serde_json::from_str(&done.stdout).unwrap()
+}
+
+#[test]
+fn the_default_store_is_this_users_own() {
+    let store = Store::new();
+    assert_eq!(store.done(["run", "nightly", "--", "true"]).status, 0);
+    let folder = store.path("lock-registry");
+    assert_eq!(std::fs::metadata(&folder).unwrap().permissions().mode() & 0o777, 0o700);
+    assert!(folder.join("locks.db").exists());
+}
+
+#[test]
+fn show_and_list_tell_who_holds_what() {
+    let store = Store::new();
+    let free = store.done(["show", "a"]);
+    assert_eq!((free.status, free.stdout.as_str()), (1, "a is free\n"));
+    assert_eq!(printed(&store.done(["--json", "show", "a"]))["held"], false);
+    assert_eq!(store.done(["list"]).stdout, "no lock is held\n");
+    assert_eq!(printed(&store.done(["list", "--json"])), json!([]));
+
+    let a = store.start(["hold", "--label", "worker 7", "--lease", "1m", "a"]);
+    let b = store.start(["hold", "b\x1b[31m"]);
+    let (a_token, _) = (a.says_json()["token"].clone(), b.says());
+
+    let shown = printed(&store.done(["show", "a", "--json"]));
+    assert_eq!(
+        (&shown["key"], &shown["held"], &shown["label"]),
+        (&json!("a"), &json!(true), &json!("worker 7"))
+    );
+    assert_eq!(shown["token"], a_token);
+    assert!(shown["held_for_ms"].is_u64());
+    assert!((1..=60_000).contains(&shown["lease_left_ms"].as_u64().unwrap()), "{shown}");
+
+    let listed = printed(&store.done(["--json", "list"]));
+    let keys: Vec<&Value> =
+        listed.as_array().unwrap().iter().map(|holder| &holder["key"]).collect();
+    assert_eq!(keys, [&json!("a"), &json!("b\x1b[31m")]);
+
+    let table = store.done(["list"]).stdout;
+    let lines: Vec<&str> = table.lines().collect();
+    assert_eq!(lines.len(), 3, "{table}");
+    assert!(lines[0].contains("HELD BY") && lines[1].contains("worker 7"), "{table}");
+    // Somebody else's key does not colour our terminal.
+    assert!(!table.contains('\x1b'), "{table}");
+    assert!(store.done(["show", "a"]).stdout.contains("worker 7"));
+    assert_eq!((a.finish(), b.finish()), (0, 0));
+}
+
+#[test]
+fn break_tells_whose_lock_it_took() {
+    let store = Store::new();
+    let free = store.done(["break", "key", "--yes", "--json"]);
+    assert_eq!(
+        (free.status, printed(&free)),
+        (1, json!({ "key": "key", "broken": false, "holder": null }))
+    );
+    let mut holder = store.start(["hold", "--label", "worker 7", "--lease", "500ms", "key"]);
+    holder.says();
+    let broken = printed(&store.done(["break", "key", "--yes", "--json"]));
+    assert_eq!((&broken["broken"], &broken["holder"]["label"]), (&json!(true), &json!("worker 7")));
+    assert_eq!(holder.wait(), 76);
+    assert_eq!(store.done(["break", "key", "--yes"]).stdout, "key is free\n");
+}
+
+#[test]
+fn doctor_tells_what_the_store_promises() {
+    let store = Store::new();
+    let mut command = store.lockreg(["doctor", "--json"]);
+    let report = printed(&Done::of(command.env("LOCK_REGISTRY_LEASE", "1m")));
+    assert_eq!((&report["store"], &report["reachable"]), (&json!("sqlite"), &json!(true)));
+    assert_eq!(
+        (&report["capabilities"]["reach"], &report["capabilities"]["fencing"]),
+        (&json!("host"), &json!(true))
+    );
+    assert!(report["findings"].is_array());
+    assert!(
+        report["settings"]
+            .as_array()
+            .unwrap()
+            .contains(&json!({ "name": "lease", "value": "1m", "origin": "environment" })),
+        "{report}"
+    );
+    let text = store.done(["doctor"]).stdout;
+    for fact in ["sqlite", "this host", "fencing tokens", "locks.db"] {
+        assert!(text.contains(fact), "{text}");
+    }
+    // A store within a process is of no use to a command line, and doctor says whom it excludes.
+    assert!(store.done(["--url", "memory:", "doctor"]).stdout.contains("this process"));
+}
+
+#[test]
+fn schema_prints_sql_that_sqlite_takes() {
+    let store = Store::new();
+    let done = store.done(["schema", "sqlite"]);
+    assert!(done.status == 0 && done.stdout.contains("CREATE TABLE"), "{done:?}");
+    let report = printed(&store.done(["schema", "sqlite", "--json"]));
+    assert_eq!(
+        (&report["dialect"], report["sql"].as_str()),
+        (&json!("sqlite"), Some(done.stdout.as_str()))
+    );
+    assert!(!store.path("lock-registry").exists(), "nothing was opened");
+}
+
+#[test]
+fn bench_prints_its_figures() {
+    let store = Store::new();
+    let report = printed(&store.done(["bench", "--for", "100ms", "--tasks", "2", "--json"]));
+    assert!(report["pairs"].as_u64().unwrap() > 0);
+    for figures in [&report["pair"], &report["round_trip"]] {
+        assert!(
+            figures["median_us"].as_f64().unwrap() <= figures["max_us"].as_f64().unwrap(),
+            "{report}"
+        );
+    }
+    assert!(store.done(["bench", "--for", "100ms"]).stdout.contains("one round trip"));
+    assert_eq!(printed(&store.done(["list", "--json"])), json!([]));
+}
+
+#[test]
+fn run_leaves_stdout_to_its_command_and_speaks_json_on_stderr_if_asked() {
+    let store = Store::new();
+    let holder = store.start(["hold", "--label", "worker 7", "key"]);
+    holder.says();
+    let done = store.done(["--json", "run", "--wait", "50ms", "key", "--", "echo", "out"]);
+    assert_eq!((done.status, done.stdout.as_str()), (75, ""));
+    let events: Vec<Value> =
+        done.stderr.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let last = events.last().unwrap();
+    assert_eq!((&last["event"], &last["key"]), (&json!("not_obtained"), &json!("key")));
+    assert_eq!(last["holder"]["label"], "worker 7");
+    assert_eq!(holder.finish(), 0);
+
+    let done = store.done(["run", "key", "--", "echo", "out"]);
+    assert_eq!((done.stdout.as_str(), done.stderr.as_str()), ("out\n", ""));
+    let done = store.done(["--json", "--url", "sqlite:/absent/x.db", "list"]);
+    let error: Value = serde_json::from_str(&done.stderr).unwrap();
+    assert_eq!((&error["event"], &error["status"]), (&json!("error"), &json!(69)));
+    assert!(error["message"].is_string() && error["causes"].is_array());
+}
+
+#[test]
+fn a_label_says_who_we_are_unless_somebody_says_it_better() {
+    let store = Store::new();
+    let label = |store: &Store| printed(&store.done(["--json", "show", "key"]))["label"].clone();
+    let holder = store.start(["hold", "key"]);
+    holder.says();
+    assert!(label(&store).as_str().unwrap().ends_with(&format!(":{}", holder.pid())));
+    assert_eq!(holder.finish(), 0);
+
+    let mut command = store.lockreg(["hold", "key"]);
+    let holder =
+        crate::support::Process::start(command.env("LOCK_REGISTRY_LABEL", "from the environment"));
+    holder.says();
+    assert_eq!(label(&store), "from the environment");
+    assert_eq!(holder.finish(), 0);
+}
+
+#[test]
+fn a_reader_that_has_had_enough_is_no_error() {
+    let store = Store::new();
+    let exe = env!("CARGO_BIN_EXE_lockreg");
+    let mut command = std::process::Command::new("sh");
+    command.args(["-c", &format!("{{ {exe} schema sqlite; echo $? >&2; }} | true")]);
+    let done = Done::of(command.env("XDG_STATE_HOME", store.folder()));
+    assert_eq!(done.stderr, "0\n");
+}
+
+#[test]
+fn logs_go_to_stderr_and_only_on_demand() {
+    let store = Store::new();
+    assert_eq!(store.done(["run", "key", "--", "true"]).stderr, "");
+    assert!(store.done(["-vv", "run", "key", "--", "true"]).stderr.contains("lock granted"));
+    let mut command = store.lockreg(["run", "key", "--", "true"]);
+    let done = Done::of(command.env("LOCK_REGISTRY_LOG", "lock_registry=debug"));
+    assert!(done.stderr.contains("lock released"), "{done:?}");
+}

@@ -1,0 +1,71 @@
+//! The password of a URL is never printed, whatever is done with it.
+
+use crate::support::{Done, Store};
+
+const URLS: &[&str] = &[
+    "redis://user:canary@localhost/0",
+    "postgres://user:can%61ry-canary@localhost/db",
+    "postgress://user:canary@localhost/db",
+    "user:canary@localhost",
+    "redis://user:can/ary@canary",
+    "redis://user:canary",
+    "sqlite://user:canary@localhost/locks.db",
+    "sqlite:///absent/locks.db?password=canary",
+    "sqlite:///absent/locks.db?canary",
+    "memory:?url=canary",
+    "canary",
+];
+
+fn told(done: &Done) -> String {
+    format!("{}{}", done.stdout, done.stderr)
+}
+
+#[test]
+fn no_output_holds_the_password_of_the_url() {
+    let store = Store::new();
+    for url in URLS {
+        for arguments in [
+            &["list"][..],
+            &["doctor", "--json"],
+            &["-vvv", "run", "key", "--", "true"],
+            &["hold", "key", "--json"],
+        ] {
+            let mut by_argument = store.lockreg([]);
+            by_argument.args(["--url", url]).args(arguments);
+            let mut by_variable = store.lockreg([]);
+            by_variable
+                .args(arguments)
+                .env("LOCK_REGISTRY_URL", url)
+                .env("LOCK_REGISTRY_LOG", "trace");
+            for command in [&mut by_argument, &mut by_variable] {
+                let done = Done::of(command);
+                assert_ne!(done.status, 0);
+                assert!(!told(&done).contains("canary"), "{url}: {done:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_url_where_none_belongs_is_not_repeated() {
+    let store = Store::new();
+    let url = "redis://user:canary@localhost/0";
+    for arguments in [
+        &[url][..],
+        &["list", url],
+        &["--ulr", url, "list"],
+        &["--url", url, "--url", url, "list"],
+        &["run", url],
+        &["schema", url],
+        &["bench", "--tasks", url],
+        &["run", "--wait", url, "key", "--", "true"],
+    ] {
+        let mut command = store.lockreg([]);
+        let done = Done::of(command.args(arguments));
+        assert_eq!(done.status, 64, "{arguments:?}: {done:?}");
+        assert!(!told(&done).contains("canary"), "{arguments:?}: {done:?}");
+    }
+    let mut joined = store.lockreg([]);
+    let done = Done::of(joined.args([&format!("--ulr={url}"), "list"]));
+    assert!(!told(&done).contains("canary"), "{done:?}");
+}

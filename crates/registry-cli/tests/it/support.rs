@@ -1,0 +1,251 @@
+//! A store of its own for each test, and processes that can be waited for, signalled and read line by line.
+
+use std::fs;
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, Command, ExitStatus, Output, Stdio};
+use std::sync::mpsc::{Receiver, channel};
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use tempfile::TempDir;
+
+/// Longer than anything takes on a slow, busy machine.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(90);
+
+/// A store that nobody else uses, in a folder of its own.
+#[derive(Debug)]
+pub(crate) struct Store {
+    folder: TempDir,
+}
+
+impl Store {
+    pub(crate) fn new() -> Self {
+        Self { folder: tempfile::tempdir().unwrap() }
+    }
+
+    pub(crate) fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
+    /// `lockreg` with these arguments, and nothing in its environment that could change what it does.
+    pub(crate) fn lockreg<const N: usize>(&self, arguments: [&str; N]) -> Command {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_lockreg"));
+        command.args(arguments).env("XDG_STATE_HOME", self.folder()).env("T", self.folder());
+        for (name, _) in std::env::vars_os() {
+            if name.to_string_lossy().starts_with("LOCK") {
+                command.env_remove(name);
+            }
+        }
+        command
+    }
+
+    /// Runs `lockreg` to its end.
+    pub(crate) fn done<const N: usize>(&self, arguments: [&str; N]) -> Done {
+        Done::of(&mut self.lockreg(arguments))
+    }
+
+    /// Starts `lockreg` with pipes on all sides.
+    pub(crate) fn start<const N: usize>(&self, arguments: [&str; N]) -> Process {
+        Process::start(&mut self.lockreg(arguments))
+    }
+
+    /// Whether somebody holds `key`, and with which token.
+    pub(crate) fn holder(&self, key: &str) -> Option<u64> {
+        let done = self.done(["--json", "show", key]);
+        let shown: serde_json::Value = serde_json::from_str(&done.stdout).unwrap();
+        assert_eq!(shown["held"].as_bool(), Some(done.status == 0), "{done:?}");
+        shown["token"].as_u64()
+    }
+}
+
+/// What a program left behind.
+#[derive(Debug)]
+pub(crate) struct Done {
+    pub(crate) status: i32,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
+}
+
+impl Done {
+    pub(crate) fn of(command: &mut Command) -> Self {
+        command.stdin(Stdio::null()).output().unwrap().into()
+    }
+}
+
+impl From<Output> for Done {
+    fn from(output: Output) -> Self {
+        Self {
+            status: output.status.code().unwrap_or(-1),
+            stdout: String::from_utf8(output.stdout).unwrap(),
+            stderr: String::from_utf8(output.stderr).unwrap(),
+        }
+    }
+}
+
+/// A program that runs. It is killed with the test.
+#[derive(Debug)]
+pub(crate) struct Process {
+    child: Child,
+    stdin: Option<ChildStdin>,
+    stdout: Lines,
+    stderr: Lines,
+}
+
+impl Process {
+    pub(crate) fn start(command: &mut Command) -> Self {
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let stdout = Lines::of(child.stdout.take().unwrap());
+        let stderr = Lines::of(child.stderr.take().unwrap());
+        Self { stdin: child.stdin.take(), child, stdout, stderr }
+    }
+
+    pub(crate) fn pid(&self) -> Pid {
+        Pid::from_raw(self.child.id().cast_signed())
+    }
+
+    pub(crate) fn signal(&self, signal: Signal) {
+        kill(self.pid(), signal).unwrap();
+    }
+
+    /// The next line of stdout.
+    pub(crate) fn says(&self) -> String {
+        self.stdout.next()
+    }
+
+    /// The next line of stdout, as JSON.
+    pub(crate) fn says_json(&self) -> serde_json::Value {
+        serde_json::from_str(&self.says()).unwrap()
+    }
+
+    /// The next line of stderr that holds `part`.
+    pub(crate) fn complains(&self, part: &str) -> String {
+        loop {
+            let line = self.stderr.next();
+            if line.contains(part) {
+                return line;
+            }
+        }
+    }
+
+    pub(crate) fn tell(&mut self, line: &str) {
+        writeln!(self.stdin.as_mut().unwrap(), "{line}").unwrap();
+    }
+
+    pub(crate) fn close_stdin(&mut self) {
+        self.stdin = None;
+    }
+
+    pub(crate) fn try_wait(&mut self) -> Option<ExitStatus> {
+        self.child.try_wait().unwrap()
+    }
+
+    /// Closes stdin and waits for the end.
+    pub(crate) fn finish(mut self) -> i32 {
+        self.close_stdin();
+        self.wait()
+    }
+
+    /// Waits for the end, whatever stdin is.
+    pub(crate) fn wait(&mut self) -> i32 {
+        let mut status = None;
+        until("the end of the process", || {
+            status = self.try_wait();
+            status.is_some()
+        });
+        status.unwrap().code().unwrap_or(-1)
+    }
+
+    /// What was left to read on stderr, after the end.
+    pub(crate) fn complaints(&self) -> String {
+        self.stderr.rest()
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // SIGTERM, so that it takes its command along; SIGKILL, so that it goes.
+        let _ = kill(self.pid(), Signal::SIGCONT);
+        if self.child.try_wait().is_ok_and(|status| status.is_none()) {
+            let _ = kill(self.pid(), Signal::SIGTERM);
+            let asked = Instant::now();
+            while self.child.try_wait().is_ok_and(|status| status.is_none())
+                && asked.elapsed() < PATIENCE / 6
+            {
+                std::thread::sleep(LOOK);
+            }
+            let _ = self.child.kill();
+            let _ = self.child.wait();
+        }
+    }
+}
+
+/// The lines of a pipe, as they come.
+#[derive(Debug)]
+struct Lines(Receiver<String>);
+
+impl Lines {
+    fn of(pipe: impl std::io::Read + Send + 'static) -> Self {
+        let (tell, lines) = channel();
+        std::thread::spawn(move || {
+            for line in BufReader::new(pipe).lines().map_while(Result::ok) {
+                if tell.send(line).is_err() {
+                    return;
+                }
+            }
+        });
+        Self(lines)
+    }
+
+    fn next(&self) -> String {
+        self.0.recv_timeout(PATIENCE).expect("another line")
+    }
+
+    fn rest(&self) -> String {
+        let mut rest = String::new();
+        while let Ok(line) = self.0.recv_timeout(PATIENCE) {
+            rest.push_str(&line);
+            rest.push('\n');
+        }
+        rest
+    }
+}
+
+/// Waits until `happened`. For what cannot be subscribed to: other people's processes and files.
+#[track_caller]
+pub(crate) fn until(what: &str, mut happened: impl FnMut() -> bool) {
+    let began = Instant::now();
+    while !happened() {
+        assert!(began.elapsed() < PATIENCE, "waited in vain for {what}");
+        std::thread::sleep(LOOK);
+    }
+}
+
+const LOOK: Duration = Duration::from_millis(10);
+
+/// Whether the process still does anything. One that only waits to be reaped does not.
+pub(crate) fn is_alive(pid: &str) -> bool {
+    let Ok(stat) = fs::read_to_string(format!("/proc/{pid}/stat")) else { return false };
+    // The name, in brackets, may hold anything.
+    let state = stat.rsplit_once(") ").map_or("", |(_, rest)| rest);
+    !state.starts_with('Z') && !state.starts_with('X')
+}
+
+/// All that a file holds.
+pub(crate) fn contents(path: &Path) -> String {
+    let mut text = String::new();
+    if let Ok(mut file) = fs::File::open(path) {
+        file.read_to_string(&mut text).unwrap();
+    }
+    text
+}

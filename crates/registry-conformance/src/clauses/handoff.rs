@@ -1,0 +1,154 @@
+//! A claim may pass to the next caller of its process without the store, but not for ever and never unnoticed.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use futures_util::poll;
+use registry_core::{LockGuard, LockOptions, LockRegistry as _, Registry};
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
+
+use crate::faulty::{Faults, FaultyBackend, Operation};
+use crate::lab::Lab;
+
+/// The point of it: the store's round trips are the cost.
+pub async fn a_hand_over_asks_the_store_nothing(lab: &Lab) {
+    let faulty = lab.faulty(Faults::none()).await;
+    let registry = lab.registry_over(&faulty, lab.long());
+    let guards = pass_along(&registry, 10).await;
+    assert_eq!(guards, 10);
+    assert_eq!(faulty.calls(Operation::Acquire), 1, "one claim serves ten callers");
+    assert_eq!(faulty.calls(Operation::Release), 1, "one claim serves ten callers");
+}
+
+/// Switched off, every caller has a claim of its own.
+pub async fn without_hand_over_each_caller_asks_the_store(lab: &Lab) {
+    let faulty = lab.faulty(Faults::none()).await;
+    let registry = lab
+        .builder(Arc::<FaultyBackend>::clone(&faulty))
+        .handoff(0)
+        .build()
+        .expect("the registry is built");
+    let guards = pass_along(&registry, 10).await;
+    assert_eq!(guards, 10);
+    assert_eq!(faulty.calls(Operation::Release), 10, "each caller has a claim of its own");
+}
+
+/// Other processes get their chance: a claim passes on a bounded number of times.
+pub async fn a_claim_is_handed_over_a_bounded_number_of_times(lab: &Lab) {
+    let faulty = lab.faulty(Faults::none()).await;
+    let registry = lab
+        .builder(Arc::<FaultyBackend>::clone(&faulty))
+        .handoff(4)
+        .build()
+        .expect("the registry is built");
+    let guards = pass_along(&registry, 15).await;
+    assert_eq!(guards, 15);
+    assert_eq!(faulty.calls(Operation::Release), 3, "one claim for the first, and for four more");
+}
+
+/// A process whose callers never let up does not shut the others out.
+pub async fn a_busy_process_does_not_shut_another_out(lab: &Lab) {
+    let (here, there) = (lab.registry().await, lab.registry().await);
+    let enough = Arc::new(AtomicBool::new(false));
+    let mut busy = JoinSet::new();
+    for _ in 0..4 {
+        let (lock, enough) = (here.obtain("orders/42"), Arc::clone(&enough));
+        busy.spawn(async move {
+            while !enough.load(Ordering::Relaxed) {
+                let guard = lock.lock().await.expect("the lock is had at last");
+                sleep(Duration::from_millis(1)).await;
+                guard.unlock().await.expect("a held lock is unlocked");
+            }
+        });
+    }
+    let patience = lab.patience();
+    let lock = there.obtain("orders/42");
+    let mut other = JoinSet::new();
+    other.spawn(async move {
+        for _ in 0..3 {
+            let guard = timeout(patience, lock.lock()).await.expect("the other process starves");
+            guard.expect("no trouble").unlock().await.expect("a held lock is unlocked");
+        }
+    });
+    other.join_all().await;
+    enough.store(true, Ordering::Relaxed);
+    busy.join_all().await;
+}
+
+/// Those who get the claim one after the other are told apart, and so is whoever comes after them.
+pub async fn each_hand_over_has_a_larger_token(lab: &Lab) {
+    let (here, there) = (lab.registry().await, lab.registry().await);
+    let mut last = None;
+    for _ in 0..2 {
+        for guard_token in tokens(&here, 40).await {
+            assert!(guard_token.is_some() && guard_token > last, "{guard_token:?} after {last:?}");
+            last = guard_token;
+        }
+        let guard = there.obtain("orders/42").lock().await.expect("a free lock is had");
+        assert!(guard.fencing_token() > last, "{:?} after {last:?}", guard.fencing_token());
+        last = guard.fencing_token();
+        guard.unlock().await.expect("a held lock is unlocked");
+    }
+}
+
+/// A claim that was handed over is renewed and held like any other.
+pub async fn a_handed_over_lock_outlives_its_lease_by_renewal(lab: &Lab) {
+    let (here, there) = (lab.registry_of(lab.renewed()).await, lab.registry().await);
+    let lock = here.obtain("orders/42");
+    let first = lock.lock().await.expect("a free lock is had");
+    let mut second = Box::pin(lock.lock());
+    assert!(poll!(second.as_mut()).is_pending(), "two guards of one key");
+    let (unlocked, second) = futures_util::future::join(first.unlock(), second).await;
+    unlocked.expect("a held lock is unlocked");
+    let second = second.expect("the waiter gets the lock");
+    sleep(lab.renewed() * 2).await;
+    assert!(second.is_held(), "nobody renews what was handed over");
+    assert!(there.obtain("orders/42").try_lock().await.expect("busy is no error").is_none());
+    second.unlock().await.expect("a held lock is unlocked");
+    lab.free_soon(&there, "orders/42").await;
+}
+
+/// Whoever asked for something else gets a claim made for it, not somebody else's.
+pub async fn a_claim_is_handed_over_only_to_those_who_asked_for_the_same(lab: &Lab) {
+    let faulty = lab.faulty(Faults::none()).await;
+    let registry = lab.registry_over(&faulty, lab.long());
+    let lock = registry.obtain("orders/42");
+    let first = lock.lock().await.expect("a free lock is had");
+    let options = LockOptions::new().lease(lab.renewed()).label("nightly report");
+    let mut second = Box::pin(lock.lock_with(options));
+    assert!(poll!(second.as_mut()).is_pending(), "two guards of one key");
+    let (unlocked, second) = futures_util::future::join(first.unlock(), second).await;
+    unlocked.expect("a held lock is unlocked");
+    let second: LockGuard = second.expect("no trouble").expect("the waiter gets the lock");
+    assert_eq!(second.claim().lease(), lab.renewed());
+    assert_eq!(second.claim().label(), Some("nightly report"));
+    second.unlock().await.expect("a held lock is unlocked");
+}
+
+/// Has `callers` queue for one lock and pass it along; tells how many had it.
+async fn pass_along(registry: &Registry, callers: usize) -> usize {
+    tokens(registry, callers).await.len()
+}
+
+async fn tokens(registry: &Registry, callers: usize) -> Vec<Option<registry_core::FencingToken>> {
+    let lock = registry.obtain("orders/42");
+    let first = lock.lock().await.expect("a free lock is had");
+    let seen = tokio::sync::Mutex::new(vec![first.fencing_token()]);
+    let mut waiting = Vec::new();
+    for _ in 1..callers {
+        let (lock, seen) = (&lock, &seen);
+        let mut waiter = Box::pin(async move {
+            let guard = lock.lock().await.expect("the lock is had at last");
+            seen.lock().await.push(guard.fencing_token());
+            guard.unlock().await.expect("a held lock is unlocked");
+        });
+        assert!(poll!(waiter.as_mut()).is_pending(), "two guards of one key");
+        waiting.push(waiter);
+    }
+    let (unlocked, _) = futures_util::future::join(first.unlock(), join_all(waiting)).await;
+    unlocked.expect("a held lock is unlocked");
+    seen.into_inner()
+}

@@ -1,0 +1,185 @@
+//! What a lock can be asked for is kept, and what it cannot be asked for is refused before the store hears of it.
+
+use std::time::Duration;
+
+use registry_core::{
+    Capabilities, ConfigError, LockError, LockOptions, LockRegistry as _, LostReason,
+};
+use tokio::time::{Instant, sleep};
+
+use crate::faulty::Faults;
+use crate::lab::{Lab, key};
+
+/// A lease that no store takes is told to the caller, not to the store.
+pub async fn a_lease_out_of_range_is_refused_before_any_request(lab: &Lab) {
+    for lease in [Duration::ZERO, Duration::from_millis(1), HUNDRED_YEARS, Duration::MAX] {
+        refused(lab, LockOptions::new().lease(lease), "lease").await;
+        let built = lab.builder(lab.client().await).lease(lease).build();
+        assert!(
+            matches!(built, Err(ConfigError::Invalid(_))),
+            "a registry with a lease of {lease:?}: {built:?}"
+        );
+    }
+    let capabilities = lab.capabilities();
+    assert!(capabilities.lease_min >= Capabilities::LEASE_MIN, "{capabilities:?}");
+    assert!(capabilities.lease_max <= Capabilities::LEASE_MAX, "{capabilities:?}");
+}
+
+/// A wait that is meant as "for ever" says so by being left out.
+pub async fn a_wait_of_a_hundred_years_is_refused_before_any_request(lab: &Lab) {
+    for wait in [HUNDRED_YEARS, Duration::MAX] {
+        refused(lab, LockOptions::new().wait(wait), "wait").await;
+    }
+    let registry = lab.registry().await;
+    let options = LockOptions::new().wait(LockOptions::WAIT_MAX);
+    let guard = registry.obtain("orders/42").lock_with(options).await.expect("no trouble");
+    guard.expect("the lock is free").unlock().await.expect("a held lock is unlocked");
+}
+
+/// Holds that cannot be kept are refused.
+pub async fn holds_out_of_range_are_refused_before_any_request(lab: &Lab) {
+    refused(lab, LockOptions::new().max_hold(Duration::ZERO), "max_hold").await;
+    refused(lab, LockOptions::new().max_hold(Duration::from_millis(1)), "max_hold").await;
+    refused(lab, LockOptions::new().min_hold(HUNDRED_YEARS), "min_hold").await;
+    let crossed = LockOptions::new().min_hold(lab.long()).max_hold(lab.renewed());
+    refused(lab, crossed, "min_hold").await;
+}
+
+async fn refused(lab: &Lab, options: LockOptions, option: &str) {
+    let faulty = lab.faulty(Faults::none()).await;
+    let registry = lab.registry_over(&faulty, lab.long());
+    match registry.obtain("orders/42").lock_with(options.clone()).await {
+        Err(LockError::InvalidOption(why)) => assert_eq!(why.option, option, "{why:?}"),
+        other => panic!("{options:?} gives {other:?}"),
+    }
+    assert_eq!(faulty.requests(), 0, "the store heard of {options:?}");
+}
+
+/// A lock's own lease wins over the registry's.
+pub async fn a_lock_may_have_its_own_lease(lab: &Lab) {
+    let registry = lab.registry().await;
+    let options = LockOptions::new().lease(lab.renewed());
+    let guard = registry.obtain("orders/42").lock_with(options).await.expect("no trouble");
+    let guard = guard.expect("without a wait there is always a guard");
+    assert!(guard.valid_for() <= lab.renewed(), "{guard:?}");
+    assert_eq!(guard.claim().lease(), lab.renewed());
+    guard.unlock().await.expect("a held lock is unlocked");
+}
+
+/// A lock's own label wins over the registry's, and without one the registry's is seen.
+pub async fn a_lock_may_have_its_own_label(lab: &Lab) {
+    let client = lab.client().await;
+    let registry =
+        lab.builder(lab.client().await).label("host:1").build().expect("the registry is built");
+    for (options, label) in [
+        (LockOptions::new(), "host:1"),
+        (LockOptions::new().label("nightly report"), "nightly report"),
+    ] {
+        let guard = registry.obtain("orders/42").lock_with(options).await.expect("no trouble");
+        let holder = client.inspect(&key("orders/42")).await.expect("inspect answers");
+        assert_eq!(holder.and_then(|holder| holder.label).as_deref(), Some(label));
+        let guard = guard.expect("without a wait there is always a guard");
+        guard.unlock().await.expect("a held lock is unlocked");
+    }
+}
+
+/// `max_hold` is the end of the lock, however well renewal works and however long the lease is.
+pub async fn a_lock_ends_with_its_max_hold(lab: &Lab) {
+    let (here, there) = (lab.registry().await, lab.registry().await);
+    let options = LockOptions::new().max_hold(lab.renewed());
+    let begun = Instant::now();
+    let guard = here.obtain("orders/42").lock_with(options).await.expect("no trouble");
+    let guard = guard.expect("without a wait there is always a guard");
+    // However far the lease was asked to reach.
+    lab.renew_by_hand(&guard, lab.long()).await.expect("a held lock is renewed");
+    assert!(guard.valid_for() <= lab.renewed(), "{guard:?}");
+    assert_eq!(guard.lost().await, LostReason::MaxHold);
+    assert!(
+        begun.elapsed() + Duration::from_secs(1) >= lab.renewed(),
+        "lost after {:?}",
+        begun.elapsed()
+    );
+    assert!(!guard.is_held());
+    // The guard is still there, the key is free all the same.
+    lab.free_soon(&there, "orders/42").await;
+    assert!(matches!(
+        guard.unlock().await,
+        Err(LockError::Lost { reason: LostReason::MaxHold, .. })
+    ));
+}
+
+/// A guard that is never dropped does no harm beyond its `max_hold`.
+pub async fn a_forgotten_guard_with_a_max_hold_is_freed(lab: &Lab) {
+    let (here, there) = (lab.registry().await, lab.registry().await);
+    let options = LockOptions::new().max_hold(lab.short());
+    let guard = here.obtain("orders/42").lock_with(options).await.expect("no trouble");
+    std::mem::forget(guard);
+    lab.free_soon(&there, "orders/42").await;
+    lab.free_soon(&here, "orders/42").await;
+}
+
+/// ShedLock's `lockAtLeastFor`: work that is done in no time is not done twice.
+pub async fn a_key_stays_taken_for_its_min_hold(lab: &Lab) {
+    // Within the lease, and beyond it.
+    for lease in [lab.long(), lab.short()] {
+        for unlock in [true, false] {
+            stays_taken(lab, lease, unlock).await;
+        }
+    }
+}
+
+async fn stays_taken(lab: &Lab, lease: Duration, unlock: bool) {
+    let (here, there) = (lab.registry().await, lab.registry().await);
+    let min_hold = lab.short() * 3;
+    let options = LockOptions::new().lease(lease).min_hold(min_hold);
+    let guard = here.obtain("orders/42").lock_with(options).await.expect("no trouble");
+    // Counted from after the grant, so that what is measured is less than what was asked for, never more.
+    let held_since = Instant::now();
+    let guard = guard.expect("without a wait there is always a guard");
+    if unlock {
+        guard.unlock().await.expect("a held lock is unlocked");
+    } else {
+        drop(guard);
+    }
+    let next = there.obtain("orders/42").try_lock_for(lab.patience()).await.expect("no trouble");
+    let taken = held_since.elapsed() + Duration::from_millis(20);
+    assert!(taken >= min_hold, "the key was taken for {taken:?} of {min_hold:?}");
+    next.expect("the min_hold is over").unlock().await.expect("a held lock is unlocked");
+}
+
+/// A lock that was held for longer than its `min_hold` is free at once.
+pub async fn a_min_hold_that_is_over_delays_nothing(lab: &Lab) {
+    let (here, there) = (lab.registry().await, lab.registry().await);
+    let min_hold = lab.short();
+    let options = LockOptions::new().min_hold(min_hold);
+    let guard = here.obtain("orders/42").lock_with(options).await.expect("no trouble");
+    let guard = guard.expect("without a wait there is always a guard");
+    sleep(min_hold * 3 / 2).await;
+    guard.unlock().await.expect("a held lock is unlocked");
+    let next = there.obtain("orders/42").try_lock().await.expect("no trouble");
+    next.expect("the lock was unlocked").unlock().await.expect("a held lock is unlocked");
+}
+
+/// A renewal for a lease that no store takes changes nothing.
+pub async fn a_renewal_out_of_range_is_refused_and_costs_nothing(lab: &Lab) {
+    let faulty = lab.faulty(Faults::none()).await;
+    let registry = lab.registry_over(&faulty, lab.long());
+    let guard = registry.obtain("orders/42").lock().await.expect("a free lock is had");
+    let requests = faulty.requests();
+    for lease in [Duration::ZERO, Duration::from_millis(1), HUNDRED_YEARS] {
+        match guard.renew(lease).await {
+            Err(LockError::InvalidOption(why)) => assert_eq!(why.option, "lease", "{why:?}"),
+            other => panic!("a renewal for {lease:?} gives {other:?}"),
+        }
+    }
+    assert_eq!(faulty.requests(), requests, "the store heard of it");
+    assert!(guard.is_held());
+    guard.unlock().await.expect("a held lock is unlocked");
+}
+
+/// Whoever chooses by capability asks the registry and hears the store.
+pub async fn a_registry_tells_what_its_store_can(lab: &Lab) {
+    assert_eq!(lab.registry().await.capabilities(), lab.client().await.capabilities());
+}
+
+const HUNDRED_YEARS: Duration = Duration::from_secs(100 * 365 * 24 * 3_600);

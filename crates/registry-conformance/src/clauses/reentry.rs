@@ -1,0 +1,198 @@
+//! Entering again is for owners who say who they are. It costs nothing and changes nothing.
+
+use std::pin::pin;
+use std::time::Duration;
+
+use futures_util::poll;
+use registry_core::{LockError, LockOptions, LockRegistry as _, LostReason, Owner};
+use tokio::time::timeout;
+
+use crate::faulty::Faults;
+use crate::lab::Lab;
+
+/// Tasks and threads mean nothing: without an owner the same caller waits for itself.
+pub async fn a_lock_without_an_owner_is_not_reentrant(lab: &Lab) {
+    let registry = lab.registry().await;
+    let lock = registry.obtain("orders/42");
+    let guard = lock.lock().await.expect("a free lock is had");
+    assert!(lock.try_lock().await.expect("busy is no error").is_none());
+    let owner = Owner::new();
+    let owned = lock.lock_with(LockOptions::new().owner(&owner).wait(Duration::ZERO)).await;
+    assert!(owned.expect("busy is no error").is_none(), "an owner enters what is not its own");
+    guard.unlock().await.expect("a held lock is unlocked");
+}
+
+/// The same owner enters again, and another does not.
+pub async fn an_owner_enters_its_own_lock_again(lab: &Lab) {
+    let registry = lab.registry().await;
+    let lock = registry.obtain("orders/42");
+    let (owner, other) = (Owner::new(), Owner::new());
+    let own = || LockOptions::new().owner(&owner).wait(Duration::ZERO);
+    let outer = lock.lock_with(own()).await.expect("no trouble").expect("the lock is free");
+    let inner = lock.lock_with(own()).await.expect("no trouble").expect("its owner enters again");
+    let foreign = lock.lock_with(LockOptions::new().owner(&other).wait(Duration::ZERO)).await;
+    assert!(foreign.expect("busy is no error").is_none(), "another owner enters");
+    assert!(
+        lock.try_lock().await.expect("busy is no error").is_none(),
+        "somebody without owner enters"
+    );
+    inner.unlock().await.expect("a held lock is unlocked");
+    outer.unlock().await.expect("a held lock is unlocked");
+}
+
+/// An owner means nothing in another process.
+pub async fn an_owner_does_not_enter_from_another_process(lab: &Lab) {
+    let (here, there) = (lab.registry().await, lab.registry().await);
+    let owner = Owner::new();
+    let own = || LockOptions::new().owner(&owner).wait(Duration::ZERO);
+    let guard = here.obtain("orders/42").lock_with(own()).await.expect("no trouble");
+    let second = there.obtain("orders/42").lock_with(own()).await.expect("busy is no error");
+    assert!(second.is_none(), "two processes hold");
+    guard.expect("the lock is free").unlock().await.expect("a held lock is unlocked");
+}
+
+/// Entering again is a matter of this process.
+pub async fn entering_again_asks_the_store_nothing(lab: &Lab) {
+    let faulty = lab.faulty(Faults::none()).await;
+    let registry = lab.registry_over(&faulty, lab.long());
+    let owner = Owner::new();
+    let lock = registry.obtain("orders/42");
+    let outer = lock.lock_with(LockOptions::new().owner(&owner)).await.expect("no trouble");
+    let outer = outer.expect("without a wait there is always a guard");
+    let requests = faulty.requests();
+    let by_owner = lock.lock_with(LockOptions::new().owner(&owner)).await.expect("no trouble");
+    let by_owner = by_owner.expect("its owner enters again");
+    let by_guard = outer.reenter().expect("a held lock is entered again");
+    by_owner.unlock().await.expect("a held lock is unlocked");
+    by_guard.unlock().await.expect("a held lock is unlocked");
+    assert_eq!(faulty.requests(), requests, "the store heard of it");
+    outer.unlock().await.expect("a held lock is unlocked");
+}
+
+/// Whoever enters again is the same holder and has the same token.
+pub async fn entering_again_has_the_same_token(lab: &Lab) {
+    let registry = lab.registry().await;
+    let owner = Owner::new();
+    let lock = registry.obtain("orders/42");
+    let outer = lock.lock_with(LockOptions::new().owner(&owner)).await.expect("no trouble");
+    let outer = outer.expect("without a wait there is always a guard");
+    let inner = lock.lock_with(LockOptions::new().owner(&owner)).await.expect("no trouble");
+    let inner = inner.expect("its owner enters again");
+    let innermost = inner.reenter().expect("a held lock is entered again");
+    assert!(outer.fencing_token().is_some());
+    assert_eq!(inner.fencing_token(), outer.fencing_token());
+    assert_eq!(innermost.fencing_token(), outer.fencing_token());
+}
+
+/// An inner layer with a shorter lease must not cut the outer one's.
+pub async fn entering_again_never_shortens_the_lease(lab: &Lab) {
+    let (here, there) = (lab.registry().await, lab.registry().await);
+    let owner = Owner::new();
+    let lock = here.obtain("orders/42");
+    let outer = lock.lock_with(LockOptions::new().owner(&owner)).await.expect("no trouble");
+    let outer = outer.expect("without a wait there is always a guard");
+    let short = LockOptions::new().owner(&owner).lease(lab.short()).renew(false);
+    let inner = lock.lock_with(short).await.expect("no trouble").expect("its owner enters again");
+    tokio::time::sleep(lab.short() * 2).await;
+    assert!(outer.is_held() && inner.is_held(), "the inner lease cut the outer one");
+    assert!(there.obtain("orders/42").try_lock().await.expect("busy is no error").is_none());
+    inner.unlock().await.expect("a held lock is unlocked");
+    assert!(outer.is_held());
+    outer.unlock().await.expect("a held lock is unlocked");
+}
+
+/// The lock is let go with the last guard, in whatever order they go, and not before.
+pub async fn a_lock_is_free_when_its_last_guard_is_gone(lab: &Lab) {
+    let (here, there) = (lab.registry().await, lab.registry().await);
+    let lock = here.obtain("orders/42");
+    let there = there.obtain("orders/42");
+    let outer = lock.lock().await.expect("a free lock is had");
+    let inner = outer.reenter().expect("a held lock is entered again");
+    let innermost = inner.reenter().expect("a held lock is entered again");
+    outer.unlock().await.expect("a held lock is unlocked");
+    assert!(lock.try_lock().await.expect("busy is no error").is_none());
+    drop(innermost);
+    here.idle().await;
+    assert!(there.try_lock().await.expect("busy is no error").is_none());
+    assert!(inner.is_held());
+    inner.unlock().await.expect("a held lock is unlocked");
+    let next = there.try_lock().await.expect("no trouble").expect("the last guard is gone");
+    next.unlock().await.expect("a held lock is unlocked");
+}
+
+/// Nested calls inherit the owner of the scope they run in.
+pub async fn an_owner_scope_reaches_nested_calls(lab: &Lab) {
+    let registry = lab.registry().await;
+    let lock = registry.obtain("orders/42");
+    Owner::scope(async {
+        let outer = lock.lock().await.expect("a free lock is had");
+        let inner = Owner::scope(async { lock.try_lock().await }).await.expect("no trouble");
+        inner
+            .expect("the scope's owner enters again")
+            .unlock()
+            .await
+            .expect("a held lock is unlocked");
+        outer.unlock().await.expect("a held lock is unlocked");
+    })
+    .await;
+    let guard = lock.lock().await.expect("a free lock is had");
+    let next = Owner::scope(lock.try_lock()).await.expect("busy is no error");
+    assert!(next.is_none(), "a scope enters what was taken outside of it");
+    guard.unlock().await.expect("a held lock is unlocked");
+}
+
+/// An owner does not queue behind others for what it holds: that would be waiting for itself.
+pub async fn an_owner_does_not_queue_behind_those_who_wait(lab: &Lab) {
+    let registry = lab.registry().await;
+    let lock = registry.obtain("orders/42");
+    let owner = Owner::new();
+    let own = || LockOptions::new().owner(&owner);
+    let outer = lock.lock_with(own()).await.expect("no trouble").expect("the lock is free");
+    let mut stranger = pin!(lock.lock());
+    assert!(poll!(stranger.as_mut()).is_pending(), "two guards of one key");
+    let inner =
+        timeout(lab.patience(), lock.lock_with(own())).await.expect("an owner waits for itself");
+    let inner = inner.expect("no trouble").expect("its owner enters again");
+    inner.unlock().await.expect("a held lock is unlocked");
+    outer.unlock().await.expect("a held lock is unlocked");
+    stranger
+        .await
+        .expect("the lock is free at last")
+        .unlock()
+        .await
+        .expect("a held lock is unlocked");
+}
+
+/// Two tasks of one owner that both wait get in together.
+pub async fn a_waiter_is_let_in_beside_its_own_owner(lab: &Lab) {
+    let registry = lab.registry().await;
+    let lock = registry.obtain("orders/42");
+    let owner = Owner::new();
+    let own = || LockOptions::new().owner(&owner);
+    let stranger = lock.lock().await.expect("a free lock is had");
+    let (mut first, mut second) = (pin!(lock.lock_with(own())), pin!(lock.lock_with(own())));
+    assert!(poll!(first.as_mut()).is_pending() && poll!(second.as_mut()).is_pending());
+    stranger.unlock().await.expect("a held lock is unlocked");
+    let first = first.await.expect("no trouble").expect("its turn has come");
+    let second = timeout(lab.patience(), second).await.expect("an owner waits for itself");
+    let second = second.expect("no trouble").expect("its owner is inside");
+    assert_eq!(first.fencing_token(), second.fencing_token());
+    first.unlock().await.expect("a held lock is unlocked");
+    second.unlock().await.expect("a held lock is unlocked");
+}
+
+/// A loss is everybody's who entered.
+pub async fn a_loss_is_told_to_all_guards_of_a_lock(lab: &Lab) {
+    let registry = lab.registry_of(lab.renewed()).await;
+    let outer = registry.obtain("orders/42").lock().await.expect("a free lock is had");
+    let inner = outer.reenter().expect("a held lock is entered again");
+    lab.break_claim(outer.claim()).await;
+    for guard in [outer, inner] {
+        assert_eq!(guard.lost().await, LostReason::Gone);
+        assert!(
+            matches!(guard.reenter(), Err(LockError::Lost { .. })),
+            "a lost lock is entered again"
+        );
+        assert!(matches!(guard.unlock().await, Err(LockError::Lost { .. })));
+    }
+}

@@ -1,0 +1,171 @@
+//! What a backend's author calls: the macro that makes a test of every clause. Knows no clause; see `list`.
+
+/// Emits the suite for one harness: a test per clause, in a module per theme, and `the_suite_is_run_whole`, which holds
+/// the figures against the suite and the skips against the store.
+///
+/// Use it once per module, in a test file of the backend's crate:
+///
+/// ```
+/// # use std::sync::Arc;
+/// # use async_trait::async_trait;
+/// # use registry_core::{LockBackend, MemoryBackend};
+/// # use registry_conformance::{Clock, Harness, Store};
+/// #[derive(Debug)]
+/// struct Memory;
+///
+/// #[async_trait]
+/// impl Harness for Memory {
+///     fn clock(&self) -> Clock { Clock::Paused }
+///     async fn store(&self) -> Box<dyn Store> { Box::new(OneMemory(MemoryBackend::new())) }
+/// }
+///
+/// #[derive(Debug)]
+/// struct OneMemory(MemoryBackend);
+///
+/// #[async_trait]
+/// impl Store for OneMemory {
+///     async fn client(&self) -> Arc<dyn LockBackend> { Arc::new(self.0.clone()) }
+/// }
+///
+/// registry_conformance::conformance! {
+///     harness = Memory,
+///     runs = 100,
+///     skips = 12,
+///     without = [fair, namespaces, restart, wipe, remote],
+/// }
+/// # fn main() {}
+/// ```
+///
+/// `without` lists what the store does not have, by the names of [`Need`]. A clause that needs any of it is emitted as an
+/// ignored test with the reason. To list what the store has, or not to list what it lacks, is a failure.
+#[macro_export]
+macro_rules! conformance {
+    (
+        harness = $harness:expr,
+        runs = $runs:expr,
+        skips = $skips:expr,
+        without = [$($need:ident),* $(,)?] $(,)?
+    ) => {
+        $crate::__conformance! { ($) [$harness] [$runs] [$skips] [$($need)*] }
+    };
+}
+
+// The dollar is handed in, because a macro that makes a macro has no other way to write one.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! __conformance {
+    (($d:tt) [$harness:expr] [$runs:expr] [$skips:expr] [$($missing:ident)*]) => {
+        fn __harness() -> impl $crate::Harness {
+            $harness
+        }
+
+        // Takes one need after the other off a clause's list. If one of them is missing the clause is ignored.
+        macro_rules! __clause {
+            ($d theme:ident $d name:ident []) => {
+                #[test]
+                fn $d name() {
+                    $crate::run(super::__harness(), stringify!($d theme), stringify!($d name));
+                }
+            };
+            $(
+                ($d theme:ident $d name:ident [$missing $d($d rest:ident)*]) => {
+                    $crate::__ignored! { $missing
+                        fn $d name() {
+                            $crate::run(super::__harness(), stringify!($d theme), stringify!($d name));
+                        }
+                    }
+                };
+            )*
+            ($d theme:ident $d name:ident [$d met:ident $d($d rest:ident)*]) => {
+                __clause! { $d theme $d name [$d($d rest)*] }
+            };
+        }
+
+        macro_rules! __suite {
+            ($d(
+                $d theme:ident {
+                    $d($d name:ident [$d($d need:ident)*],)*
+                }
+            )*) => {
+                $d(
+                    mod $d theme {
+                        $d(__clause! { $d theme $d name [$d($d need)*] })*
+                    }
+                )*
+
+                #[test]
+                fn the_suite_is_run_whole() {
+                    $crate::check(
+                        &__harness(),
+                        $runs,
+                        $skips,
+                        &[$(stringify!($missing)),*],
+                        &[$d($d((stringify!($d theme), stringify!($d name)),)*)*],
+                    );
+                }
+            };
+        }
+
+        $crate::__for_all_clauses! { __suite }
+    };
+}
+
+#[doc(hidden)]
+#[macro_export]
+macro_rules! __ignored {
+    (faithful $test:item) => {
+        #[test]
+        #[ignore = "faults are put in on purpose: what the store itself does cannot be seen"]
+        $test
+    };
+    (fencing $test:item) => {
+        #[test]
+        #[ignore = "the store has no fencing"]
+        $test
+    };
+    (fair $test:item) => {
+        #[test]
+        #[ignore = "the store does not queue its claimants"]
+        $test
+    };
+    (handoff $test:item) => {
+        #[test]
+        #[ignore = "the store queues its claimants, so nothing is handed over locally"]
+        $test
+    };
+    (wakes $test:item) => {
+        #[test]
+        #[ignore = "the store does not wake waiters"]
+        $test
+    };
+    (labels $test:item) => {
+        #[test]
+        #[ignore = "the store keeps no labels"]
+        $test
+    };
+    (inspect $test:item) => {
+        #[test]
+        #[ignore = "the store cannot be inspected"]
+        $test
+    };
+    (namespaces $test:item) => {
+        #[test]
+        #[ignore = "the harness opens no second namespace"]
+        $test
+    };
+    (restart $test:item) => {
+        #[test]
+        #[ignore = "the store does not outlive a restart"]
+        $test
+    };
+    (wipe $test:item) => {
+        #[test]
+        #[ignore = "the harness cannot make the store lose its data"]
+        $test
+    };
+    (remote $test:item) => {
+        #[test]
+        #[ignore = "the harness has no other process"]
+        $test
+    };
+}

@@ -1,0 +1,35 @@
+//! The list of clauses is whole: whoever writes a clause and forgets the list hears of it here.
+
+use std::fs;
+use std::path::Path;
+
+use registry_conformance::all_clauses;
+
+#[test]
+fn every_clause_that_is_written_is_in_the_list() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/clauses");
+    let mut written = Vec::new();
+    for entry in fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        let theme = path.file_stem().unwrap().to_str().unwrap().to_owned();
+        for line in fs::read_to_string(&path).unwrap().lines() {
+            if let Some(rest) = line.strip_prefix("pub async fn ") {
+                let (name, _) = rest.split_once('(').unwrap();
+                written.push(format!("{theme}::{name}"));
+            }
+        }
+    }
+    let mut listed: Vec<_> = all_clauses().iter().map(|clause| format!("{clause:?}")).collect();
+    written.sort();
+    listed.sort();
+    assert_eq!(written, listed);
+}
+
+#[test]
+fn the_suite_is_as_large_as_it_says() {
+    assert!(all_clauses().len() >= 70);
+    let mut names: Vec<_> = all_clauses().iter().map(|clause| clause.name).collect();
+    names.sort_unstable();
+    names.dedup();
+    assert_eq!(names.len(), all_clauses().len(), "no two promises have one name");
+}

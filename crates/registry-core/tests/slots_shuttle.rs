@@ -1,0 +1,318 @@
+//! The local half of a lock under a model checker: one slot per key whoever obtains and drops handles when, one turn at a
+//! time, nobody in line forgotten.
+//!
+//! `RUSTFLAGS="--cfg shuttle" cargo test -p registry-core --test slots_shuttle --release`
+//!
+//! The code that runs is the engine's own; the checker chooses at each [point](../src/interleave.rs) which thread goes on.
+//! The store grants everything to everybody, so that only the slots keep callers apart. A failure prints a schedule that
+//! `shuttle::replay` repeats.
+#![cfg(shuttle)]
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+
+use registry_core::{
+    DistributedLock, LockError, LockGuard, LockOptions, LockRegistry, Owner, PassThroughBackend,
+    Registry,
+};
+use shuttle::rand::{Rng as _, thread_rng};
+use shuttle::scheduler::{PctScheduler, RandomScheduler};
+use shuttle::sync::atomic::{AtomicBool, Ordering};
+use shuttle::{future::block_on, thread};
+use tokio::runtime::Runtime;
+
+/// Schedules per test and strategy.
+const SCHEDULES: usize = 2_000;
+
+/// Runs `scene` under many schedules: random ones, and such that switch rarely at the worst places.
+fn check(scene: impl Fn(&Registry) + Send + Sync + 'static, handoff: u32) {
+    // No runtime is driven: what these scenes call is answered in place. The engine only wants to see one.
+    check_in(move |registry, _| scene(registry), handoff);
+}
+
+fn check_in(scene: impl Fn(&Registry, &Arc<Runtime>) + Send + Sync + 'static, handoff: u32) {
+    let scene = Arc::new(scene);
+    let mut config = shuttle::Config::new();
+    config.stack_size = 1 << 20;
+    let run = move || {
+        let runtime =
+            Arc::new(tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap());
+        let _inside = runtime.enter();
+        let backend = Arc::new(PassThroughBackend::new());
+        let registry = Registry::builder(backend).handoff(handoff).build().unwrap();
+        scene(&registry, &runtime);
+        assert_eq!(registry.slots(), 0, "a slot is left");
+        assert_eq!(registry.held(), 0, "a claim is left");
+    };
+    shuttle::Runner::new(RandomScheduler::new(SCHEDULES), config.clone()).run(run.clone());
+    for depth in [2, 4] {
+        let scheduler = PctScheduler::new(depth, SCHEDULES);
+        shuttle::Runner::new(scheduler, config.clone()).run(run.clone());
+    }
+}
+
+/// Fails when two are inside at once.
+#[derive(Default)]
+struct Room(AtomicBool);
+
+impl Room {
+    fn visit(&self) {
+        assert!(!self.0.swap(true, Ordering::SeqCst), "two callers have their turn at once");
+        thread::yield_now();
+        self.0.store(false, Ordering::SeqCst);
+    }
+
+    fn visit_under(&self, lock: &DistributedLock) {
+        let guard = block_on(lock.lock()).unwrap();
+        self.visit();
+        block_on(guard.unlock()).unwrap();
+    }
+}
+
+fn all(visitors: impl IntoIterator<Item = thread::JoinHandle<()>>) {
+    let visitors: Vec<_> = visitors.into_iter().collect();
+    for visitor in visitors {
+        visitor.join().unwrap();
+    }
+}
+
+/// Polls `future` once.
+fn poll_once<F: Future + ?Sized>(future: Pin<&mut F>) -> Poll<F::Output> {
+    future.poll(&mut Context::from_waker(Waker::noop()))
+}
+
+type Lock = Pin<Box<dyn Future<Output = Result<LockGuard, LockError>> + Send>>;
+
+fn lock(lock: &DistributedLock) -> Lock {
+    let lock = lock.clone();
+    Box::pin(async move { lock.lock().await })
+}
+
+/// Threads that obtain and drop handles of one key as they like share one slot at any time.
+#[test]
+fn handles_that_come_and_go_never_make_two_slots() {
+    check(
+        |registry| {
+            let room = Arc::new(Room::default());
+            all((0..3).map(|_| {
+                let (registry, room) = (registry.clone(), Arc::clone(&room));
+                thread::spawn(move || {
+                    for _ in 0..2 {
+                        let mut lock = registry.obtain("k");
+                        if thread_rng().gen_bool(0.5) {
+                            // The old handle may be the last one when it goes.
+                            lock = registry.obtain("k");
+                        }
+                        if thread_rng().gen_bool(0.8) {
+                            room.visit_under(&lock);
+                        }
+                    }
+                })
+            }));
+        },
+        0,
+    );
+}
+
+/// A guard keeps the slot alive when all handles have gone.
+#[test]
+fn a_held_slot_is_found_by_whoever_comes_next() {
+    check(
+        |registry| {
+            let room = Arc::new(Room::default());
+            all((0..3).map(|_| {
+                let (registry, room) = (registry.clone(), Arc::clone(&room));
+                thread::spawn(move || {
+                    let guard = block_on(registry.obtain("k").lock()).unwrap();
+                    room.visit();
+                    block_on(guard.unlock()).unwrap();
+                })
+            }));
+        },
+        0,
+    );
+}
+
+fn leave_the_line(registry: &Registry) {
+    let room = Arc::new(Room::default());
+    let stay = (0..2).map(|_| {
+        let (lock, room) = (registry.obtain("k"), Arc::clone(&room));
+        thread::spawn(move || room.visit_under(&lock))
+    });
+    let leave = (0..2).map(|_| {
+        let (mut entering, room) = (lock(&registry.obtain("k")), Arc::clone(&room));
+        thread::spawn(move || {
+            for _ in 0..thread_rng().gen_range(0..4) {
+                if let Poll::Ready(entered) = poll_once(entering.as_mut()) {
+                    room.visit();
+                    block_on(entered.unwrap().unlock()).unwrap();
+                    return;
+                }
+                thread::yield_now();
+            }
+        })
+    });
+    all(stay.chain(leave).collect::<Vec<_>>());
+}
+
+/// The turn goes past callers who have left, at whatever moment they leave, and reaches those who stay.
+#[test]
+fn callers_who_leave_the_line_take_no_turn_along() {
+    check(leave_the_line, 0);
+}
+
+/// A claim that was handed to somebody who has left goes on to the next, or back to the store.
+#[test]
+fn callers_who_leave_the_line_take_no_claim_along() {
+    check_in(
+        |registry, runtime| {
+            let over = Arc::new(AtomicBool::new(false));
+            // The janitor's hands: a guard that nobody took is let go in the background.
+            let janitor = {
+                let (runtime, over) = (Arc::clone(runtime), Arc::clone(&over));
+                thread::spawn(move || {
+                    while !over.load(Ordering::SeqCst) {
+                        runtime.block_on(tokio::task::yield_now());
+                        thread::yield_now();
+                    }
+                })
+            };
+            leave_the_line(registry);
+            while registry.held() > 0 {
+                thread::yield_now();
+            }
+            block_on(registry.idle());
+            over.store(true, Ordering::SeqCst);
+            janitor.join().unwrap();
+        },
+        32,
+    );
+}
+
+/// Whoever has come first goes first.
+#[test]
+fn turns_come_in_the_order_of_arrival() {
+    for handoff in [0, 32] {
+        check(
+            |registry| {
+                let lock_now = || lock(&registry.obtain("k"));
+                let holder = block_on(registry.obtain("k").lock()).unwrap();
+                let arrived = Arc::new(shuttle::sync::Mutex::new((0, 0)));
+                let callers: Vec<_> = (0..3)
+                    .map(|_| {
+                        let (mut entering, arrived) = (lock_now(), Arc::clone(&arrived));
+                        thread::spawn(move || {
+                            let place = {
+                                let mut arrived = arrived.lock().unwrap();
+                                assert!(poll_once(entering.as_mut()).is_pending());
+                                arrived.0 += 1;
+                                arrived.0
+                            };
+                            let guard = block_on(entering).unwrap();
+                            let mut arrived = arrived.lock().unwrap();
+                            arrived.1 += 1;
+                            assert_eq!(arrived.1, place, "somebody was overtaken");
+                            drop(arrived);
+                            block_on(guard.unlock()).unwrap();
+                        })
+                    })
+                    .collect();
+                while arrived.lock().unwrap().0 < 3 {
+                    thread::yield_now();
+                }
+                block_on(holder.unlock()).unwrap();
+                all(callers);
+            },
+            handoff,
+        );
+    }
+}
+
+/// A claim that is handed from caller to caller has one holder at a time, and comes to an end.
+#[test]
+fn a_claim_that_is_handed_over_has_one_holder() {
+    check(
+        |registry| {
+            let room = Arc::new(Room::default());
+            all((0..4).map(|_| {
+                let (lock, room) = (registry.obtain("k"), Arc::clone(&room));
+                thread::spawn(move || room.visit_under(&lock))
+            }));
+        },
+        2,
+    );
+}
+
+/// An owner who holds the lock enters it again at once, whoever had it before and however it came.
+#[test]
+fn an_owner_never_waits_for_itself() {
+    for handoff in [0, 32] {
+        check(
+            |registry| {
+                let room = Arc::new(Room::default());
+                all((0..3).map(|_| {
+                    let (lock, room) = (registry.obtain("k"), Arc::clone(&room));
+                    thread::spawn(move || {
+                        let options = LockOptions::new().owner(&Owner::new());
+                        let mut guard = block_on(lock.lock_with(options.clone())).unwrap().unwrap();
+                        if thread_rng().gen_bool(0.5) {
+                            let inner = block_on(lock.lock_with(options)).unwrap().unwrap();
+                            block_on(guard.unlock()).unwrap();
+                            guard = inner;
+                        }
+                        room.visit();
+                        block_on(guard.unlock()).unwrap();
+                    })
+                }));
+            },
+            handoff,
+        );
+    }
+}
+
+/// Callers of one owner may wait for another owner's lock together; all of them get in.
+#[test]
+fn callers_of_one_owner_all_get_in() {
+    for handoff in [0, 32] {
+        check(
+            |registry| {
+                let owner = Owner::new();
+                let stranger = {
+                    let lock = registry.obtain("k");
+                    thread::spawn(move || Room::default().visit_under(&lock))
+                };
+                let friends = (0..3).map(|_| {
+                    let (lock, owner) = (registry.obtain("k"), owner.clone());
+                    thread::spawn(move || {
+                        let options = LockOptions::new().owner(&owner);
+                        let guard = block_on(lock.lock_with(options)).unwrap().unwrap();
+                        thread::yield_now();
+                        block_on(guard.unlock()).unwrap();
+                    })
+                });
+                all(friends.chain([stranger]).collect::<Vec<_>>());
+            },
+            handoff,
+        );
+    }
+}
+
+/// Without points in the slot table, the tests above would let each caller run to its end before the next one.
+#[test]
+fn the_checker_sees_into_the_slot_table() {
+    check(
+        |registry| {
+            let before = shuttle::current::context_switches();
+            // Somebody else to switch to.
+            let other = thread::spawn(|| ());
+            drop(registry.obtain("k"));
+            let points = shuttle::current::context_switches() - before;
+            assert!(points >= 3, "{points} points on the way of a handle that comes and goes");
+            other.join().unwrap();
+        },
+        0,
+    );
+}

@@ -1,0 +1,74 @@
+//! Tests that need what users cannot reach: the clock, the connections, the purge. The others are in `tests/`.
+
+mod grants;
+mod plans;
+mod purging;
+mod times;
+mod troubles;
+mod waking;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use registry_core::{Attempt, Busy, Claim, Grant, Key, LockBackend};
+use tempfile::TempDir;
+
+use super::backend::SqliteBackend;
+use super::clock::{Clock, ManualClock};
+use crate::config::SqliteConfig;
+
+const LEASE: Duration = Duration::from_secs(30);
+
+/// A folder with a database that goes away with it.
+struct Folder(TempDir);
+
+impl Folder {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    fn file(&self) -> PathBuf {
+        self.0.path().join("locks.db")
+    }
+
+    fn config(&self) -> SqliteConfig {
+        SqliteConfig::new(self.file())
+    }
+
+    /// What a process that opens the file sees. Two of them are two processes, as far as the store can tell.
+    async fn process(&self) -> SqliteBackend {
+        SqliteBackend::open(self.config()).await.unwrap()
+    }
+
+    async fn process_at(&self, clock: &Arc<ManualClock>) -> SqliteBackend {
+        let clock: Arc<dyn Clock> = Arc::<ManualClock>::clone(clock);
+        SqliteBackend::open_at(self.config(), clock).await.unwrap()
+    }
+}
+
+fn key(text: &str) -> Key {
+    Key::new(text).unwrap()
+}
+
+fn claim(text: &str) -> Claim {
+    Claim::new(key(text), LEASE)
+}
+
+async fn grant(backend: &SqliteBackend, claim: &Claim) -> Grant {
+    match backend.try_acquire(claim).await.unwrap() {
+        Attempt::Granted(grant) => grant,
+        Attempt::Busy(busy) => panic!("busy: {busy:?}"),
+    }
+}
+
+async fn token(backend: &SqliteBackend, claim: &Claim) -> u64 {
+    grant(backend, claim).await.token.unwrap().get()
+}
+
+async fn busy(backend: &SqliteBackend, claim: &Claim) -> Busy {
+    match backend.try_acquire(claim).await.unwrap() {
+        Attempt::Busy(busy) => busy,
+        Attempt::Granted(grant) => panic!("granted: {grant:?}"),
+    }
+}

@@ -1,0 +1,40 @@
+//! How SQLite runs the statements. A plan that scans the table is right and useless.
+
+use sqlx::{ConnectOptions, Row, SqliteConnection};
+
+use super::Folder;
+use crate::sqlite::{link, sql};
+
+async fn plan(connection: &mut SqliteConnection, statement: &str) -> Vec<String> {
+    let explain = sqlx::AssertSqlSafe(format!("EXPLAIN QUERY PLAN {statement}"));
+    let rows = sqlx::query(explain).fetch_all(connection).await.unwrap();
+    rows.iter().map(|row| row.get::<String, _>("detail")).collect()
+}
+
+#[tokio::test]
+async fn no_statement_of_an_acquisition_scans_the_table() {
+    let folder = Folder::new();
+    let _tables = folder.process().await;
+    let mut connection = link::options(&folder.file()).connect().await.unwrap();
+    let renew = sql::RENEW.iter().map(|size| size.text.as_str());
+    let held = sql::HELD.iter().map(|size| size.text.as_str());
+    let fixed = [
+        sql::ACQUIRE_AT,
+        sql::ACQUIRE_ABOVE,
+        sql::LOOK,
+        sql::RELEASE,
+        sql::FORCE_RELEASE,
+        sql::FENCE,
+        sql::SURVEY,
+        sql::PURGE,
+        sql::LIST,
+    ];
+    for statement in renew.chain(held).chain(fixed) {
+        for step in plan(&mut connection, statement).await {
+            assert!(
+                !step.contains("SCAN l") && !step.contains("SCAN lock_registry_locks") && !step.contains("TEMP B-TREE"),
+                "{step}\n{statement}"
+            );
+        }
+    }
+}

@@ -1,0 +1,174 @@
+//! What goes wrong on the way to the file, and that nobody is lied to about it.
+
+use std::path::Path;
+use std::time::Duration;
+
+use registry_core::{BackendErrorKind, LockBackend, Release, Renewal};
+use sqlx::{ConnectOptions, Executor, SqliteConnection};
+
+use super::{Folder, busy, claim, grant, key};
+use crate::sqlite::backend::SqliteBackend;
+use crate::sqlite::link;
+
+/// A connection of somebody else that writes and does not end.
+pub(super) async fn write_lock(path: &Path) -> SqliteConnection {
+    let mut connection = link::options(path).connect().await.unwrap();
+    connection.execute("BEGIN IMMEDIATE").await.unwrap();
+    connection
+}
+
+pub(super) async fn unlock(connection: &mut SqliteConnection) {
+    connection.execute("ROLLBACK").await.unwrap();
+}
+
+#[tokio::test]
+async fn a_file_that_stays_locked_is_an_error_that_may_pass() {
+    let folder = Folder::new();
+    let config = folder.config().with_busy_timeout(Duration::from_millis(50));
+    let backend = SqliteBackend::open(config).await.unwrap();
+    let (held, other) = (claim("k"), claim("other"));
+    grant(&backend, &held).await;
+
+    let mut writer = write_lock(&folder.file()).await;
+    let error = backend.try_acquire(&other).await.unwrap_err();
+    assert!(error.is_retryable() && error.refused(), "{error:?}");
+    assert!(backend.release(&held).await.unwrap_err().is_retryable());
+    assert!(backend.renew(std::slice::from_ref(&held)).await[0].as_ref().unwrap_err().is_retryable());
+    // Readers are not in the way of writers, nor the other way round.
+    assert!(backend.inspect(&key("k")).await.unwrap().is_some());
+
+    unlock(&mut writer).await;
+    assert_eq!(backend.release(&held).await.unwrap(), Release::Freed);
+    grant(&backend, &other).await;
+}
+
+#[tokio::test]
+async fn a_commit_that_fails_is_never_told_as_a_grant() {
+    let folder = Folder::new();
+    let backend = folder.process().await;
+    // A deferred constraint is checked by the commit, after the statement has returned its row. A full disk does the same
+    // to the log, but needs a disk to fill.
+    for statement in [
+        "PRAGMA foreign_keys = ON",
+        "CREATE TABLE parent (id INTEGER PRIMARY KEY)",
+        "CREATE TABLE child (id REFERENCES parent DEFERRABLE INITIALLY DEFERRED)",
+        "CREATE TRIGGER break_commit AFTER INSERT ON lock_registry_locks BEGIN INSERT INTO child VALUES (7); END",
+    ] {
+        backend.writer.changes(|| sqlx::query(statement)).await.unwrap();
+    }
+    let refused = claim("k");
+    backend.try_acquire(&refused).await.unwrap_err();
+    assert_eq!(backend.inspect(&key("k")).await.unwrap(), None);
+
+    backend.writer.changes(|| sqlx::query("DROP TRIGGER break_commit")).await.unwrap();
+    grant(&backend, &refused).await;
+}
+
+#[tokio::test]
+async fn a_file_without_room_is_a_clear_error_and_locks_go_on_when_there_is_room() {
+    let folder = Folder::new();
+    let backend = folder.process().await;
+    let held = claim("held");
+    grant(&backend, &held).await;
+    let limit = backend.writer.rows(|| sqlx::query("PRAGMA max_page_count = 1")).await.unwrap();
+    assert_eq!(limit.len(), 1);
+
+    let long = |n: u32| claim(&format!("{n}{}", "x".repeat(4_000)));
+    let error = loop {
+        match backend.try_acquire(&long(fastrand::u32(..))).await {
+            Ok(_) => {}
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{error:?}");
+    assert!(error.to_string().contains("space"), "{error}");
+    // What needs no room still works.
+    assert!(matches!(backend.renew(std::slice::from_ref(&held)).await[0], Ok(Renewal::Renewed(_))));
+    assert_eq!(backend.release(&held).await.unwrap(), Release::Freed);
+
+    backend.writer.rows(|| sqlx::query("PRAGMA max_page_count = 100000")).await.unwrap();
+    grant(&backend, &long(0)).await;
+}
+
+#[tokio::test]
+async fn a_file_that_is_removed_or_replaced_ends_all_grants_in_it() {
+    for replace in [false, true] {
+        let folder = Folder::new();
+        let backend = folder.process().await;
+        let held = claim("k");
+        grant(&backend, &held).await;
+        for name in ["locks.db", "locks.db-wal", "locks.db-shm"] {
+            std::fs::remove_file(folder.0.path().join(name)).unwrap();
+        }
+        let successor = if replace { Some(folder.process().await) } else { None };
+        if let Some(successor) = &successor {
+            grant(successor, &claim("k")).await;
+        }
+        assert_eq!(backend.renew(&[held]).await[0].as_ref().unwrap(), &Renewal::Gone);
+        let error = backend.try_acquire(&claim("other")).await.unwrap_err();
+        assert_eq!(error.kind(), BackendErrorKind::Misconfigured);
+        assert!(error.to_string().contains("replaced"), "{error}");
+        assert!(backend.diagnose().await.is_err());
+    }
+}
+
+#[tokio::test]
+async fn a_future_that_is_dropped_in_the_middle_poisons_nothing() {
+    use std::future::Future;
+    use std::task::{Context, Waker};
+
+    let folder = Folder::new();
+    let backend = folder.process().await;
+    for polls in 0..6 {
+        let dropped = claim("k");
+        let mut attempt = Box::pin(backend.try_acquire(&dropped));
+        let mut done = false;
+        for _ in 0..polls {
+            done = done || attempt.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_ready();
+            tokio::task::yield_now().await;
+        }
+        drop(attempt);
+        // Granted or not, its own release settles it.
+        backend.release(&dropped).await.unwrap();
+        let next = claim("k");
+        grant(&backend, &next).await;
+        busy(&backend, &claim("k")).await;
+        assert_eq!(backend.release(&next).await.unwrap(), Release::Freed);
+    }
+}
+
+#[tokio::test]
+async fn a_closed_store_refuses_and_does_not_hang() {
+    let folder = Folder::new();
+    let backend = folder.process().await;
+    backend.close().await;
+    backend.close().await;
+    let error = backend.try_acquire(&claim("k")).await.unwrap_err();
+    assert!(error.refused() && error.to_string().contains("closed"), "{error}");
+    assert!(backend.renew(&[claim("k")]).await[0].is_err());
+    assert!(backend.inspect(&key("k")).await.is_err());
+}
+
+#[tokio::test]
+async fn tables_that_were_changed_by_hand_are_named() {
+    for damage in ["DROP TABLE lock_registry_locks", "DELETE FROM lock_registry_meta"] {
+        let folder = Folder::new();
+        let backend = folder.process().await;
+        backend.writer.changes(|| sqlx::query(damage)).await.unwrap();
+        let error = backend.try_acquire(&claim("k")).await.unwrap_err();
+        assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{error:?}");
+        assert!(error.to_string().contains("lock_registry_meta"), "{error}");
+    }
+}
+
+#[tokio::test]
+async fn doctor_finds_nothing_in_a_healthy_store() {
+    let folder = Folder::new();
+    let backend = folder.process().await;
+    let findings = backend.diagnose().await.unwrap();
+    // A disk that is nearly full, or one without watches left, is the machine's business and not this test's.
+    assert!(
+        findings.iter().all(|f| f.message.contains("MiB left") || f.message.contains("inotify")),
+        "{findings:?}"
+    );
+}

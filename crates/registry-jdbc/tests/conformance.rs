@@ -1,0 +1,25 @@
+//! The promises of lock-registry over a SQLite file. Two clients are two backends on the same file, as in two processes.
+#![cfg(all(feature = "sqlite", target_os = "linux"))]
+
+mod stores;
+
+use async_trait::async_trait;
+use registry_conformance::{Harness, Store};
+use stores::SqliteStore;
+
+#[derive(Debug)]
+struct Sqlite;
+
+#[async_trait]
+impl Harness for Sqlite {
+    async fn store(&self) -> Box<dyn Store> {
+        Box::new(SqliteStore::fresh())
+    }
+}
+
+registry_conformance::conformance! {
+    harness = Sqlite,
+    runs = 209,
+    skips = 8,
+    without = [fair, remote],
+}

@@ -1,0 +1,119 @@
+//! The promises of lock-registry over a SQLite file that another process has open too: one that locks, and that is stopped
+//! and killed.
+#![cfg(all(feature = "sqlite", target_os = "linux"))]
+#![expect(clippy::unwrap_used, reason = "a helper of tests, which may")]
+
+mod stores;
+
+use std::io::ErrorKind;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use registry_conformance::{Harness, RemoteHolder, RemoteLock, Store};
+use registry_core::{FencingToken, LockBackend};
+use registry_testkit::holder::{HolderOptions, LockHolder, Order, Report, program};
+use stores::SqliteStore;
+
+#[derive(Debug)]
+struct SharedSqlite;
+
+impl SharedSqlite {
+    /// Has the helper program built, which may take longer than a clause may.
+    fn new() -> Self {
+        program().unwrap();
+        Self
+    }
+}
+
+#[async_trait]
+impl Harness for SharedSqlite {
+    async fn store(&self) -> Box<dyn Store> {
+        Box::new(SharedStore(SqliteStore::fresh()))
+    }
+}
+
+#[derive(Debug)]
+struct SharedStore(SqliteStore);
+
+#[async_trait]
+impl Store for SharedStore {
+    async fn client(&self) -> Arc<dyn LockBackend> {
+        self.0.client().await
+    }
+
+    async fn stranger(&self) -> Option<Arc<dyn LockBackend>> {
+        self.0.stranger().await
+    }
+
+    async fn restart(&self) -> bool {
+        self.0.restart().await
+    }
+
+    async fn wipe(&self) -> bool {
+        self.0.wipe().await
+    }
+
+    async fn remote(&self, lease: Duration) -> Option<Box<dyn RemoteHolder>> {
+        let store = format!("sqlite:{}", self.0.path().display());
+        let options = HolderOptions::new(store).lease(lease);
+        Some(Box::new(Holder(LockHolder::spawn(&options).await.unwrap())))
+    }
+}
+
+#[derive(Debug)]
+struct Holder(LockHolder);
+
+/// Far beyond what a loaded machine needs to answer.
+const LIMIT: Duration = Duration::from_secs(60);
+
+#[async_trait]
+impl RemoteHolder for Holder {
+    async fn lock(&mut self, key: &str, wait: Duration) -> RemoteLock {
+        let wait_ms = Some(u64::try_from(wait.as_millis()).unwrap());
+        self.0
+            .order(&Order::Lock { key: key.into(), wait_ms, lease_ms: None, renew: None })
+            .unwrap();
+        let answer = self.0.report(wait + LIMIT, |report| match report {
+            Report::Held { key: of, token, .. } if of == key => {
+                Some(RemoteLock::Held { token: token.and_then(FencingToken::new) })
+            }
+            Report::Busy { key: of } if of == key => Some(RemoteLock::Busy),
+            Report::Failed { key: Some(of), problem, .. } if of == key => panic!("{problem}"),
+            _ => None,
+        });
+        answer.await.unwrap()
+    }
+
+    async fn unlock(&mut self, key: &str) -> bool {
+        match self.0.unlock(key, LIMIT).await {
+            Ok(()) => true,
+            Err(error) if error.kind() == ErrorKind::TimedOut => panic!("{error}"),
+            Err(_) => false,
+        }
+    }
+
+    async fn is_held(&mut self, key: &str) -> bool {
+        self.0.status(key, LIMIT).await.unwrap().is_some()
+    }
+
+    async fn kill(&mut self) {
+        self.0.process().kill().unwrap();
+        self.0.process().wait_exit(LIMIT).await.unwrap();
+    }
+
+    async fn stop(&mut self) {
+        self.0.process().pause().await.unwrap();
+    }
+
+    async fn cont(&mut self) {
+        self.0.process().resume().unwrap();
+    }
+}
+
+registry_conformance::conformance! {
+    harness = SharedSqlite::new(),
+    runs = 215,
+    skips = 2,
+    without = [fair],
+}

@@ -1,0 +1,54 @@
+//! A SQLite file as a store under test: a fresh folder each, removed with it.
+#![expect(clippy::unwrap_used, reason = "a helper of tests, which may")]
+
+use std::fs;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use registry_conformance::Store;
+use registry_core::LockBackend;
+use registry_jdbc::{SqliteBackend, SqliteConfig};
+use tempfile::TempDir;
+
+#[derive(Debug)]
+pub(crate) struct SqliteStore {
+    folder: TempDir,
+}
+
+impl SqliteStore {
+    pub(crate) fn fresh() -> Self {
+        Self { folder: tempfile::tempdir().unwrap() }
+    }
+
+    pub(crate) fn path(&self) -> PathBuf {
+        self.folder.path().join("locks.db")
+    }
+
+    async fn open(&self, config: SqliteConfig) -> Arc<dyn LockBackend> {
+        Arc::new(SqliteBackend::open(config).await.unwrap())
+    }
+}
+
+#[async_trait]
+impl Store for SqliteStore {
+    async fn client(&self) -> Arc<dyn LockBackend> {
+        self.open(SqliteConfig::new(self.path())).await
+    }
+
+    async fn stranger(&self) -> Option<Arc<dyn LockBackend>> {
+        Some(self.open(SqliteConfig::new(self.path()).with_namespace("other")).await)
+    }
+
+    // A file has no server. When its last client has gone, whoever opens it next starts from what is on disk.
+    async fn restart(&self) -> bool {
+        true
+    }
+
+    async fn wipe(&self) -> bool {
+        for file in fs::read_dir(self.folder.path()).unwrap() {
+            fs::remove_file(file.unwrap().path()).unwrap();
+        }
+        true
+    }
+}

@@ -1,0 +1,110 @@
+//! The main check: holders follow each other in the order of their tokens. Knows nothing of leases.
+//!
+//! A lock is a mutex whose grants are numbered. In any order of effects that explains a history, the grants stand in the
+//! order of their tokens, and between two of them stands the end of the first: the whole order is forced. So
+//! there is nothing to search for. One sweep puts each step as early as its window and its predecessor allow; if
+//! a step then comes after the end of its own window, no order explains the history.
+
+use std::sync::Arc;
+
+use crate::history::{Ending, Grant, History, Window};
+
+use super::by_key;
+use super::violation::{Promise, Teller, Violation};
+
+/// Checks that the holders of each key follow each other in the order of their tokens, and that no token is given twice.
+/// Answers how many grants it judged: those with a token.
+///
+/// A release that freed the lock proves that it was held until then. All other holds may have ended at any time after
+/// they began: by expiry, or by a release whose reply was lost. Acquisitions of unknown outcome bind
+/// nothing: they can always be explained as having taken effect after everything else.
+///
+/// It takes time in proportion to `n log n`.
+///
+/// # Errors
+/// A [`Violation`] of [`Promise::TokensAreUnique`] or [`Promise::HoldersFollowTokens`].
+pub fn token_order(history: &History) -> Result<usize, Violation> {
+    let mut judged = 0;
+    for grants in by_key(&history.grants, |grant| &grant.key).into_values() {
+        let mut numbered: Vec<(u64, &Grant)> =
+            grants.iter().filter_map(|grant| Some((grant.token?, *grant))).collect();
+        numbered.sort_by_key(|(token, _)| *token);
+        judged += numbered.len();
+        check_unique(history, &numbered)?;
+        sweep(history, &numbered)?;
+    }
+    Ok(judged)
+}
+
+fn check_unique(history: &History, numbered: &[(u64, &Grant)]) -> Result<(), Violation> {
+    let twice = numbered.windows(2).find(|pair| pair[0].0 == pair[1].0);
+    let Some([(token, first), (_, second)]) = twice else { return Ok(()) };
+    let tell = Teller::new(history);
+    Err(Violation {
+        promise: Promise::TokensAreUnique,
+        key: Arc::clone(&first.key),
+        why: format!("token {token} was given twice"),
+        operations: vec![tell.grant(first), tell.grant(second)],
+    })
+}
+
+/// A step of a hold, which takes effect somewhere in its window.
+#[derive(Clone, Copy)]
+struct Step<'a> {
+    name: &'static str,
+    token: u64,
+    grant: &'a Grant,
+    window: Window,
+}
+
+fn sweep(history: &History, numbered: &[(u64, &Grant)]) -> Result<(), Violation> {
+    let mut now = 0;
+    // The step that pushed `now` to where it is.
+    let mut pusher: Option<Step<'_>> = None;
+    for step in numbered.iter().flat_map(|(token, grant)| steps(*token, grant)) {
+        if pusher.is_none() || step.window.from > now {
+            now = step.window.from;
+            pusher = Some(step);
+        }
+        if now > step.window.to
+            && let Some(earlier) = pusher
+        {
+            return Err(violation(history, earlier, step));
+        }
+    }
+    Ok(())
+}
+
+fn steps(token: u64, grant: &Grant) -> [Step<'_>; 2] {
+    let freed = grant.release.filter(|release| release.ending == Ending::Freed);
+    let end = match freed {
+        Some(release) => release.window,
+        None => Window::open(grant.acquire.from),
+    };
+    [
+        Step { name: "acquisition", token, grant, window: grant.acquire },
+        Step { name: "end", token, grant, window: end },
+    ]
+}
+
+fn violation(history: &History, earlier: Step<'_>, later: Step<'_>) -> Violation {
+    let tell = Teller::new(history);
+    let mut operations = vec![tell.grant(earlier.grant)];
+    if later.token != earlier.token {
+        operations.push(tell.grant(later.grant));
+    }
+    Violation {
+        promise: Promise::HoldersFollowTokens,
+        key: Arc::clone(&later.grant.key),
+        why: format!(
+            "the {} of token {} was over {}, before the {} of token {} could begin {}",
+            later.name,
+            later.token,
+            tell.time(later.window.to),
+            earlier.name,
+            earlier.token,
+            tell.time(earlier.window.from),
+        ),
+        operations,
+    }
+}

@@ -1,0 +1,137 @@
+//! A promise that was broken, and the operations that show it, in words.
+
+use std::fmt;
+use std::sync::Arc;
+
+use crate::history::{Attempt, Ending, Grant, History, Window, Write, WriteAnswer};
+
+/// What locks promise, as far as it can be judged from a history.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Promise {
+    /// Two grants of a key never have the same token.
+    TokensAreUnique,
+    /// The holders of a key follow each other in the order of their tokens.
+    HoldersFollowTokens,
+    /// Two guards of a key are never valid at once.
+    OneValidGuard,
+    /// A resource that was written to with a token never takes an older one.
+    WritesNeverGoBack,
+    /// A holder that was replaced cannot write, even before its successor has.
+    ReplacedHoldersCannotWrite,
+    /// "Busy" means that somebody else holds the lock.
+    BusyMeansHeld,
+}
+
+impl fmt::Display for Promise {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::TokensAreUnique => "two grants of a key never have the same token",
+            Self::HoldersFollowTokens => {
+                "the holders of a key follow each other in the order of their tokens"
+            }
+            Self::OneValidGuard => "two guards of a key are never valid at once",
+            Self::WritesNeverGoBack => "a resource never takes an older token than before",
+            Self::ReplacedHoldersCannotWrite => "a holder that was replaced cannot write",
+            Self::BusyMeansHeld => "busy means that somebody else holds the lock",
+        })
+    }
+}
+
+/// A broken promise. Its text names the key, the reason and the operations, with times since the history began.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Violation {
+    /// What was promised.
+    pub promise: Promise,
+    /// The key of the lock.
+    pub key: Arc<str>,
+    /// Why it is broken.
+    pub why: String,
+    /// The operations that show it: usually two.
+    pub operations: Vec<String>,
+}
+
+impl fmt::Display for Violation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "lock {:?} broke the promise that {}: {}", self.key, self.promise, self.why)?;
+        self.operations.iter().try_for_each(|operation| write!(f, "\n  {operation}"))
+    }
+}
+
+impl std::error::Error for Violation {}
+
+/// Puts times and operations into words.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Teller {
+    start: u64,
+}
+
+impl Teller {
+    pub(super) fn new(history: &History) -> Self {
+        Self { start: history.start() }
+    }
+
+    pub(super) fn time(self, at: u64) -> String {
+        if at == u64::MAX {
+            return "never".into();
+        }
+        let since = i128::from(at) - i128::from(self.start);
+        format!(
+            "{}{}.{:09} s",
+            if since < 0 { "-" } else { "+" },
+            since.abs() / NANOS,
+            since.abs() % NANOS
+        )
+    }
+
+    fn window(self, window: Window) -> String {
+        match window.to {
+            u64::MAX => format!("called {}, never answered", self.time(window.from)),
+            to => format!("called {}, answered {}", self.time(window.from), self.time(to)),
+        }
+    }
+
+    pub(super) fn grant(self, grant: &Grant) -> String {
+        let mut text = format!("client {} acquired {}", grant.client, token(grant.token));
+        text += &format!(" ({})", self.window(grant.acquire));
+        if let Some(until) = grant.valid_until {
+            text += &format!(", valid until {}", self.time(until));
+        }
+        if let Some(lost) = grant.lost {
+            text += &format!(", told that it is lost {}", self.time(lost));
+        }
+        match &grant.release {
+            None => text += ", never released",
+            Some(release) => {
+                text += match release.ending {
+                    Ending::Freed => ", released",
+                    Ending::NotHeld => ", released in vain",
+                    Ending::Unknown => ", released with an unknown outcome",
+                };
+                text += &format!(" ({})", self.window(release.window));
+            }
+        }
+        text
+    }
+
+    pub(super) fn attempt(self, attempt: &Attempt) -> String {
+        format!("client {} asked ({})", attempt.client, self.window(attempt.window))
+    }
+
+    pub(super) fn write(self, write: &Write) -> String {
+        let answer = match write.answer {
+            WriteAnswer::Accepted => "accepted",
+            WriteAnswer::Rejected => "rejected",
+            WriteAnswer::Unknown => "with an unknown outcome",
+        };
+        let window = self.window(write.window);
+        format!("client {} wrote with token {}, {answer} ({window})", write.client, write.token)
+    }
+}
+
+const NANOS: i128 = 1_000_000_000;
+
+fn token(token: Option<u64>) -> String {
+    token.map_or_else(|| "without a token".into(), |token| format!("token {token}"))
+}

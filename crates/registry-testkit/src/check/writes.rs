@@ -1,0 +1,117 @@
+//! Checks what a fenced resource took. Judges the resource and its tokens, not the locks.
+
+use std::sync::Arc;
+
+use crate::history::{Grant, History, Write, WriteAnswer};
+
+use super::by_key;
+use super::violation::{Promise, Teller, Violation};
+
+/// Checks that the tokens of accepted writes never decrease: for a resource that remembers the newest token it has seen.
+/// Answers how many accepted writes it judged.
+///
+/// Of two writes whose windows overlap either may have come first. Writes of unknown outcome bind nothing.
+///
+/// # Errors
+/// A [`Violation`] of [`Promise::WritesNeverGoBack`].
+pub fn fenced_writes(history: &History) -> Result<usize, Violation> {
+    let mut judged = 0;
+    for mut writes in by_key(accepted(history), |write| &write.key).into_values() {
+        judged += writes.len();
+        let newer = writes.iter().map(|write| Newer::Write(write)).collect();
+        if let Some((write, newer)) = first_stale(&mut writes, newer) {
+            return Err(violation(history, Promise::WritesNeverGoBack, write, newer));
+        }
+    }
+    Ok(judged)
+}
+
+/// Checks that no write is accepted that began after a newer token had been granted: for a resource that is written in
+/// one step with a look at the lock itself. Answers how many accepted writes it judged.
+///
+/// # Errors
+/// A [`Violation`] of [`Promise::ReplacedHoldersCannotWrite`].
+pub fn guarded_writes(history: &History) -> Result<usize, Violation> {
+    let grants = by_key(&history.grants, |grant| &grant.key);
+    let mut judged = 0;
+    for (key, mut writes) in by_key(accepted(history), |write| &write.key) {
+        judged += writes.len();
+        let grants = grants.get(key).into_iter().flatten();
+        let newer = grants.filter_map(|grant| Some(Newer::Grant(grant, grant.token?))).collect();
+        if let Some((write, newer)) = first_stale(&mut writes, newer) {
+            return Err(violation(history, Promise::ReplacedHoldersCannotWrite, write, newer));
+        }
+    }
+    Ok(judged)
+}
+
+fn accepted(history: &History) -> impl Iterator<Item = &Write> {
+    history.writes.iter().filter(|write| write.answer == WriteAnswer::Accepted)
+}
+
+/// What makes older tokens stale as soon as it has answered.
+#[derive(Clone, Copy)]
+enum Newer<'a> {
+    Write(&'a Write),
+    Grant(&'a Grant, u64),
+}
+
+impl Newer<'_> {
+    fn token(&self) -> u64 {
+        match self {
+            Self::Write(write) => write.token,
+            Self::Grant(_, token) => *token,
+        }
+    }
+
+    fn answered(&self) -> u64 {
+        match self {
+            Self::Write(write) => write.window.to,
+            Self::Grant(grant, _) => grant.acquire.to,
+        }
+    }
+
+    fn told_by(&self, tell: Teller) -> String {
+        match self {
+            Self::Write(write) => tell.write(write),
+            Self::Grant(grant, _) => tell.grant(grant),
+        }
+    }
+}
+
+/// The first write that began after something newer had answered.
+fn first_stale<'a>(
+    writes: &mut [&'a Write],
+    mut newer: Vec<Newer<'a>>,
+) -> Option<(&'a Write, Newer<'a>)> {
+    writes.sort_by_key(|write| write.window.from);
+    newer.sort_by_key(Newer::answered);
+    let mut answers = newer.into_iter().peekable();
+    let mut newest: Option<Newer<'_>> = None;
+    for write in writes {
+        while let Some(answer) = answers.next_if(|answer| answer.answered() < write.window.from) {
+            if newest.is_none_or(|newest| newest.token() < answer.token()) {
+                newest = Some(answer);
+            }
+        }
+        if let Some(newest) = newest.filter(|newest| newest.token() > write.token) {
+            return Some((write, newest));
+        }
+    }
+    None
+}
+
+fn violation(history: &History, promise: Promise, write: &Write, newer: Newer<'_>) -> Violation {
+    let tell = Teller::new(history);
+    Violation {
+        promise,
+        key: Arc::clone(&write.key),
+        why: format!(
+            "token {} was taken after token {} was there {}",
+            write.token,
+            newer.token(),
+            tell.time(newer.answered()),
+        ),
+        operations: vec![newer.told_by(tell), tell.write(write)],
+    }
+}

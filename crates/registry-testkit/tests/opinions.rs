@@ -1,0 +1,200 @@
+//! The sweep and the general search agree, on histories of a simulated lock and on histories of no sense at all. And
+//! each bug of the simulated lock is found by the checker that is there for it.
+
+#![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
+
+#[path = "opinions/simulated.rs"]
+mod simulated;
+
+use std::time::Duration;
+
+use proptest::prelude::*;
+use registry_testkit::check::{
+    Opinion, Promise, busy_answers, check, fenced_writes, guarded_writes, search, token_order,
+    validity,
+};
+use registry_testkit::history::{Event, History, What};
+use registry_testkit::seed::{Seeds, replayed};
+
+use simulated::{Bug, simulate};
+
+/// For one search. An undecided one fails the test.
+const LIMIT: Duration = Duration::from_secs(120);
+
+/// Asserts that both opinions are the same, and answers whether they are good.
+fn agreed(history: &History) -> bool {
+    match (token_order(history), search(history, LIMIT)) {
+        (Ok(_), Opinion::Explained) => true,
+        (Err(_), Opinion::Impossible { .. }) => false,
+        (sweep, search) => panic!("the sweep says {sweep:?}, the search {search:?}: {history:#?}"),
+    }
+}
+
+/// The plain rule that is often taken for enough.
+fn tokens_rise_in_real_time(history: &History) -> bool {
+    history.grants.iter().all(|earlier| {
+        history
+            .grants
+            .iter()
+            .all(|later| earlier.acquire.to >= later.acquire.from || earlier.token < later.token)
+    })
+}
+
+#[test]
+fn a_sound_lock_passes_every_check_and_both_opinions() {
+    let ran = Seeds::first(400).run(|seed| {
+        let history = simulate(seed, None);
+        let checked = check(&history).unwrap_or_else(|found| panic!("{found}"));
+        guarded_writes(&history).unwrap_or_else(|found| panic!("{found}"));
+        assert!(checked.tokens > 5 && agreed(&history));
+    });
+    assert!(ran == 400 || ran == 1);
+}
+
+#[test]
+fn a_simulation_repeats_itself() {
+    Seeds::first(20).run(|seed| _ = replayed(seed, |seed| simulate(seed, None).grants));
+}
+
+/// Runs a broken lock over many seeds. Both opinions must agree on each history; `found` counts those in which the checker
+/// sees the bug.
+fn found_in(bug: Bug, checker: impl Fn(&History) -> Option<Promise> + Sync, expected: &[Promise]) {
+    let found = std::sync::atomic::AtomicU32::new(0);
+    let ran = Seeds::first(100).run(|seed| {
+        let history = simulate(seed, Some(bug));
+        agreed(&history);
+        if let Some(promise) = checker(&history) {
+            assert!(expected.contains(&promise), "{bug:?} was taken for {promise:?}");
+            found.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        }
+    });
+    let found = found.into_inner();
+    assert!(found >= 5 || ran == 1, "{bug:?} was found in {found} of {ran} histories");
+}
+
+macro_rules! seeded_bugs {
+    ($($name:ident: $bug:ident by $checker:ident as $($promise:ident)|+;)+) => {
+        $(#[test]
+        fn $name() {
+            let checker = |history: &History| $checker(history).err().map(|found| found.promise);
+            found_in(Bug::$bug, checker, &[$(Promise::$promise),+]);
+        })+
+    };
+}
+
+seeded_bugs! {
+    a_split_brain_is_found_by_its_tokens:
+        LetsTwoHold by token_order as HoldersFollowTokens;
+    a_split_brain_is_found_by_its_guards:
+        LetsTwoHold by validity as OneValidGuard;
+    a_lock_that_is_taken_away_is_found_by_its_guards:
+        GrantsWhileHeld by validity as OneValidGuard;
+    a_lock_that_gives_a_token_twice_is_found:
+        GivesTokenTwice by token_order as TokensAreUnique;
+    a_lock_whose_tokens_go_back_is_found:
+        TokensGoBack by token_order as HoldersFollowTokens | TokensAreUnique;
+    a_release_that_does_not_look_at_the_owner_is_found:
+        ReleasesForOthers by token_order as HoldersFollowTokens;
+    a_release_that_swallows_the_loss_is_found:
+        SwallowsLoss by token_order as HoldersFollowTokens;
+    a_deadline_counted_from_the_reply_is_found:
+        CountsFromReply by validity as OneValidGuard;
+    a_resource_that_does_not_fence_is_found:
+        TakesEveryWrite by fenced_writes as WritesNeverGoBack;
+    a_resource_that_fences_by_the_newest_write_alone_is_not_guarded:
+        FencesByNewestWrite by guarded_writes as ReplacedHoldersCannotWrite;
+    an_outage_told_as_busy_is_found:
+        SaysBusyForTrouble by busy_answers as BusyMeansHeld;
+}
+
+#[test]
+fn a_resource_that_fences_by_the_newest_write_keeps_its_own_promise() {
+    Seeds::first(100).run(|seed| {
+        let history = simulate(seed, Some(Bug::FencesByNewestWrite));
+        fenced_writes(&history).unwrap_or_else(|found| panic!("{found}"));
+    });
+}
+
+#[test]
+fn the_plain_rule_misses_what_the_sweep_finds() {
+    let missed = std::sync::atomic::AtomicU32::new(0);
+    Seeds::first(100).run(|seed| {
+        for bug in [Bug::LetsTwoHold, Bug::ReleasesForOthers, Bug::SwallowsLoss] {
+            let history = simulate(seed, Some(bug));
+            if token_order(&history).is_err() && tokens_rise_in_real_time(&history) {
+                missed.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            }
+        }
+    });
+    assert!(missed.into_inner() > 0);
+}
+
+/// A hold of no sense: any windows, any token.
+#[derive(Debug, Clone)]
+struct AnyHold {
+    called: u64,
+    answered_after: u64,
+    token: u64,
+    kind: u8,
+    released_after: u64,
+    freed_after: u64,
+}
+
+fn any_hold() -> impl Strategy<Value = AnyHold> {
+    (0..40_u64, 0..15_u64, 1..12_u64, 0..8_u8, 0..15_u64, 0..15_u64).prop_map(
+        |(called, answered_after, token, kind, released_after, freed_after)| AnyHold {
+            called,
+            answered_after,
+            token,
+            kind,
+            released_after,
+            freed_after,
+        },
+    )
+}
+
+fn any_history(holds: &[AnyHold]) -> History {
+    let mut events = Vec::new();
+    for (op, hold) in holds.iter().enumerate() {
+        let mut tell = |at, what| events.push(Event::new(at, op as u64, op as u32, what));
+        tell(hold.called, What::AcquireCalled { key: "any".into() });
+        if hold.kind == 0 {
+            continue;
+        }
+        let mut at = hold.called + hold.answered_after;
+        tell(at, What::AcquireGranted { token: Some(hold.token), valid_until: None });
+        at += hold.released_after;
+        let freed_at = at + hold.freed_after;
+        match hold.kind {
+            1 => {}
+            2 => {
+                tell(at, What::ReleaseCalled);
+                tell(freed_at, What::ReleaseFailed);
+            }
+            _ => {
+                tell(at, What::ReleaseCalled);
+                tell(freed_at, What::ReleaseFreed);
+            }
+        }
+    }
+    History::from_events(events).unwrap()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 2_000, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn both_opinions_agree_on_any_history(holds in prop::collection::vec(any_hold(), 0..7)) {
+        agreed(&any_history(&holds));
+    }
+
+    #[test]
+    fn both_opinions_agree_when_tokens_are_unique(mut holds in prop::collection::vec(any_hold(), 0..7)) {
+        // Sorted by when they began, so that a good part of these histories can be explained.
+        holds.sort_by_key(|hold| hold.called);
+        for (token, hold) in holds.iter_mut().enumerate() {
+            hold.token = token as u64;
+        }
+        agreed(&any_history(&holds));
+    }
+}

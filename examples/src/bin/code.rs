@@ -1,0 +1,42 @@
+//! A registry put together in code, without URL: the backend, the defaults of its locks, and who is told what happens.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use lock_registry::{LockOptions, LockRegistry, MemoryBackend, Registry};
+
+#[tokio::main]
+async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    // ANCHOR: builder
+    let registry = Registry::builder(Arc::new(MemoryBackend::new()))
+        .lease(Duration::from_secs(10))
+        .renew(true)
+        .poll(Duration::from_millis(500))
+        .handoff(0) // never pass a claim on inside this process
+        .timeout(Duration::from_secs(2))
+        .label("worker 7")
+        .build()?;
+    // ANCHOR_END: builder
+
+    // ANCHOR: options
+    let options = LockOptions::new()
+        .wait(Duration::from_secs(2)) // give up after two seconds
+        .lease(Duration::from_secs(60)) // how long the key stays taken if this process dies
+        .max_hold(Duration::from_secs(3_600)) // lost after an hour, whatever happens
+        .min_hold(Duration::from_millis(200)) // kept for others this long, even if we are done at once
+        .label("nightly report");
+    if let Some(guard) = registry.obtain("report").lock_with(options).await? {
+        println!(
+            "held as {:?}",
+            registry.obtain("report").holder().await?.and_then(|holder| holder.label)
+        );
+        guard.unlock().await?;
+    }
+    // ANCHOR_END: options
+
+    // `min_hold` keeps the key taken after the guard is gone; the registry frees it in the background.
+    println!("still taken: {}", registry.obtain("report").holder().await?.is_some());
+    registry.idle().await;
+    println!("free: {}", registry.obtain("report").holder().await?.is_none());
+    Ok(())
+}

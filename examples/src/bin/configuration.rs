@@ -1,0 +1,50 @@
+//! One registry, configured from a file, the environment and code. The strongest source of each option wins:
+//! code, then environment, then file, then the query of the URL, then the default.
+
+use std::time::Duration;
+
+use lock_registry::{LockRegistry, RegistryConfig};
+
+#[tokio::main]
+async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    // ANCHOR: sources
+    let file = r#"
+        [lock-registry]
+        url = "sqlite:locks.db?lease=1m&poll=1s"   # the weakest place for an option
+        lease = "20s"                              # stronger than the query of the URL
+        busy_timeout = "1s"
+    "#;
+
+    let config = RegistryConfig::new()
+        .with_toml(file)?
+        .with_env()? // LOCK_REGISTRY_POLL=500ms and so on
+        .label("worker 7"); // code is the strongest
+
+    // Everything that can be checked without I/O is checked here; `connect` checks it too.
+    config.check()?;
+    for setting in config.settings()? {
+        println!("{} = {} ({})", setting.name, setting.value, setting.origin);
+    }
+    let registry = config.connect().await?;
+    // ANCHOR_END: sources
+
+    let guard = registry.obtain("orders/42").lock().await?;
+    println!("lease under 20 s: {}", guard.valid_for() <= Duration::from_secs(20));
+    guard.unlock().await?;
+
+    // ANCHOR: mistakes
+    for url in [
+        "sqllite:locks.db",
+        "sqlite:locks.db?leese=10s",
+        "sqlite:locks.db?lease=10",
+        "postgres://app:secret@db/locks",
+    ] {
+        match lock_registry::connect(url).await {
+            Ok(_) => println!("opened"),
+            // Names the nearest thing that exists, or what to write; never the password.
+            Err(error) => println!("refused: {error}"),
+        }
+    }
+    // ANCHOR_END: mistakes
+    Ok(())
+}

@@ -1,0 +1,53 @@
+//! How long to wait: for ever, not at all, or for a while. "Somebody else has it" is an answer; trouble is an error.
+
+use std::time::Duration;
+
+use lock_registry::{LockError, LockRegistry};
+
+#[tokio::main]
+async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    // Two registries over one store contend like two processes.
+    let ours = lock_registry::connect("memory:deadline").await?;
+    let theirs = lock_registry::connect("memory:deadline").await?;
+    let held = theirs.obtain("report").lock().await?;
+
+    // ANCHOR: try
+    let lock = ours.obtain("report");
+
+    // Not at all. The store is asked once.
+    match lock.try_lock().await? {
+        Some(guard) => guard.unlock().await?,
+        None => println!("busy, so somebody else writes the report"),
+    }
+
+    // For a while. One deadline covers the wait behind callers of this process and the wait in the store.
+    if lock.try_lock_for(Duration::from_millis(50)).await?.is_none() {
+        println!("still busy after 50 ms");
+    }
+
+    // Who is it, and for how long at most?
+    if let Some(holder) = lock.holder().await? {
+        println!(
+            "its lease ends within 30 s: {}",
+            holder.lease_left <= Some(Duration::from_secs(30))
+        );
+    }
+    // ANCHOR_END: try
+
+    held.unlock().await?;
+
+    // ANCHOR: errors
+    match lock.try_lock_for(Duration::from_secs(2)).await {
+        Ok(Some(guard)) => {
+            println!("ours");
+            guard.unlock().await?;
+        }
+        Ok(None) => println!("held by others for two seconds"),
+        // The store is in trouble. Whether somebody holds the lock is not known.
+        Err(error) if error.is_retryable() => println!("try again later: {error}"),
+        Err(LockError::Closed) => println!("this registry was closed"),
+        Err(error) => return Err(error.into()),
+    }
+    // ANCHOR_END: errors
+    Ok(())
+}

@@ -1,0 +1,224 @@
+//! The coupon story: two servers, one coupon, and a pause that is longer than the lease.
+//!
+//! Server A takes the lock of the coupon, sees that it is unused, and is paused: by a long garbage collection, a laptop lid, a virtual
+//! machine that moves. Nothing in A runs, so nothing in A can notice that its lease ends. Server B gets the lock, as it should, and
+//! redeems the coupon. Then A goes on exactly where it was, and redeems it again.
+//!
+//! The lock did nothing wrong: a lease cannot stop a program that does not run. Only the resource can refuse the second write. The
+//! program tells the story three times: without fence, with the fence of the database, and with a resource that compares tokens.
+//!
+//! Each server is a thread with a runtime of its own, and the pause blocks that thread: the keeper of A stands still too.
+
+use std::path::{Path, PathBuf};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use lock_registry::{Fence, FenceError, FencingToken, LockRegistry, Registry, RegistryConfig};
+use sqlx::sqlite::{SqliteConnectOptions, SqliteConnection};
+use sqlx::{Connection, Row};
+
+type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
+
+fn main() -> Result<()> {
+    // The locks and the coupons live in the same database: that is what makes the fence possible.
+    let shop = std::env::args().nth(1).map_or_else(|| PathBuf::from("shop.db"), PathBuf::from);
+    block_on(make_coupons(&shop))?;
+
+    let redeemed = two_servers(&shop, Coupon { id: 1, fenced: false })?;
+    println!("without fence: redeemed {redeemed} times");
+
+    let redeemed = two_servers(&shop, Coupon { id: 2, fenced: true })?;
+    println!("with guard.fence(&mut tx): redeemed {redeemed} times");
+
+    let accepted = two_servers_and_a_printer(&shop)?;
+    println!("with a resource that checks tokens: {accepted} of 2 labels printed");
+    Ok(())
+}
+
+#[derive(Clone, Copy)]
+struct Coupon {
+    id: i64,
+    fenced: bool,
+}
+
+/// Tells the story once and counts how often the coupon was redeemed.
+fn two_servers(shop: &Path, coupon: Coupon) -> Result<i64> {
+    let (a_pauses, b_may_start) = channel();
+    let (b_is_done, a_goes_on) = channel();
+    let server = |work: Pause| {
+        let shop = shop.to_owned();
+        thread::spawn(move || block_on(redeem(&shop, coupon, work)))
+    };
+    let a = server(Pause::In { tell: a_pauses, until: a_goes_on });
+    b_may_start.recv()?;
+    let b = server(Pause::No);
+    let b = b.join().map_err(|_| "server B panicked")??;
+    b_is_done.send(())?;
+    let a = a.join().map_err(|_| "server A panicked")??;
+    println!("  server B: {b}; server A, after its pause: {a}");
+    block_on(times_redeemed(shop, coupon.id))
+}
+
+/// What one server does. It looks correct: read and write under the lock, in one transaction.
+// ANCHOR: redeem
+async fn redeem(shop: &Path, coupon: Coupon, pause: Pause) -> Result<&'static str> {
+    let registry = open_locks(shop).await?;
+    let mut database = open_shop(shop).await?;
+
+    let guard = registry.obtain(&format!("coupon/{}", coupon.id)).lock().await?;
+    let used = is_used(&mut database, coupon.id).await?;
+    if used {
+        return Ok("refused, it was used before");
+    }
+
+    pause.now(); // longer than the lease
+
+    let mut tx = database.begin().await?;
+    if coupon.fenced {
+        // The database itself checks the lock, in the transaction of the write. Nobody else is granted the lock before the
+        // transaction has ended.
+        match guard.fence(&mut tx).await {
+            Ok(()) => {}
+            Err(FenceError::Lost { .. }) => return Ok("stopped by the fence, nothing was written"),
+            Err(error) => return Err(error.into()),
+        }
+    }
+    sqlx::query("INSERT INTO redemption (coupon) VALUES (?)")
+        .bind(coupon.id)
+        .execute(&mut *tx)
+        .await?;
+    tx.commit().await?;
+
+    // Server A hears of it here: too late, if there was no fence.
+    match guard.unlock().await {
+        Ok(()) => Ok("redeemed"),
+        Err(_) => Ok("redeemed, and told afterwards that the lock had been lost"),
+    }
+}
+// ANCHOR_END: redeem
+
+/// The same with a resource that is no database: something that remembers the newest token it has seen.
+// ANCHOR: resource
+/// The token is older than the newest one seen.
+#[derive(Debug)]
+struct Refused;
+
+#[derive(Default)]
+struct LabelPrinter {
+    newest: Mutex<Option<FencingToken>>,
+}
+
+impl LabelPrinter {
+    /// Prints, unless a newer holder of the same lock has been here before.
+    fn print(&self, token: Option<FencingToken>, label: &str) -> std::result::Result<(), Refused> {
+        let mut newest = self.newest.lock().unwrap_or_else(PoisonError::into_inner);
+        // No token at all is older than any.
+        if token < *newest {
+            return Err(Refused);
+        }
+        *newest = token;
+        println!("  printed: {label}");
+        Ok(())
+    }
+}
+// ANCHOR_END: resource
+
+/// The story with the printer. Counts the labels that came out.
+fn two_servers_and_a_printer(shop: &Path) -> Result<usize> {
+    let printer = Arc::new(LabelPrinter::default());
+    let (a_pauses, b_may_start) = channel();
+    let (b_is_done, a_goes_on) = channel();
+    let server = |label: &'static str, pause: Pause| {
+        let (shop, printer) = (shop.to_owned(), Arc::clone(&printer));
+        thread::spawn(move || block_on(print_label(&shop, &printer, label, pause)))
+    };
+    let a = server("label of A", Pause::In { tell: a_pauses, until: a_goes_on });
+    b_may_start.recv()?;
+    let b = server("label of B", Pause::No).join().map_err(|_| "server B panicked")??;
+    b_is_done.send(())?;
+    let a = a.join().map_err(|_| "server A panicked")??;
+    println!("  server B: {b:?}; server A, after its pause: {a:?}");
+    Ok([a, b].iter().filter(|printed| printed.is_ok()).count())
+}
+
+// ANCHOR: give_token
+async fn print_label(
+    shop: &Path,
+    printer: &LabelPrinter,
+    label: &str,
+    pause: Pause,
+) -> Result<std::result::Result<(), Refused>> {
+    let registry = open_locks(shop).await?;
+    let guard = registry.obtain("printer").lock().await?;
+    pause.now(); // longer than the lease
+    Ok(printer.print(guard.fencing_token(), label))
+}
+// ANCHOR_END: give_token
+
+/// A pause of the whole server, keeper and all, until the other one is done. It is as long as it needs to be.
+enum Pause {
+    No,
+    In { tell: Sender<()>, until: Receiver<()> },
+}
+
+impl Pause {
+    fn now(self) {
+        if let Self::In { tell, until } = self {
+            // If the other server is gone there is nothing to wait for.
+            let _ = tell.send(());
+            let _ = until.recv();
+        }
+    }
+}
+
+async fn open_locks(shop: &Path) -> Result<Registry> {
+    // A short lease, so that the story is short.
+    let config = RegistryConfig::new()
+        .url(format!("sqlite:{}", shop.display()))
+        .lease(Duration::from_millis(500));
+    Ok(config.connect().await?)
+}
+
+async fn open_shop(shop: &Path) -> Result<SqliteConnection> {
+    let options = SqliteConnectOptions::new()
+        .filename(shop)
+        .create_if_missing(true)
+        .busy_timeout(Duration::from_secs(30));
+    Ok(SqliteConnection::connect_with(&options).await?)
+}
+
+async fn make_coupons(shop: &Path) -> Result<()> {
+    let mut database = open_shop(shop).await?;
+    sqlx::query("CREATE TABLE IF NOT EXISTS redemption (coupon INTEGER NOT NULL)")
+        .execute(&mut database)
+        .await?;
+    sqlx::query("DELETE FROM redemption").execute(&mut database).await?;
+    Ok(())
+}
+
+async fn is_used(database: &mut SqliteConnection, coupon: i64) -> Result<bool> {
+    let row = sqlx::query("SELECT count(*) FROM redemption WHERE coupon = ?")
+        .bind(coupon)
+        .fetch_one(database)
+        .await?;
+    Ok(row.try_get::<i64, _>(0)? > 0)
+}
+
+async fn times_redeemed(shop: &Path, coupon: i64) -> Result<i64> {
+    let mut database = open_shop(shop).await?;
+    let row = sqlx::query("SELECT count(*) FROM redemption WHERE coupon = ?")
+        .bind(coupon)
+        .fetch_one(&mut database)
+        .await?;
+    Ok(row.try_get(0)?)
+}
+
+fn block_on<F: Future>(work: F) -> F::Output {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .expect("a runtime can be built");
+    runtime.block_on(work)
+}

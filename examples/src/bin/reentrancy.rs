@@ -1,0 +1,62 @@
+//! Entering a lock again. By default a lock is not re-entrant; an owner makes it so.
+
+use std::time::Duration;
+
+use lock_registry::{LockError, LockOptions, LockRegistry, Owner, Registry};
+
+#[tokio::main]
+async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let registry = lock_registry::connect("memory:").await?;
+    let lock = registry.obtain("orders/42");
+
+    // ANCHOR: none
+    let guard = lock.lock().await?;
+    // Without an owner, the second caller waits like anybody else, even on the same task.
+    assert!(lock.try_lock().await?.is_none());
+    guard.unlock().await?;
+    // ANCHOR_END: none
+
+    // ANCHOR: owner
+    let owner = Owner::new();
+    let options = LockOptions::new().owner(&owner).wait(Duration::ZERO);
+    if let Some(outer) = lock.lock_with(options.clone()).await?
+        && let Some(inner) = lock.lock_with(options).await?
+    {
+        println!("same token: {}", outer.fencing_token() == inner.fencing_token());
+        outer.unlock().await?; // in any order
+        println!("still held: {}", inner.is_held());
+        inner.unlock().await?; // the last guard frees the key
+    }
+    // ANCHOR_END: owner
+
+    // ANCHOR: guard
+    let guard = lock.lock().await?;
+    let for_the_helper = guard.reenter()?; // a second guard of the same hold, without the store
+    let helper = tokio::spawn(async move { for_the_helper.unlock().await });
+    guard.unlock().await?;
+    helper.await??;
+    // ANCHOR_END: guard
+
+    // ANCHOR: scope
+    // For layers that do not know of each other: everything inside belongs to one owner.
+    let total = Owner::scope(ship_order(&registry)).await?;
+    println!("shipped {total}");
+    // ANCHOR_END: scope
+    println!("free: {}", lock.holder().await?.is_none());
+    Ok(())
+}
+
+// ANCHOR: layers
+async fn ship_order(registry: &Registry) -> Result<u32, LockError> {
+    let guard = registry.obtain("orders/42").lock().await?;
+    let items = pack_items(registry).await?; // locks the same key again
+    guard.unlock().await?;
+    Ok(items)
+}
+
+async fn pack_items(registry: &Registry) -> Result<u32, LockError> {
+    let guard = registry.obtain("orders/42").lock().await?;
+    guard.unlock().await?;
+    Ok(3)
+}
+// ANCHOR_END: layers

@@ -1,0 +1,32 @@
+//! Code that needs more than any lock promises asks for it when it starts, and not when it is too late.
+
+use std::time::Duration;
+
+use lock_registry::{GuaranteeClass, LockRegistry, Reach};
+
+// ANCHOR: require
+/// Refuses a store that cannot fence or that stops at the border of this process.
+fn check(locks: &dyn LockRegistry) -> Result<(), String> {
+    let store = locks.capabilities();
+    if !store.fencing {
+        return Err(format!("payments need fencing tokens, which {} does not give", store.store));
+    }
+    if store.class < GuaranteeClass::B || store.reach < Reach::Host {
+        return Err(format!("payments need more than {} promises", store.store));
+    }
+    Ok(())
+}
+// ANCHOR_END: require
+
+#[tokio::main]
+async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    for url in ["sqlite:locks.db", "memory:", "pass-through:"] {
+        let locks = lock_registry::connect(url).await?;
+        match check(&locks) {
+            Ok(()) => println!("{url} will do"),
+            Err(problem) => println!("{problem}"),
+        }
+        locks.close(Duration::from_secs(1)).await;
+    }
+    Ok(())
+}

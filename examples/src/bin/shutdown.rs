@@ -1,0 +1,44 @@
+//! An orderly end: no new locks, waiters are sent away, holders get a time limit, the rest is given back.
+
+use std::time::Duration;
+
+use lock_registry::{LockError, LockRegistry, LostReason};
+
+#[tokio::main]
+async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let registry = lock_registry::connect("memory:shutdown").await?;
+    let other_process = lock_registry::connect("memory:shutdown").await?;
+
+    let quick = registry.obtain("quick").lock().await?;
+    let slow = registry.obtain("slow").lock().await?;
+    let waiter = tokio::spawn({
+        let lock = registry.obtain("slow");
+        async move { lock.lock().await }
+    });
+    tokio::task::yield_now().await;
+    let worker = tokio::spawn(async move {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        quick.unlock().await
+    });
+
+    // ANCHOR: close
+    let report = registry.close(Duration::from_millis(500)).await;
+    println!(
+        "let go in time: {}, told that they lost: {}, left to their lease: {}",
+        report.released, report.lost, report.abandoned
+    );
+    // ANCHOR_END: close
+
+    worker.await??;
+    // ANCHOR: after
+    // Whoever waited was sent away; whoever still held was told first, and only then was the key freed.
+    assert!(matches!(waiter.await?, Err(LockError::Closed)));
+    assert_eq!(slow.lost().await, LostReason::Closed);
+    let next = other_process.obtain("slow").lock().await?;
+    println!("free for others");
+    next.unlock().await?;
+    // A closed registry gives no more locks.
+    assert!(matches!(registry.obtain("quick").lock().await, Err(LockError::Closed)));
+    // ANCHOR_END: after
+    Ok(())
+}

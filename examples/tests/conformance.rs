@@ -1,0 +1,41 @@
+//! The promises of every backend, held against the example backend of `src/table.rs`, on paused time.
+
+// ANCHOR: suite
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use lock_registry::LockBackend;
+use lock_registry_examples::table::{Table, TableBackend};
+use registry_conformance::{Clock, Harness, Store};
+
+#[derive(Debug)]
+struct Tables;
+
+#[async_trait]
+impl Harness for Tables {
+    fn clock(&self) -> Clock {
+        Clock::Paused // the table lives in this process and follows tokio's time
+    }
+
+    async fn store(&self) -> Box<dyn Store> {
+        Box::new(OneTable(Table::start())) // fresh and empty for each promise
+    }
+}
+
+#[derive(Debug)]
+struct OneTable(Arc<TableBackend>);
+
+#[async_trait]
+impl Store for OneTable {
+    async fn client(&self) -> Arc<dyn LockBackend> {
+        Arc::clone(&self.0) as Arc<dyn LockBackend>
+    }
+}
+
+registry_conformance::conformance! {
+    harness = Tables,
+    runs = 184,
+    skips = 32,
+    without = [fair, labels, inspect, namespaces, restart, wipe, remote],
+}
+// ANCHOR_END: suite

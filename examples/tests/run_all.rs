@@ -1,0 +1,112 @@
+//! Every example program runs to its end and says what the book says that it does.
+
+use std::path::Path;
+use std::process::Command;
+
+/// One test per program, and the list that `every_program_is_run` holds against the folder.
+macro_rules! programs {
+    ($($name:ident $args:tt $variables:tt says $lines:tt,)*) => {
+        $(
+            #[test]
+            fn $name() {
+                run(env!(concat!("CARGO_BIN_EXE_", stringify!($name))), &$args, &$variables, &$lines);
+            }
+        )*
+
+        const PROGRAMS: &[&str] = &[$(stringify!($name)),*];
+    };
+}
+
+programs! {
+    hello [] [] says ["order 42 is ours: Some(FencingToken("],
+    deadline [] [] says [
+        "busy, so somebody else writes the report",
+        "still busy after 50 ms",
+        "its lease ends within 30 s: true",
+        "ours",
+    ],
+    framework ["sqlite:locks.db"] [] says ["sqlite: class A, excludes this host", "17 rows written"],
+    require [] [] says [
+        "sqlite:locks.db will do",
+        "payments need more than memory promises",
+        "payments need fencing tokens, which pass-through does not give",
+    ],
+    configuration [] [("LOCK_REGISTRY_POLL", "500ms")] says [
+        "lease = 20s (the configuration file)",
+        "poll = 500ms (the environment)",
+        "label = worker 7 (the code)",
+        "busy_timeout = 1s (the configuration file)",
+        "lease under 20 s: true",
+        "did you mean \"sqlite\"?",
+        "did you mean \"lease\"?",
+        "which has no unit",
+        "the postgres store is not built in",
+    ],
+    code [] [] says ["held as Some(\"nightly report\")", "still taken: true", "free: true"],
+    leases [] [] says [
+        "17 rows",
+        "told of the loss: its lease ran out before a renewal was confirmed",
+        "held by us: false, by them: true",
+        "import: its lease ran out before a renewal was confirmed",
+        "stopped: lock \"import\" was lost: its lease ran out before a renewal was confirmed",
+        "more than a minute left: true",
+    ],
+    fencing [] [] says [
+        "  server B: redeemed; server A, after its pause: redeemed, and told afterwards that the lock had been lost",
+        "without fence: redeemed 2 times",
+        "  server B: redeemed; server A, after its pause: stopped by the fence, nothing was written",
+        "with guard.fence(&mut tx): redeemed 1 times",
+        "  server B: Ok(()); server A, after its pause: Err(Refused)",
+        "with a resource that checks tokens: 1 of 2 labels printed",
+    ],
+    reentrancy [] [] says ["same token: true", "still held: true", "shipped 3", "free: true"],
+    cancellation [] [] says [
+        "gave up: true",
+        "free: true",
+        "released by drop",
+        "released from a plain thread: true",
+    ],
+    shutdown [] [] says [
+        "let go in time: 1, told that they lost: 1, left to their lease: 0",
+        "free for others",
+    ],
+    routing [] [] says ["payments/7: token yes", "metrics/cpu: token no", "anything else: token yes", "class none"],
+    threads [] [] says ["worker 0 holds it: true", "worker 3 holds it: true", "clean: true"],
+    observer [] [] says ["granted orders/42 at attempt 1", "lost orders/42: ", "told: true, losses counted: 1"],
+    custom_backend [] [] says ["busy: true", "held: true"],
+}
+
+/// Runs a program in a folder of its own and looks for `lines` in what it prints.
+fn run(program: &str, args: &[&str], variables: &[(&str, &str)], lines: &[&str]) {
+    let folder = tempfile::tempdir().expect("a temporary folder can be made");
+    let mut command = Command::new(program);
+    command.args(args).current_dir(folder.path());
+    for (name, _) in std::env::vars_os() {
+        if name.to_string_lossy().starts_with("LOCK_REGISTRY_") {
+            command.env_remove(name);
+        }
+    }
+    let output =
+        command.envs(variables.iter().copied()).output().expect("the program can be started");
+    let said = String::from_utf8_lossy(&output.stdout);
+    let complaints = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{}\n{said}{complaints}", output.status);
+    for line in lines {
+        assert!(said.contains(line), "no {line:?} in:\n{said}{complaints}");
+    }
+    assert!(!said.contains("secret"), "a password was shown:\n{said}");
+}
+
+#[test]
+fn every_program_is_run() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/bin");
+    let mut found: Vec<String> = std::fs::read_dir(folder)
+        .expect("the programs are there")
+        .map(|entry| entry.expect("the folder can be read").path())
+        .filter_map(|path| Some(path.file_stem()?.to_str()?.to_owned()))
+        .collect();
+    found.sort();
+    let mut tested: Vec<&str> = PROGRAMS.to_vec();
+    tested.sort_unstable();
+    assert_eq!(found, tested);
+}

@@ -1,0 +1,147 @@
+//! Sees all that one process asks of the store, and knows what it must not ask: I8.
+
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use async_trait::async_trait;
+use registry_core::{
+    Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, Finding, Holder, InvalidKey, Key,
+    LockBackend, LockEvent, Observer, Release, Renewal,
+};
+
+use super::Weather;
+
+/// Between the engine of one process and its network.
+#[derive(Debug)]
+pub(super) struct Probe {
+    inner: Arc<dyn LockBackend>,
+    calm: bool,
+    seen: Mutex<Seen>,
+}
+
+#[derive(Debug, Default)]
+struct Seen {
+    /// Requests for a key that were sent and not answered yet.
+    asking: HashMap<Key, usize>,
+    /// First releases of held claims that were sent and not answered yet.
+    releasing: HashMap<Key, usize>,
+    /// What this process holds, as far as it can know.
+    held: HashMap<Key, ClaimId>,
+    /// Claims that were lost: they are given back behind the back of local callers.
+    lost: HashSet<ClaimId>,
+}
+
+impl Probe {
+    pub(super) fn new(inner: Arc<dyn LockBackend>, weather: Weather) -> Arc<Self> {
+        Arc::new(Self { inner, calm: weather == Weather::Calm, seen: Mutex::default() })
+    }
+
+    fn seen(&self) -> MutexGuard<'_, Seen> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Told of losses before the engine acts on them.
+impl Observer for Probe {
+    fn on(&self, event: &LockEvent<'_>) {
+        if let LockEvent::Lost { key, .. } = event {
+            let mut seen = self.seen();
+            if let Some(claim) = Key::new(key).ok().and_then(|key| seen.held.remove(&key)) {
+                seen.lost.insert(claim);
+            }
+        }
+    }
+}
+
+#[async_trait]
+#[deny(clippy::missing_trait_methods)]
+impl LockBackend for Probe {
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
+    }
+
+    fn check_key(&self, key: &Key) -> Result<(), InvalidKey> {
+        self.inner.check_key(key)
+    }
+
+    fn shard(&self, claim: &Claim) -> u32 {
+        self.inner.shard(claim)
+    }
+
+    async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        let key = claim.key();
+        {
+            let mut seen = self.seen();
+            if let Some(held) = seen.held.get(key) {
+                assert_eq!(*held, claim.id(), "I8: a process contends for {key:?} that it holds");
+            }
+            let asking = seen.asking.entry(key.clone()).or_default();
+            *asking += 1;
+            assert!(!self.calm || *asking == 1, "I8: two contenders of one process for {key:?}");
+            let releasing = seen.releasing.get(key).copied().unwrap_or_default();
+            assert!(
+                !self.calm || releasing == 0,
+                "I8: a process contends for {key:?} before its release was answered"
+            );
+        }
+        let answer = self.inner.try_acquire(claim).await;
+        let mut seen = self.seen();
+        *seen.asking.entry(key.clone()).or_default() -= 1;
+        answer
+    }
+
+    async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
+        self.inner.renew(claims).await
+    }
+
+    async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+        let key = claim.key();
+        let tracked = {
+            let mut seen = self.seen();
+            if seen.held.get(key) == Some(&claim.id()) {
+                seen.held.remove(key);
+            }
+            let tracked = !seen.lost.contains(&claim.id());
+            if tracked {
+                *seen.releasing.entry(key.clone()).or_default() += 1;
+            }
+            tracked
+        };
+        let answer = self.inner.release(claim).await;
+        if tracked {
+            *self.seen().releasing.entry(key.clone()).or_default() -= 1;
+        }
+        answer
+    }
+
+    async fn wait(&self, claim: &Claim, busy: &Busy) {
+        self.inner.wait(claim, busy).await;
+    }
+
+    async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
+        self.inner.inspect(key).await
+    }
+
+    async fn list(&self) -> Result<Vec<Holder>, BackendError> {
+        self.inner.list().await
+    }
+
+    async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
+        self.inner.force_release(key).await
+    }
+
+    async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
+        self.inner.diagnose().await
+    }
+
+    async fn close(&self) {
+        self.inner.close().await;
+    }
+}
+
+impl Probe {
+    /// Notes that a client of this process has a guard of this claim.
+    pub(super) fn holds(&self, claim: &Claim) {
+        self.seen().held.insert(claim.key().clone(), claim.id());
+    }
+}

@@ -1,0 +1,249 @@
+//! The processes of a trial, what they share, and what must be left of it in the end.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::Duration;
+
+use registry_conformance::{Fault, Faults, FaultyBackend, Operation};
+use registry_core::{FencingToken, LockGuard, LockRegistry as _, MemoryBackend, Registry};
+use registry_testkit::history::{History, Recorder, tokio_clock};
+use registry_testkit::seed::Seed;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, timeout};
+
+use super::client::Client;
+use super::probe::Probe;
+use super::{Outcome, Step, TRIAL_MAX, Weather};
+
+/// The longest lease that clients ask for when they lock.
+pub(super) const LEASE_MAX: Duration = Duration::from_secs(4);
+
+/// The longest lease that they ask for when they renew.
+const RENEWED_MAX: Duration = Duration::from_secs(8);
+
+/// How long the engine waits for an answer.
+const ANSWER_LIMIT: Duration = Duration::from_millis(200);
+
+pub(super) struct World {
+    weather: Weather,
+    store: MemoryBackend,
+    processes: Vec<Process>,
+    clients: Vec<Client>,
+    shared: Arc<Shared>,
+}
+
+/// One registry with its network.
+#[derive(Clone)]
+pub(super) struct Process {
+    pub(super) registry: Registry,
+    pub(super) probe: Arc<Probe>,
+    network: Arc<FaultyBackend>,
+}
+
+/// What clients of all processes see and leave behind.
+pub(super) struct Shared {
+    pub(super) recorder: Recorder,
+    pub(super) keys: usize,
+    pub(super) grants_left: AtomicU64,
+    pub(super) lost: AtomicU64,
+    pub(super) dropped: AtomicU64,
+    start: Instant,
+    trace: Mutex<Vec<Step>>,
+    /// The newest token that each protected resource has seen.
+    resources: Mutex<HashMap<String, FencingToken>>,
+    /// All guards that are alive, by key.
+    guards: Mutex<HashMap<String, Vec<Weak<LockGuard>>>>,
+    grants: AtomicU64,
+}
+
+impl World {
+    pub(super) fn new(seed: Seed, weather: Weather, grants: u64) -> Self {
+        let mut rng = seed.stream(1);
+        let store = MemoryBackend::new();
+        let shared = Arc::new(Shared {
+            recorder: Recorder::new(tokio_clock()),
+            keys: rng.usize(1..=4),
+            grants_left: AtomicU64::new(grants),
+            lost: AtomicU64::new(0),
+            dropped: AtomicU64::new(0),
+            start: Instant::now(),
+            trace: Mutex::default(),
+            resources: Mutex::default(),
+            guards: Mutex::default(),
+            grants: AtomicU64::new(0),
+        });
+        let handoffs = [0, 1, 32][rng.usize(0..3)];
+        let processes: Vec<_> = (0..rng.u64(2..=4))
+            .map(|process| {
+                let faults = faults(weather, seed.stream(100 + process).u64(..));
+                let network = Arc::new(FaultyBackend::new(Arc::new(store.clone()), faults));
+                let wired: Arc<FaultyBackend> = Arc::clone(&network);
+                let probe = Probe::new(wired, weather);
+                let registry = Registry::builder(Arc::clone(&probe) as _)
+                    .observer(Arc::clone(&probe) as _)
+                    .handoff(handoffs)
+                    .lease(LEASE_MAX / 2)
+                    .timeout(ANSWER_LIMIT)
+                    .poll(Duration::from_millis(rng.u64(20..500)))
+                    .build()
+                    .expect("the values are in range");
+                Process { registry, probe, network }
+            })
+            .collect();
+        let clients = (0..rng.usize(4..=12))
+            .map(|number| {
+                let process = processes[number % processes.len()].clone();
+                Client::new(
+                    number,
+                    process,
+                    Arc::clone(&shared),
+                    seed.stream(1_000 + number as u64),
+                )
+            })
+            .collect();
+        Self { weather, store, processes, clients, shared }
+    }
+
+    /// Lets all clients do their work.
+    pub(super) async fn live(&mut self) {
+        let mut tasks = JoinSet::new();
+        for client in self.clients.drain(..) {
+            tasks.spawn(client.live());
+        }
+        let all = async {
+            while let Some(ended) = tasks.join_next().await {
+                if let Err(error) = ended {
+                    std::panic::resume_unwind(error.into_panic());
+                }
+            }
+        };
+        assert!(timeout(TRIAL_MAX, all).await.is_ok(), "I5: a client hangs");
+    }
+
+    /// Lets the faults stop, and looks at what is left.
+    pub(super) async fn settle(&self) {
+        for process in &self.processes {
+            process.network.heal();
+        }
+        // Everything that can still be given back is, within the longest lease and a request or two.
+        let limit = RENEWED_MAX + Duration::from_secs(2);
+        for process in &self.processes {
+            let idle = timeout(limit, process.registry.idle()).await;
+            assert!(idle.is_ok(), "I6: a process has something to give back for ever");
+        }
+        for process in &self.processes {
+            process.network.settled().await;
+        }
+        if self.weather == Weather::Stormy {
+            // A request that arrived a second time after its release is known to nobody; its lease ends it.
+            tokio::time::sleep(RENEWED_MAX).await;
+        }
+        let left = self.processes[0].registry.list().await.expect("the network is healed");
+        assert!(left.is_empty(), "I6: nobody holds anything, but the store says {left:?}");
+        for process in &self.processes {
+            let registry = &process.registry;
+            assert_eq!(registry.held(), 0, "I7: a process holds something that nobody has");
+            assert_eq!(registry.slots(), 0, "I8: a slot is left");
+            for key in 0..self.shared.keys {
+                let taken =
+                    registry.obtain(&key.to_string()).try_lock_for(Duration::from_secs(1)).await;
+                match taken {
+                    Ok(Some(guard)) => guard.unlock().await.expect("nothing fails any more"),
+                    other => panic!("I5: key {key} cannot be taken after the faults: {other:?}"),
+                }
+            }
+            assert_eq!(registry.slots(), 0, "I8: a slot is left");
+        }
+        assert_eq!(self.store.records(), 0, "a free key takes no memory");
+    }
+
+    pub(super) fn history(&self) -> History {
+        self.shared.recorder.history()
+    }
+
+    pub(super) fn outcome(&self) -> Outcome {
+        let trace = self.shared.trace.lock().unwrap_or_else(PoisonError::into_inner);
+        Outcome {
+            grants: self.shared.grants.load(Ordering::Relaxed),
+            lost: self.shared.lost.load(Ordering::Relaxed),
+            dropped: self.shared.dropped.load(Ordering::Relaxed),
+            faults: self.processes.iter().map(|process| process.network.faults()).sum(),
+            trace: trace.clone(),
+        }
+    }
+}
+
+impl Shared {
+    /// Notes that something happened.
+    pub(super) fn trace(&self, client: usize, what: &'static str) {
+        let mut trace = self.trace.lock().unwrap_or_else(PoisonError::into_inner);
+        trace.push((self.start.elapsed(), client, what));
+    }
+
+    /// Checks that no other guard of the key is valid now, and remembers this one. I2.
+    pub(super) fn granted(&self, guard: &Arc<LockGuard>) {
+        self.grants.fetch_add(1, Ordering::Relaxed);
+        let mut guards = self.guards.lock().unwrap_or_else(PoisonError::into_inner);
+        let of_key = guards.entry(guard.key().to_owned()).or_default();
+        of_key.retain(|other| other.strong_count() > 0);
+        for other in of_key.iter().filter_map(Weak::upgrade) {
+            assert!(
+                !(other.is_held() && guard.is_held()),
+                "I2: two valid guards of {:?}: {other:?} and {guard:?}",
+                guard.key()
+            );
+        }
+        of_key.push(Arc::downgrade(guard));
+    }
+
+    /// A write to the resource that the key protects: taken unless it has seen a newer token. I1.
+    pub(super) fn write(&self, client: usize, guard: &LockGuard) {
+        let token = guard.fencing_token().expect("the store fences");
+        let writing = self.recorder.write(client as u32, guard.key(), token);
+        let mut resources = self.resources.lock().unwrap_or_else(PoisonError::into_inner);
+        let newest = resources.entry(guard.key().to_owned()).or_insert(token);
+        if token < *newest {
+            assert!(!guard.is_held(), "I1: a valid guard's token {token} is older than {newest}");
+            writing.rejected();
+        } else {
+            *newest = token;
+            writing.accepted();
+        }
+    }
+}
+
+fn faults(weather: Weather, seed: u64) -> Faults {
+    use Operation::{Acquire, Release, Renew, Wait};
+
+    let ms = Duration::from_millis;
+    let mut faults = Faults::seeded(seed);
+    for operation in [Acquire, Renew, Release] {
+        faults = faults.sometimes(operation, 0.5, Fault::DelayRequest(ms(40))).sometimes(
+            operation,
+            0.5,
+            Fault::DelayReply(ms(40)),
+        );
+    }
+    if weather == Weather::Calm {
+        return faults;
+    }
+    faults =
+        faults.sometimes(Wait, 0.3, Fault::LoseWake).sometimes(Wait, 0.1, Fault::WakeEarly(ms(30)));
+    for operation in [Acquire, Renew, Release] {
+        faults = faults
+            .sometimes(operation, 0.02, Fault::Refuse)
+            .sometimes(operation, 0.04, Fault::LoseRequest)
+            .sometimes(operation, 0.06, Fault::LoseReply);
+    }
+    if weather == Weather::Stormy {
+        for operation in [Acquire, Renew, Release] {
+            faults = faults
+                .sometimes(operation, 0.02, Fault::DelayRequest(ms(3_000)))
+                .sometimes(operation, 0.02, Fault::DelayReply(ms(3_000)))
+                .sometimes(operation, 0.03, Fault::Repeat)
+                .sometimes(operation, 0.02, Fault::RepeatLate(ms(2_000)));
+        }
+    }
+    faults
+}

@@ -1,0 +1,232 @@
+//! The facade for threads that are not async: exclusion between plain threads, errors instead of deadlocks inside a
+//! runtime, and harmless drops in any order and any place.
+
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc;
+use std::thread;
+use std::time::Duration;
+
+use registry_core::blocking::{BlockingGuard, BlockingRegistry};
+use registry_core::{
+    ConfigError, LockError, LockOptions, LockRegistry, LostReason, MemoryBackend, Registry,
+};
+
+/// Long enough for any machine; reached only by a test that fails.
+const LONG: Duration = Duration::from_secs(60);
+
+fn over(store: &MemoryBackend) -> BlockingRegistry {
+    let backend = Arc::new(store.clone());
+    BlockingRegistry::open(async { Registry::builder(backend).build() }).unwrap()
+}
+
+fn runtime() -> tokio::runtime::Runtime {
+    tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap()
+}
+
+/// Gives back the release that a dropped guard has left to the background.
+fn idle(registry: &BlockingRegistry) {
+    runtime().block_on(registry.registry().idle());
+}
+
+#[test]
+fn a_plain_thread_locks_and_lets_go() {
+    let store = MemoryBackend::new();
+    let (ours, theirs) = (over(&store), over(&store));
+    let guard = ours.obtain("k").lock().unwrap();
+    assert!(guard.is_held());
+    assert_eq!(guard.key(), "k");
+    assert!(theirs.obtain("k").try_lock().unwrap().is_none());
+    assert!(theirs.obtain("k").try_lock_for(Duration::from_millis(20)).unwrap().is_none());
+    assert_eq!(theirs.obtain("k").holder().unwrap().unwrap().token, guard.fencing_token());
+    let token = guard.fencing_token();
+    guard.renew(Duration::from_secs(60)).unwrap();
+    guard.unlock().unwrap();
+    let next = theirs.obtain("k").try_lock().unwrap().unwrap();
+    assert!(next.fencing_token() > token);
+    next.unlock().unwrap();
+    assert_eq!(store.records(), 0);
+}
+
+#[test]
+fn threads_exclude_each_other() {
+    let store = MemoryBackend::new();
+    let registries = [over(&store), over(&store)];
+    let inside = AtomicBool::new(false);
+    thread::scope(|scope| {
+        for registry in &registries {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    let lock = registry.obtain("k");
+                    for _ in 0..25 {
+                        let guard = lock.lock().unwrap();
+                        assert!(!inside.swap(true, Ordering::SeqCst), "two threads are inside");
+                        thread::yield_now();
+                        inside.store(false, Ordering::SeqCst);
+                        guard.unlock().unwrap();
+                    }
+                });
+            }
+        }
+    });
+    assert_eq!(store.records(), 0);
+}
+
+#[test]
+fn a_blocked_thread_goes_on_when_the_holder_drops_its_guard() {
+    let ours = over(&MemoryBackend::new());
+    let guard = ours.obtain("k").lock().unwrap();
+    let (starts, started) = mpsc::channel();
+    let waiter = thread::spawn({
+        let lock = ours.obtain("k");
+        move || {
+            starts.send(()).unwrap();
+            lock.lock().unwrap().unlock().unwrap();
+        }
+    });
+    started.recv().unwrap();
+    drop(guard);
+    waiter.join().unwrap();
+}
+
+#[test]
+fn a_thread_hears_of_a_loss() {
+    let store = MemoryBackend::new();
+    let (ours, theirs) = (over(&store), over(&store));
+    let options = LockOptions::new().lease(Duration::from_millis(300));
+    let guard = ours.obtain("k").lock_with(options).unwrap().unwrap();
+    assert_eq!(guard.lost_within(Duration::ZERO).unwrap(), None);
+    assert!(runtime().block_on(theirs.registry().force_release("k")).unwrap());
+    assert_eq!(guard.lost_within(LONG).unwrap(), Some(LostReason::Gone));
+    assert!(matches!(guard.unlock(), Err(LockError::Lost { .. })));
+}
+
+/// All calls that would block, made where they must not.
+fn blocking_calls_are_refused(registry: &BlockingRegistry, held: BlockingGuard) {
+    let refused = |result: Result<(), LockError>| {
+        assert!(matches!(result, Err(LockError::InsideRuntime)), "{result:?}");
+    };
+    let lock = registry.obtain("k");
+    refused(lock.lock().map(drop));
+    refused(lock.try_lock().map(drop));
+    refused(lock.try_lock_for(LONG).map(drop));
+    refused(lock.lock_with(LockOptions::new()).map(drop));
+    refused(lock.holder().map(drop));
+    refused(held.renew(LONG));
+    refused(held.lost_within(LONG).map(drop));
+    refused(held.unlock());
+    refused(registry.close(LONG).map(drop));
+    let another = BlockingRegistry::open(async { Registry::in_memory() });
+    assert!(matches!(another, Err(ConfigError::Invalid(_))), "{another:?}");
+}
+
+#[test]
+fn inside_a_runtime_every_call_is_an_error_and_neither_a_deadlock_nor_a_panic() {
+    let places: [fn(&tokio::runtime::Runtime, Box<dyn FnOnce() + Send>); 4] = [
+        |runtime, calls| runtime.block_on(async { calls() }),
+        |runtime, calls| runtime.block_on(async { tokio::spawn(async { calls() }).await.unwrap() }),
+        |runtime, calls| runtime.block_on(runtime.spawn_blocking(calls)).unwrap(),
+        |runtime, calls| {
+            let _inside = runtime.enter();
+            calls();
+        },
+    ];
+    for place in places {
+        let ours = over(&MemoryBackend::new());
+        let guard = ours.obtain("k").lock().unwrap();
+        place(
+            &runtime(),
+            Box::new({
+                let ours = ours.clone();
+                move || blocking_calls_are_refused(&ours, guard)
+            }),
+        );
+        // What was refused has left nothing: the guard that could not wait was let go in the background.
+        idle(&ours);
+        ours.obtain("k").try_lock().unwrap().unwrap().unlock().unwrap();
+    }
+}
+
+#[test]
+fn everything_can_be_dropped_inside_a_runtime() {
+    let store = MemoryBackend::new();
+    let ours = over(&store);
+    let (lock, guard) = (ours.obtain("k"), ours.obtain("k").lock().unwrap());
+    runtime().block_on(async move {
+        drop(ours);
+        drop(lock);
+        drop(guard);
+    });
+    runtime().block_on(async { drop(over_in_a_thread(&store)) });
+}
+
+/// A registry that was opened where that is allowed.
+fn over_in_a_thread(store: &MemoryBackend) -> BlockingRegistry {
+    thread::scope(|scope| scope.spawn(|| over(store)).join().unwrap())
+}
+
+#[test]
+fn a_guard_outlives_its_lock_and_its_registry() {
+    let store = MemoryBackend::new();
+    let guard = over(&store).obtain("k").lock().unwrap();
+    assert!(guard.is_held());
+    guard.renew(LONG).unwrap();
+    guard.unlock().unwrap();
+    assert_eq!(store.records(), 0);
+}
+
+#[test]
+fn a_lock_outlives_its_registry() {
+    let store = MemoryBackend::new();
+    let lock = over(&store).obtain("k");
+    lock.lock().unwrap().unlock().unwrap();
+    assert_eq!(store.records(), 0);
+}
+
+#[test]
+fn a_guard_dropped_last_is_free_within_its_lease() {
+    let store = MemoryBackend::new();
+    let theirs = over(&store);
+    let options = LockOptions::new().lease(Duration::from_millis(300));
+    // Its runtime ends with it, so that nobody may be there to give it back.
+    drop(over(&store).obtain("k").lock_with(options).unwrap().unwrap());
+    theirs.obtain("k").try_lock_for(LONG).unwrap().unwrap().unlock().unwrap();
+}
+
+#[test]
+fn a_panicking_thread_lets_go() {
+    let ours = over(&MemoryBackend::new());
+    let panicked = thread::spawn({
+        let ours = ours.clone();
+        move || {
+            let _guard = ours.obtain("k").lock().unwrap();
+            panic!("on purpose");
+        }
+    });
+    panicked.join().unwrap_err();
+    idle(&ours);
+    ours.obtain("k").try_lock().unwrap().unwrap().unlock().unwrap();
+}
+
+#[test]
+fn a_closed_registry_says_so() {
+    let ours = over(&MemoryBackend::new());
+    let guard = ours.obtain("k").lock().unwrap();
+    let report = ours.close(Duration::ZERO).unwrap();
+    assert_eq!(report.lost, 1);
+    assert!(!guard.is_held());
+    assert!(matches!(ours.obtain("k").lock(), Err(LockError::Closed)));
+    assert!(matches!(guard.unlock(), Err(LockError::Lost { reason: LostReason::Closed, .. })));
+}
+
+#[test]
+fn bad_input_is_refused_as_in_the_async_registry() {
+    let ours = over(&MemoryBackend::new());
+    assert!(matches!(ours.obtain("").lock(), Err(LockError::InvalidKey(_))));
+    let options = LockOptions::new().lease(Duration::ZERO);
+    assert!(matches!(ours.obtain("k").lock_with(options), Err(LockError::InvalidOption(_))));
+    let outside = Registry::in_memory();
+    assert!(matches!(outside, Err(ConfigError::NoRuntime)), "{outside:?}");
+}

@@ -1,0 +1,609 @@
+//! Guards and half-done futures that are dropped where nobody waits for them: outside a runtime, with a runtime that shuts
+//! down, after it is gone, in the middle of a panic. Nothing panics, and no key stays taken beyond its lease.
+//! Backends that panic are here too: they spoil their own call and nothing else.
+
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, Once};
+use std::task::{Context, Poll, Waker};
+use std::thread;
+use std::time::Duration;
+
+use futures_util::future::BoxFuture;
+use registry_conformance::{Fault, Faults, FaultyBackend, Operation};
+use registry_core::{
+    DistributedLock, LockBackend, LockError, LockGuard, LockOptions, LockRegistry, LockRegistryExt as _,
+    LostReason, MemoryBackend, Registry,
+};
+use registry_jdbc::{SqliteBackend, SqliteConfig};
+use tokio::runtime::{Builder, Runtime};
+use tokio::sync::oneshot;
+
+#[path = "drop/panicking.rs"]
+mod panicking;
+
+use panicking::PanickingBackend;
+
+/// Long enough for any machine; reached only by a test that fails.
+const LONG: Duration = Duration::from_secs(60);
+
+/// Longer than any test waits: a key that is free after this was given back, not left to its lease.
+const NEVER: Duration = Duration::from_secs(3_600);
+
+/// Short, for those that are left to their lease.
+const SHORT: Duration = Duration::from_millis(500);
+
+/// A store that outlives the runtimes it is used from.
+enum Store {
+    Memory(MemoryBackend),
+    Sqlite(tempfile::TempDir),
+}
+
+impl Store {
+    fn all() -> [Self; 2] {
+        [Self::Memory(MemoryBackend::new()), Self::Sqlite(tempfile::tempdir().unwrap())]
+    }
+
+    async fn backend(&self) -> Arc<dyn LockBackend> {
+        match self {
+            Self::Memory(store) => Arc::new(store.clone()),
+            Self::Sqlite(folder) => {
+                let config = SqliteConfig::new(folder.path().join("locks.db"));
+                Arc::new(SqliteBackend::open(config).await.unwrap())
+            }
+        }
+    }
+
+    fn open(&self, home: &Runtime, lease: Duration) -> Registry {
+        home.block_on(async {
+            Registry::builder(self.backend().await).lease(lease).build().unwrap()
+        })
+    }
+
+    /// The same behind faults.
+    fn open_faulty(
+        &self,
+        home: &Runtime,
+        lease: Duration,
+        faults: Faults,
+    ) -> (Registry, Arc<FaultyBackend>) {
+        home.block_on(async {
+            let faulty = Arc::new(FaultyBackend::new(self.backend().await, faults));
+            let backend: Arc<dyn LockBackend> = Arc::clone(&faulty) as _;
+            (Registry::builder(backend).lease(lease).build().unwrap(), faulty)
+        })
+    }
+
+    /// Somebody else, in another runtime, gets the key.
+    fn is_free_for_others(&self) {
+        let elsewhere = runtime();
+        let theirs = self.open(&elsewhere, LONG);
+        elsewhere.block_on(async {
+            let guard = theirs.obtain("k").try_lock_for(LONG).await.unwrap();
+            guard.expect("the key stays taken").unlock().await.unwrap();
+        });
+    }
+}
+
+fn runtime() -> Runtime {
+    Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
+}
+
+/// Panics inside the engine and the runtime, which would swallow them. Those that tests make are none of them.
+fn unexpected_panics() -> Vec<String> {
+    static WATCH: Once = Once::new();
+    static SEEN: Mutex<Vec<String>> = Mutex::new(Vec::new());
+    WATCH.call_once(|| {
+        let before = std::panic::take_hook();
+        std::panic::set_hook(Box::new(move |panic| {
+            let file = panic.location().map_or("", |location| location.file());
+            if ["registry-core", "registry-jdbc", "tokio", "sqlx"].iter().any(|c| file.contains(c)) {
+                SEEN.lock().unwrap().push(panic.to_string());
+            }
+            before(panic);
+        }));
+    });
+    SEEN.lock().unwrap().clone()
+}
+
+/// Runs `test` over each store and fails if anything panicked in the background.
+fn over_each_store(test: impl Fn(&Store)) {
+    unexpected_panics();
+    for store in Store::all() {
+        test(&store);
+    }
+    assert_eq!(unexpected_panics(), [] as [String; 0]);
+}
+
+type Locking = BoxFuture<'static, Result<LockGuard, LockError>>;
+
+/// A `lock()` that has been polled as often as it could without waiting for anything but its own wake-ups.
+fn half_done(home: &Runtime, lock: DistributedLock) -> Locking {
+    let mut locking: Locking = Box::pin(async move { lock.lock().await });
+    let _inside = home.enter();
+    let polled = locking.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+    assert!(matches!(polled, Poll::Pending), "{polled:?}");
+    locking
+}
+
+/// No answer to any acquire for as long as the test runs.
+fn no_answers() -> Faults {
+    Faults::none().always(Operation::Acquire, Fault::DelayReply(NEVER))
+}
+
+#[test]
+fn a_guard_dropped_outside_a_runtime_is_given_back() {
+    over_each_store(|store| {
+        let home = runtime();
+        let ours = store.open(&home, NEVER);
+        let guard = home.block_on(ours.obtain("k").lock()).unwrap();
+        thread::spawn(move || drop(guard)).join().unwrap();
+        store.is_free_for_others();
+        home.block_on(ours.idle());
+        assert_eq!((ours.slots(), ours.held()), (0, 0));
+    });
+}
+
+#[test]
+fn a_lock_future_dropped_outside_a_runtime_gives_back_what_it_got() {
+    over_each_store(|store| {
+        let home = runtime();
+        let slow = Faults::none().always(Operation::Acquire, Fault::DelayReply(SHORT));
+        let (ours, _) = store.open_faulty(&home, NEVER, slow);
+        let locking = half_done(&home, ours.obtain("k"));
+        thread::spawn(move || drop(locking)).join().unwrap();
+        home.block_on(ours.idle());
+        store.is_free_for_others();
+        assert_eq!((ours.slots(), ours.held()), (0, 0));
+    });
+}
+
+#[test]
+fn a_waiter_dropped_outside_a_runtime_leaves_the_line() {
+    over_each_store(|store| {
+        let home = runtime();
+        let ours = store.open(&home, NEVER);
+        let guard = home.block_on(ours.obtain("k").lock()).unwrap();
+        let waiting = half_done(&home, ours.obtain("k"));
+        let behind = home.spawn({
+            let lock = ours.obtain("k");
+            async move { lock.lock().await.unwrap().unlock().await.unwrap() }
+        });
+        // It has been given the lock when it is dropped.
+        drop(guard);
+        home.block_on(ours.idle());
+        drop(waiting);
+        home.block_on(behind).unwrap();
+        store.is_free_for_others();
+        home.block_on(ours.idle());
+        assert_eq!((ours.slots(), ours.held()), (0, 0));
+    });
+}
+
+#[test]
+fn an_unlock_dropped_outside_a_runtime_goes_on_in_the_background() {
+    over_each_store(|store| {
+        let home = runtime();
+        let slow = Faults::none().always(Operation::Release, Fault::DelayRequest(SHORT));
+        let (ours, _) = store.open_faulty(&home, NEVER, slow);
+        let guard = home.block_on(ours.obtain("k").lock()).unwrap();
+        let mut unlocking: BoxFuture<'static, _> = Box::pin(guard.unlock());
+        {
+            let _inside = home.enter();
+            assert!(unlocking.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+        }
+        drop(unlocking);
+        store.is_free_for_others();
+    });
+}
+
+/// A runtime in which everything is in mid-air: a held guard, a waiter behind it, a request without an answer, a
+/// watcher of a loss, a protected work, a guard in the hands of the janitor.
+fn busy_home(store: &Store, home: &Runtime) -> Vec<Registry> {
+    let ours = store.open(home, SHORT);
+    let (mute, _) = store.open_faulty(home, SHORT, no_answers());
+    let (ready, is_ready) = oneshot::channel();
+    home.spawn({
+        let ours = ours.clone();
+        async move {
+            let guard = ours.obtain("k").lock().await.unwrap();
+            tokio::spawn(guard.lost());
+            tokio::spawn({
+                let lock = ours.obtain("k");
+                async move { drop(lock.lock().await) }
+            });
+            let other = ours.obtain("dropped").lock().await.unwrap();
+            drop(other);
+            ready.send(()).unwrap();
+            drop(guard.protect(std::future::pending::<()>()).await);
+        }
+    });
+    home.spawn({
+        let mute = mute.clone();
+        async move { drop(mute.obtain("mute").lock().await) }
+    });
+    home.block_on(is_ready).unwrap();
+    vec![ours, mute]
+}
+
+#[test]
+fn a_runtime_that_shuts_down_leaves_no_key_beyond_its_lease() {
+    let ends: [fn(Runtime); 3] = [
+        |home| home.shutdown_background(),
+        |home| home.shutdown_timeout(Duration::from_millis(10)),
+        drop,
+    ];
+    over_each_store(|store| {
+        for end in ends {
+            let home = runtime();
+            // Its registries go with it.
+            drop(busy_home(store, &home));
+            end(home);
+            store.is_free_for_others();
+            // And they outlive it.
+            let home = runtime();
+            let registries = busy_home(store, &home);
+            end(home);
+            store.is_free_for_others();
+            drop(registries);
+        }
+    });
+}
+
+#[test]
+fn a_current_thread_runtime_may_be_dropped_with_everything_in_it() {
+    over_each_store(|store| {
+        let home = Builder::new_current_thread().enable_all().build().unwrap();
+        let ours = store.open(&home, SHORT);
+        let locks = (ours.obtain("k"), ours.obtain("k"));
+        home.block_on(async {
+            let guard = locks.0.lock().await.unwrap();
+            tokio::spawn(async move {
+                guard.lost().await;
+                drop(guard);
+            });
+            tokio::spawn(async move { drop(locks.1.lock().await) });
+            tokio::task::yield_now().await;
+        });
+        drop(home);
+        drop(ours);
+        store.is_free_for_others();
+    });
+}
+
+#[test]
+fn a_guard_that_outlives_its_runtime_can_be_dropped_and_asked() {
+    over_each_store(|store| {
+        let home = runtime();
+        let ours = store.open(&home, SHORT);
+        let guard = home.block_on(ours.obtain("k").lock()).unwrap();
+        drop(home);
+        assert_eq!(guard.key(), "k");
+        assert!(guard.valid_for() <= SHORT);
+        assert!(format!("{guard:?}").contains("LockGuard"));
+        drop(guard);
+        store.is_free_for_others();
+    });
+}
+
+#[test]
+fn a_guard_that_outlives_its_runtime_hears_of_its_loss_elsewhere() {
+    over_each_store(|store| {
+        let home = runtime();
+        let ours = store.open(&home, SHORT);
+        let guard = home.block_on(ours.obtain("k").lock()).unwrap();
+        drop(home);
+        let elsewhere = runtime();
+        let reason = elsewhere.block_on(async { tokio::time::timeout(LONG, guard.lost()).await });
+        assert!(matches!(reason, Ok(LostReason::Expired | LostReason::Closed)), "{reason:?}");
+        let unlocked = elsewhere.block_on(guard.unlock());
+        assert!(matches!(unlocked, Err(LockError::Lost { .. })), "{unlocked:?}");
+    });
+}
+
+#[test]
+fn futures_that_outlive_their_runtime_can_be_dropped() {
+    over_each_store(|store| {
+        let home = runtime();
+        let ours = store.open(&home, SHORT);
+        let guard = home.block_on(ours.obtain("k").lock()).unwrap();
+        let waiting = half_done(&home, ours.obtain("k"));
+        let (mute, _) = store.open_faulty(&home, SHORT, no_answers());
+        let unanswered = half_done(&home, mute.obtain("mute"));
+        let lost = guard.lost();
+        drop(home);
+        drop(waiting);
+        drop(unanswered);
+        drop(lost);
+        drop(guard);
+        store.is_free_for_others();
+    });
+}
+
+#[test]
+fn a_registry_whose_runtime_is_gone_says_that_it_is_closed() {
+    over_each_store(|store| {
+        let home = runtime();
+        let ours = store.open(&home, SHORT);
+        let (lock, known) = (ours.obtain("k"), ours.obtain("known"));
+        home.block_on(async { known.lock().await.unwrap().unlock().await.unwrap() });
+        drop(home);
+        runtime().block_on(async {
+            let options = LockOptions::new();
+            assert!(matches!(lock.lock().await, Err(LockError::Closed)));
+            assert!(matches!(lock.try_lock().await, Err(LockError::Closed)));
+            assert!(matches!(lock.try_lock_for(LONG).await, Err(LockError::Closed)));
+            assert!(matches!(known.lock_with(options).await, Err(LockError::Closed)));
+            let done = ours.execute_locked("k", async |_| ()).await;
+            assert!(matches!(done, Err(LockError::Closed)));
+            let closing = tokio::time::timeout(LONG, ours.close(Duration::ZERO)).await;
+            assert!(closing.is_ok(), "close hangs");
+        });
+    });
+}
+
+#[test]
+fn a_registry_can_be_used_from_another_runtime_while_its_own_lives() {
+    over_each_store(|store| {
+        let (home, elsewhere) = (runtime(), runtime());
+        let ours = store.open(&home, NEVER);
+        elsewhere.block_on(async {
+            let guard = ours.obtain("k").lock().await.unwrap();
+            guard.renew(NEVER).await.unwrap();
+            drop(guard);
+            let guard = ours.obtain("k").try_lock_for(LONG).await.unwrap().unwrap();
+            guard.unlock().await.unwrap();
+        });
+        // The other runtime may go: nothing of the registry lived there.
+        let guard = elsewhere.block_on(ours.obtain("k").lock()).unwrap();
+        drop(elsewhere);
+        drop(guard);
+        store.is_free_for_others();
+    });
+}
+
+#[test]
+fn a_panicking_thread_gives_its_guard_back() {
+    over_each_store(|store| {
+        let home = runtime();
+        let ours = store.open(&home, NEVER);
+        let panicked = catch_unwind(AssertUnwindSafe(|| {
+            let _guard = home.block_on(ours.obtain("k").lock()).unwrap();
+            let _waiting = half_done(&home, ours.obtain("k"));
+            panic!("on purpose");
+        }));
+        assert!(panicked.is_err());
+        store.is_free_for_others();
+    });
+}
+
+#[test]
+fn a_panicking_task_gives_its_guard_back() {
+    over_each_store(|store| {
+        let home = runtime();
+        let ours = store.open(&home, NEVER);
+        let works: [fn(Registry) -> BoxFuture<'static, ()>; 3] = [
+            |ours| {
+                Box::pin(async move {
+                    let _guard = ours.obtain("k").lock().await.unwrap();
+                    panic!("on purpose");
+                })
+            },
+            |ours| {
+                Box::pin(async move {
+                    let guard = ours.obtain("k").lock().await.unwrap();
+                    guard.protect(async { panic!("on purpose") }).await.unwrap()
+                })
+            },
+            |ours| {
+                Box::pin(async move {
+                    let work = async |_: &LockGuard| panic!("on purpose");
+                    ours.execute_locked("k", work).await.unwrap().output
+                })
+            },
+        ];
+        for work in works {
+            let panicked = home.block_on(home.spawn(work(ours.clone()))).unwrap_err();
+            assert!(panicked.is_panic());
+            store.is_free_for_others();
+        }
+        home.block_on(ours.idle());
+        assert_eq!((ours.slots(), ours.held()), (0, 0));
+    });
+}
+
+#[test]
+fn a_panic_with_the_runtime_already_gone_is_no_double_panic() {
+    over_each_store(|store| {
+        let home = runtime();
+        let ours = store.open(&home, SHORT);
+        let guard = home.block_on(ours.obtain("k").lock()).unwrap();
+        let waiting = half_done(&home, ours.obtain("k"));
+        drop(home);
+        // A second panic while this one unwinds would end the whole process.
+        let panicked = catch_unwind(AssertUnwindSafe(move || {
+            let _dropped_in_passing = (guard, waiting);
+            panic!("on purpose");
+        }));
+        assert!(panicked.is_err());
+        store.is_free_for_others();
+    });
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_leaked_guard_with_a_max_hold_costs_no_more_than_that() {
+    let store = MemoryBackend::new();
+    let open = || Registry::builder(Arc::new(store.clone())).build().unwrap();
+    let (ours, theirs) = (open(), open());
+    let options = LockOptions::new().max_hold(Duration::from_secs(100));
+    std::mem::forget(ours.obtain("k").lock_with(options).await.unwrap().unwrap());
+    let waiting = tokio::time::timeout(Duration::from_secs(99), theirs.obtain("k").lock());
+    assert!(waiting.await.is_err(), "the lock is not renewed until its max_hold");
+    let limit = Duration::from_secs(2);
+    let ours_again = tokio::time::timeout(limit, ours.obtain("k").lock()).await.unwrap().unwrap();
+    ours_again.unlock().await.unwrap();
+    let theirs_now = tokio::time::timeout(limit, theirs.obtain("k").lock()).await.unwrap().unwrap();
+    theirs_now.unlock().await.unwrap();
+    assert_eq!(ours.held(), 0);
+}
+
+mod a_backend_that_panics {
+    use super::*;
+
+    fn over(store: &MemoryBackend) -> (Registry, Arc<PanickingBackend>) {
+        let backend = Arc::new(PanickingBackend::over(store.clone()));
+        let registry = Registry::builder(Arc::clone(&backend) as _).build().unwrap();
+        (registry, backend)
+    }
+
+    /// Runs `call` in a task of its own, which must panic.
+    async fn panics<T: Send + 'static>(what: &str, call: impl Future<Output = T> + Send + 'static) {
+        match tokio::spawn(call).await {
+            Err(error) => assert!(error.is_panic(), "{what}"),
+            Ok(_) => panic!("nobody heard of the panic in {what}"),
+        }
+    }
+
+    /// The registry does all that it has to do: it takes turns, renews, gives back in the background, and ends.
+    async fn works(registry: Registry) {
+        let minutes = Duration::from_secs(300);
+        let within = |work| tokio::time::timeout(Duration::from_secs(60), work);
+        for key in ["k", "other"] {
+            let guard = within(registry.obtain(key).lock()).await.unwrap().unwrap();
+            tokio::time::sleep(minutes).await;
+            assert!(guard.is_held(), "{key}: nobody renews any more");
+            drop(guard);
+            let again = within(registry.obtain(key).lock()).await.unwrap().unwrap();
+            again.unlock().await.unwrap();
+        }
+        within_idle(&registry).await;
+        assert_eq!((registry.slots(), registry.held()), (0, 0));
+        assert!(registry.close(Duration::from_secs(60)).await.is_clean());
+    }
+
+    async fn within_idle(registry: &Registry) {
+        let idle = tokio::time::timeout(Duration::from_secs(60), registry.idle());
+        idle.await.expect("the janitor gives up");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn shows_its_panic_to_the_caller_and_harms_nobody_else() {
+        for method in PanickingBackend::METHODS {
+            // The keeper's own calls are below.
+            if *method == "shard" || *method == "close" {
+                continue;
+            }
+            let store = MemoryBackend::new();
+            let (ours, backend) = over(&store);
+            let bystander = ours.obtain("bystander").lock().await.unwrap();
+            let registry = ours.clone();
+            let lock = ours.obtain("k");
+            let busy = *method == "wait";
+            let taken = if busy {
+                let theirs = Registry::builder(Arc::new(store.clone())).build().unwrap();
+                Some(theirs.obtain("k").lock().await.unwrap())
+            } else {
+                None
+            };
+            let held = match *method {
+                "renew" | "release" | "release, done" => Some(lock.lock().await.unwrap()),
+                _ => None,
+            };
+            // Behind the one who will see the panic.
+            backend.panic_once_in(method);
+            panics(method, async move {
+                match (*method, held) {
+                    ("renew", Some(held)) => drop(held.renew(Duration::from_secs(30)).await),
+                    (_, Some(held)) => drop(held.unlock().await),
+                    ("inspect", _) => drop(lock.holder().await),
+                    ("list", _) => drop(registry.list().await),
+                    ("force_release", _) => drop(registry.force_release("k").await),
+                    ("diagnose", _) => drop(registry.diagnose().await),
+                    ("capabilities", _) => drop(registry.backend::<PanickingBackend>().map(LockBackend::capabilities)),
+                    _ => drop(lock.lock().await),
+                }
+            })
+            .await;
+            if let Some(taken) = taken {
+                taken.unlock().await.unwrap();
+            }
+            assert!(bystander.is_held(), "{method}");
+            bystander.unlock().await.unwrap();
+            works(ours).await;
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn lets_the_next_in_line_go_on() {
+        for method in ["try_acquire", "try_acquire, done", "release", "release, done"] {
+            let (ours, backend) = over(&MemoryBackend::new());
+            let (lock, next) = (ours.obtain("k"), ours.obtain("k"));
+            let (begin, begun) = oneshot::channel::<()>();
+            let first = tokio::spawn(async move {
+                let locked = if method.starts_with("release") { lock.lock().await.ok() } else { None };
+                begun.await.unwrap();
+                match locked {
+                    // Another lease than the next one's, so that it is not handed over.
+                    Some(guard) => drop(guard.unlock().await),
+                    None => drop(lock.lock().await),
+                }
+            });
+            tokio::task::yield_now().await;
+            let options = LockOptions::new().lease(Duration::from_secs(20));
+            backend.panic_once_in(method);
+            begin.send(()).unwrap();
+            tokio::task::yield_now().await;
+            let limit = Duration::from_secs(31);
+            let next = tokio::time::timeout(limit, next.lock_with(options)).await;
+            next.expect(method).unwrap().unwrap().unlock().await.unwrap();
+            assert!(first.await.unwrap_err().is_panic(), "{method}");
+            works(ours).await;
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn does_not_stop_the_janitor() {
+        for method in ["release", "release, done"] {
+            let (ours, backend) = over(&MemoryBackend::new());
+            let guard = ours.obtain("k").lock().await.unwrap();
+            backend.panic_once_in(method);
+            drop(guard);
+            within_idle(&ours).await;
+            assert!(backend.has_panicked(), "{method}");
+            works(ours).await;
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn does_not_stop_the_keeper() {
+        let (ours, backend) = over(&MemoryBackend::new());
+        let (guard, other) =
+            (ours.obtain("a").lock().await.unwrap(), ours.obtain("b").lock().await.unwrap());
+        backend.panic_once_in("renew");
+        tokio::time::sleep(Duration::from_secs(300)).await;
+        assert!(backend.has_panicked());
+        assert!(guard.is_held() && other.is_held(), "one panic costs a renewal, not a lock");
+        drop((guard, other));
+        works(ours).await;
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn can_be_closed() {
+        let (ours, backend) = over(&MemoryBackend::new());
+        backend.panic_once_in("close");
+        let registry = ours.clone();
+        panics("close", async move { registry.close(LONG).await }).await;
+        assert!(ours.close(LONG).await.is_clean());
+        assert!(matches!(ours.obtain("k").lock().await, Err(LockError::Closed)));
+    }
+
+    #[tokio::test]
+    async fn at_its_capabilities_builds_no_registry() {
+        let backend = Arc::new(PanickingBackend::over(MemoryBackend::new()));
+        backend.panic_once_in("capabilities");
+        let build = AssertUnwindSafe(|| Registry::builder(Arc::clone(&backend) as _).build());
+        assert!(catch_unwind(build).is_err());
+        assert!(Registry::builder(backend).build().is_ok());
+    }
+}

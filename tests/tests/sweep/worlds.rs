@@ -1,0 +1,417 @@
+//! The stores that the cancellation sweep runs over, the faults in front of them, and what must be true after a future
+//! was dropped. Knows nothing of what is dropped: see the scenes in `sweep.rs`.
+
+use std::cell::{Cell, RefCell};
+use std::fmt;
+use std::path::PathBuf;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use registry_conformance::sweep::{Swept, sweep};
+use registry_conformance::{Fault, Faults, FaultyBackend, Operation};
+use registry_core::{
+    FencingToken, LockBackend, LockError, LockGuard, LockRegistry, MemoryBackend, Registry,
+};
+use registry_jdbc::{SqliteBackend, SqliteConfig};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, timeout};
+
+/// The one key that everybody is after.
+pub(crate) const KEY: &str = "orders/42";
+
+/// No future takes that many polls.
+const POLLS_MAX: usize = 1_000;
+
+/// How long it takes a waiter to see that a lease has ended.
+const NOTICE: Duration = Duration::from_millis(10);
+
+/// A store, and what happens between it and the registry whose futures are dropped.
+pub(crate) struct World {
+    name: String,
+    store: Store,
+    faults: Option<Faults>,
+    /// No reply is lost: the key must be free within a second, whatever its lease is.
+    prompt: bool,
+    /// How long a request may linger on its way and still reach the store.
+    late: Duration,
+    lease: Duration,
+    handoff: u32,
+    /// What is added to every limit where time is real and the machine may be busy.
+    slack: Duration,
+}
+
+enum Store {
+    Memory(MemoryBackend),
+    Sqlite(PathBuf),
+}
+
+/// One run in a world: the registry whose future is dropped, and one of another process.
+pub(crate) struct Stage {
+    pub(crate) ours: Registry,
+    pub(crate) theirs: Registry,
+    faulty: Option<Arc<FaultyBackend>>,
+}
+
+/// What is swept, and what goes on around it.
+pub(crate) struct Scene {
+    /// The future that is dropped. Its guards are dropped after it.
+    pub(crate) swept: Pin<Box<dyn Future<Output = Vec<LockGuard>>>>,
+    /// Others in the same registry or elsewhere. They must all come to their end.
+    pub(crate) others: JoinSet<()>,
+    /// Guards that must still hold after the drop. They are dropped afterwards.
+    pub(crate) kept: Vec<Arc<LockGuard>>,
+    /// What is swept is the end of our registry.
+    pub(crate) closes: bool,
+}
+
+impl Scene {
+    pub(crate) fn of(swept: impl Future<Output = Vec<LockGuard>> + 'static) -> Self {
+        Self { swept: Box::pin(swept), others: JoinSet::new(), kept: Vec::new(), closes: false }
+    }
+
+    pub(crate) fn beside(mut self, other: impl Future<Output = ()> + Send + 'static) -> Self {
+        self.others.spawn(other);
+        self
+    }
+}
+
+impl World {
+    fn new(name: impl Into<String>, store: Store) -> Self {
+        Self {
+            name: name.into(),
+            store,
+            faults: None,
+            prompt: true,
+            late: Duration::ZERO,
+            lease: Duration::from_secs(30),
+            handoff: 32,
+            slack: Duration::ZERO,
+        }
+    }
+
+    fn faulty(mut self, faults: Faults) -> Self {
+        self.faults = Some(faults);
+        self
+    }
+
+    fn loses_replies(mut self, late: Duration) -> Self {
+        self.prompt = false;
+        self.late = late;
+        self
+    }
+
+    /// How long a key stays taken when its holder dies.
+    pub(crate) fn lease(&self) -> Duration {
+        self.lease
+    }
+
+    async fn stage(&self) -> Stage {
+        let (inner, faulty) = (self.backend().await, self.faults.is_some());
+        let faulty =
+            faulty.then(|| Arc::new(FaultyBackend::new(Arc::clone(&inner), Faults::none())));
+        let ours: Arc<dyn LockBackend> = match &faulty {
+            Some(faulty) => Arc::clone(faulty) as _,
+            None => inner,
+        };
+        let open = |backend| {
+            Registry::builder(backend).lease(self.lease).handoff(self.handoff).build().unwrap()
+        };
+        Stage { ours: open(ours), theirs: open(self.backend().await), faulty }
+    }
+
+    async fn backend(&self) -> Arc<dyn LockBackend> {
+        match &self.store {
+            Store::Memory(store) => Arc::new(store.clone()),
+            Store::Sqlite(path) => {
+                Arc::new(SqliteBackend::open(SqliteConfig::new(path)).await.unwrap())
+            }
+        }
+    }
+
+    /// How long the key may stay taken after the last one who wanted it is gone.
+    fn free_within(&self) -> Duration {
+        let promised = if self.prompt { Duration::from_secs(1) } else { self.lease + self.late };
+        promised + NOTICE + self.slack
+    }
+
+    /// Sweeps what `scene` makes, with and without a third party who waits for the lock in our registry.
+    pub(crate) async fn sweep(&self, mut scene: impl AsyncFnMut(&World, &Stage) -> Scene) {
+        for bystander in [false, true] {
+            let running = RefCell::new(None);
+            let last_token = Cell::new(None);
+            sweep(
+                async || {
+                    let stage = self.stage().await;
+                    let Scene { swept, mut others, kept, closes } = scene(self, &stage).await;
+                    if bystander {
+                        let lock = stage.ours.obtain(KEY);
+                        others.spawn(async move {
+                            match lock.lock().await {
+                                Ok(guard) => drop(guard),
+                                Err(LockError::Closed) if closes => {}
+                                Err(error) => panic!("a bystander suffers: {error:?}"),
+                            }
+                        });
+                    }
+                    if let (Some(faulty), Some(faults)) = (&stage.faulty, &self.faults) {
+                        faulty.apply(faults.clone());
+                    }
+                    running.replace(Some((stage, others, kept, closes)));
+                    swept
+                },
+                POLLS_MAX,
+                async |end| {
+                    let (stage, others, kept, closes) = running.take().unwrap();
+                    let run = format!("{self}, bystander: {bystander}, {}", shown(&end));
+                    let aftermath = Aftermath { world: self, stage, closes, run };
+                    last_token.set(aftermath.check(end, others, kept, last_token.get()).await);
+                },
+            )
+            .await;
+        }
+    }
+}
+
+impl fmt::Display for World {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} with handoff {}", self.name, self.handoff)
+    }
+}
+
+fn shown(end: &Swept<Vec<LockGuard>>) -> String {
+    match end {
+        Swept::Dropped { polls } => format!("dropped after {polls} polls"),
+        Swept::DroppedWoken { polls } => format!("dropped after {polls} polls and a wake-up"),
+        _ => "completed".to_owned(),
+    }
+}
+
+struct Aftermath<'a> {
+    world: &'a World,
+    stage: Stage,
+    closes: bool,
+    run: String,
+}
+
+impl Aftermath<'_> {
+    /// Fails unless everything is as if the dropped future had never been. Gives the newest token.
+    async fn check(
+        self,
+        end: Swept<Vec<LockGuard>>,
+        mut others: JoinSet<()>,
+        kept: Vec<Arc<LockGuard>>,
+        last_token: Option<FencingToken>,
+    ) -> Option<FencingToken> {
+        let Self { world, stage, closes, run } = self;
+        let free_within = world.free_within();
+        drop(end);
+        for guard in &kept {
+            assert!(guard.is_held(), "{run}: a guard suffers");
+        }
+        drop(kept);
+
+        // Those who share the registry go on. Each of them may find the key as the one before has left it.
+        let rounds = u32::try_from(others.len()).unwrap() + 1;
+        let all_done = async {
+            while let Some(other) = others.join_next().await {
+                other.unwrap();
+            }
+        };
+        timeout(free_within * rounds, all_done)
+            .await
+            .unwrap_or_else(|_| panic!("{run}: somebody else waits for ever"));
+
+        // Somebody else gets the key, with a newer token.
+        let gone_at = Instant::now();
+        let guard = timeout(free_within, stage.theirs.obtain(KEY).lock())
+            .await
+            .unwrap_or_else(|_| panic!("{run}: the key is not free after {free_within:?}"))
+            .unwrap();
+        let token = guard.fencing_token();
+        assert!(token > last_token, "{run}: token {token:?} after {last_token:?}");
+        guard.unlock().await.unwrap();
+
+        // Nothing is left behind, here or there.
+        let left = free_within.saturating_sub(gone_at.elapsed()) + world.lease + world.late;
+        timeout(left, stage.ours.idle())
+            .await
+            .unwrap_or_else(|_| panic!("{run}: the janitor is not done after {left:?}"));
+        assert_eq!(stage.ours.slots(), 0, "{run}: slots");
+        assert_eq!(stage.ours.held(), 0, "{run}: held");
+        if let Some(faulty) = &stage.faulty {
+            faulty.heal();
+            faulty.settled().await;
+        }
+        if !closes {
+            let guard = stage.ours.obtain(KEY).lock().await.unwrap();
+            guard.unlock().await.unwrap();
+        }
+        let report = stage.ours.close(free_within).await;
+        // A close that was dropped may have got as far as taking a guard's lock away.
+        let clean = if closes { report.abandoned == 0 } else { report.is_clean() };
+        assert!(clean, "{run}: {report:?}");
+        if let Store::Memory(store) = &world.store
+            && world.late.is_zero()
+        {
+            assert_eq!(store.records(), 0, "{run}: records in the store");
+        }
+        stage.theirs.close(free_within).await;
+        token
+    }
+}
+
+/// The in-process store, as it is and behind all kinds of faults. For paused time.
+pub(crate) fn paused() -> Vec<World> {
+    let mut worlds = Vec::new();
+    for handoff in [32, 0] {
+        let mut add = |world: World| worlds.push(World { handoff, ..world });
+        let memory = |name: &str| World::new(name, Store::Memory(MemoryBackend::new()));
+        add(memory("memory"));
+        for (name, faults) in delays() {
+            add(memory(name).faulty(faults));
+        }
+        for (name, faults, late) in losses() {
+            add(memory(name).faulty(faults).loses_replies(late));
+        }
+        for seed in 0..12 {
+            add(memory(&format!("chance {seed}")).faulty(chance(seed)).loses_replies(LATE));
+        }
+    }
+    worlds
+}
+
+/// SQLite, as it is and behind some faults. For real time.
+pub(crate) fn sqlite(folder: &tempfile::TempDir) -> Vec<World> {
+    let file = |name: &str| {
+        let path = folder.path().join(format!("{}.db", name.replace(' ', "-")));
+        // Half a minute is far beyond what anything here takes, and below the lease.
+        World {
+            slack: Duration::from_secs(30),
+            lease: Duration::from_secs(120),
+            ..World::new(format!("sqlite, {name}"), Store::Sqlite(path))
+        }
+    };
+    // Where a lease must be sat out, it is short.
+    let lossy = |name: &str, faults| {
+        let world = file(name).faulty(faults).loses_replies(Duration::ZERO);
+        World { lease: Duration::from_secs(1), ..world }
+    };
+    let ms = Duration::from_millis;
+    vec![
+        file("no faults"),
+        World { handoff: 0, ..file("no hand-over") },
+        file("slow").faulty(
+            Faults::none()
+                .always(Operation::Acquire, Fault::DelayReply(ms(3)))
+                .always(Operation::Renew, Fault::DelayReply(ms(3)))
+                .always(Operation::Release, Fault::DelayRequest(ms(3))),
+        ),
+        lossy("acquire unheard", Faults::none().at(Operation::Acquire, 1, Fault::LoseReply)),
+        lossy("release unheard", Faults::none().at(Operation::Release, 1, Fault::LoseReply)),
+        lossy("release lost", Faults::none().at(Operation::Release, 1, Fault::LoseRequest)),
+    ]
+}
+
+/// Nothing is lost, but everything takes its time or happens twice.
+fn delays() -> Vec<(&'static str, Faults)> {
+    let ms = Duration::from_millis;
+    let all = |fault| {
+        [Operation::Acquire, Operation::Renew, Operation::Release]
+            .into_iter()
+            .fold(Faults::none(), |faults, operation| faults.always(operation, fault))
+    };
+    vec![
+        ("slow requests", all(Fault::DelayRequest(ms(20)))),
+        ("slow replies", all(Fault::DelayReply(ms(20)))),
+        ("slow acquire", Faults::none().at(Operation::Acquire, 1, Fault::DelayReply(ms(300)))),
+        ("repeated at once", all(Fault::Repeat)),
+        ("acquire refused once", Faults::none().at(Operation::Acquire, 1, Fault::Refuse)),
+        (
+            "acquire refused twice, then slow",
+            Faults::none()
+                .at(Operation::Acquire, 1, Fault::Refuse)
+                .at(Operation::Acquire, 2, Fault::Refuse)
+                .at(Operation::Acquire, 3, Fault::DelayRequest(ms(50))),
+        ),
+        ("release refused once", Faults::none().at(Operation::Release, 1, Fault::Refuse)),
+        ("no wake-ups", Faults::none().always(Operation::Wait, Fault::LoseWake)),
+        ("early wake-ups", Faults::none().always(Operation::Wait, Fault::WakeEarly(ms(3)))),
+    ]
+}
+
+/// How long a late request may linger.
+const LATE: Duration = Duration::from_secs(12);
+
+/// Requests and replies are lost, or come when nobody waits for them any more.
+fn losses() -> Vec<(&'static str, Faults, Duration)> {
+    let none = Faults::none;
+    let zero = Duration::ZERO;
+    vec![
+        ("acquire unheard", none().at(Operation::Acquire, 1, Fault::LoseReply), zero),
+        ("acquire lost", none().at(Operation::Acquire, 1, Fault::LoseRequest), zero),
+        (
+            "acquire unheard thrice",
+            (1..=3).fold(none(), |faults, n| faults.at(Operation::Acquire, n, Fault::LoseReply)),
+            zero,
+        ),
+        ("release unheard", none().at(Operation::Release, 1, Fault::LoseReply), zero),
+        ("release lost", none().at(Operation::Release, 1, Fault::LoseRequest), zero),
+        ("no release arrives", none().always(Operation::Release, Fault::LoseRequest), zero),
+        ("no release is heard of", none().always(Operation::Release, Fault::LoseReply), zero),
+        ("no renewal arrives", none().always(Operation::Renew, Fault::LoseRequest), zero),
+        ("no renewal is heard of", none().always(Operation::Renew, Fault::LoseReply), zero),
+        (
+            "acquire and release unheard",
+            none().at(Operation::Acquire, 1, Fault::LoseReply).at(
+                Operation::Release,
+                1,
+                Fault::LoseReply,
+            ),
+            zero,
+        ),
+        // Longer than the engine listens.
+        ("acquire arrives late", none().at(Operation::Acquire, 1, Fault::DelayRequest(LATE)), LATE),
+        ("acquire answers late", none().at(Operation::Acquire, 1, Fault::DelayReply(LATE)), LATE),
+        ("release arrives late", none().at(Operation::Release, 1, Fault::DelayRequest(LATE)), LATE),
+        ("release answers late", none().at(Operation::Release, 1, Fault::DelayReply(LATE)), LATE),
+        ("renewal arrives late", none().at(Operation::Renew, 1, Fault::DelayRequest(LATE)), LATE),
+        // Longer than the lease lasts.
+        (
+            "a grant that is over when it arrives",
+            none().at(Operation::Acquire, 1, Fault::DelayReply(Duration::from_secs(31))),
+            Duration::from_secs(31),
+        ),
+        (
+            "a double of the acquire comes late",
+            none().at(Operation::Acquire, 1, Fault::RepeatLate(Duration::from_millis(200))),
+            Duration::from_millis(200),
+        ),
+        (
+            "a double of the release comes late",
+            none().at(Operation::Release, 1, Fault::RepeatLate(LATE)),
+            LATE,
+        ),
+    ]
+}
+
+/// Anything may happen.
+fn chance(seed: u64) -> Faults {
+    let mut faults = Faults::seeded(seed);
+    for operation in [Operation::Acquire, Operation::Renew, Operation::Release] {
+        faults = faults
+            .sometimes(operation, 0.15, Fault::LoseRequest)
+            .sometimes(operation, 0.15, Fault::LoseReply)
+            .sometimes(operation, 0.1, Fault::Refuse)
+            .sometimes(operation, 0.1, Fault::Repeat)
+            .sometimes(operation, 0.3, Fault::DelayRequest(Duration::from_millis(100)))
+            .sometimes(operation, 0.3, Fault::DelayReply(Duration::from_millis(100)))
+            .sometimes(operation, 0.05, Fault::DelayReply(Duration::from_secs(4)))
+            .sometimes(operation, 0.05, Fault::DelayRequest(Duration::from_secs(4)));
+    }
+    faults.sometimes(Operation::Wait, 0.3, Fault::LoseWake).sometimes(
+        Operation::Wait,
+        0.3,
+        Fault::WakeEarly(Duration::from_millis(50)),
+    )
+}

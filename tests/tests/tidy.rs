@@ -1,0 +1,453 @@
+//! The workspace itself: who may depend on whom, what a published crate carries, which words are used, which links lead
+//! somewhere. Reads files and `cargo metadata`; runs nothing of the product.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use serde_json::Value;
+
+/// Crates that speak to one kind of store.
+const BACKENDS: &[&str] = &["registry-jdbc"];
+
+/// Client libraries of stores. The engine must never see one.
+const CLIENTS: &[&str] =
+    &["sqlx", "redis", "zookeeper-client", "etcd-client", "tonic", "rusqlite", "tokio-postgres"];
+
+/// Not published: what tests, examples and benchmarks are made of.
+const UNPUBLISHED: &[&str] =
+    &["registry-testkit", "lock-registry-examples", "lock-registry-tests", "lock-registry-benches"];
+
+#[test]
+fn the_engine_depends_on_no_store_and_on_no_other_crate_of_ours() {
+    let packages = packages();
+    for dependency in &packages["registry-core"].dependencies {
+        assert!(
+            !CLIENTS.contains(&&*dependency.name),
+            "registry-core depends on {}",
+            dependency.name
+        );
+        assert!(
+            !packages.contains_key(&dependency.name),
+            "registry-core depends on {}",
+            dependency.name
+        );
+    }
+}
+
+#[test]
+fn backends_depend_on_the_engine_and_not_on_each_other() {
+    let packages = packages();
+    for backend in BACKENDS {
+        let normal = ours(&packages, backend, "normal");
+        assert_eq!(normal, BTreeSet::from(["registry-core".to_owned()]), "{backend}");
+    }
+    for backend in packages
+        .keys()
+        .filter(|name| name.starts_with("registry-") && !BACKENDS.contains(&name.as_str()))
+    {
+        let known = ["registry-core", "registry-cli", "registry-conformance", "registry-testkit"];
+        assert!(known.contains(&backend.as_str()), "{backend} is new: is it a backend?");
+    }
+}
+
+#[test]
+fn the_conformance_suite_depends_on_the_engine_alone() {
+    let normal = ours(&packages(), "registry-conformance", "normal");
+    assert_eq!(normal, BTreeSet::from(["registry-core".to_owned()]));
+}
+
+#[test]
+fn published_crates_need_nothing_unpublished() {
+    let packages = packages();
+    let unpublished: BTreeSet<&str> = packages
+        .values()
+        .filter(|package| !package.published)
+        .map(|package| &*package.name)
+        .collect();
+    assert_eq!(unpublished, UNPUBLISHED.iter().copied().collect());
+    for package in packages.values().filter(|package| package.published) {
+        for kind in ["normal", "build"] {
+            for dependency in ours(&packages, &package.name, kind) {
+                assert!(packages[&dependency].published, "{} needs {dependency}", package.name);
+            }
+        }
+    }
+}
+
+#[test]
+fn published_crates_say_what_they_are() {
+    for package in packages().values().filter(|package| package.published) {
+        for field in ["description", "license", "readme", "rust_version"] {
+            assert!(package.json[field].is_string(), "{} has no {field}", package.name);
+        }
+        for field in ["keywords", "categories", "authors"] {
+            assert!(
+                package.json[field].as_array().is_some_and(|list| !list.is_empty()),
+                "{} has no {field}",
+                package.name
+            );
+        }
+        let readme = package.folder.join(package.json["readme"].as_str().expect("checked above"));
+        let text = read(&readme);
+        assert!(text.lines().count() > 5, "{} says next to nothing", readme.display());
+    }
+}
+
+#[test]
+fn every_crate_takes_the_lints_of_the_workspace() {
+    for package in packages().values() {
+        let manifest = read(&package.folder.join("Cargo.toml"));
+        let inherits = manifest.contains("[lints]\nworkspace = true");
+        // Programs to copy and benchmarks print, unwrap and measure.
+        let relaxed = ["lock-registry-examples", "lock-registry-benches"].contains(&&*package.name);
+        let forbids = manifest.contains("[lints.rust]\nunsafe_code = \"forbid\"");
+        assert!(inherits || (relaxed && forbids), "{} goes without lints", package.name);
+    }
+}
+
+#[test]
+fn every_public_async_fn_says_what_dropping_its_future_does() {
+    let published: Vec<_> = packages().into_values().filter(|package| package.published).collect();
+    let mut silent = Vec::new();
+    for file in files().iter().filter(|file| file.extension().is_some_and(|ext| ext == "rs")) {
+        let Some(package) =
+            published.iter().find(|package| file.starts_with(package.folder.join("src")))
+        else {
+            continue;
+        };
+        // A program has no public functions, and a clause is dropped by nobody but its test.
+        let is_program = !package.folder.join("src/lib.rs").exists();
+        if is_program || file.starts_with(package.folder.join("src/clauses")) {
+            continue;
+        }
+        let text = read(file);
+        let mut docs = String::new();
+        for (number, line) in text.lines().enumerate() {
+            let line = line.trim_start();
+            if let Some(doc) = line.strip_prefix("///") {
+                docs.push_str(doc.trim());
+                docs.push('\n');
+            } else if line.starts_with("pub async fn") {
+                if !docs.contains("# Cancel safety") {
+                    silent.push(format!("{}:{}: {line}", file.display(), number + 1));
+                }
+                docs.clear();
+            } else if !line.starts_with("#[") && !line.starts_with("reason =") && line != ")]" {
+                docs.clear();
+            }
+        }
+    }
+    assert!(silent.is_empty(), "no `# Cancel safety`:\n{}", silent.join("\n"));
+}
+
+/// Words that would be a second name for something that has one. The glossary is in ARCHITECTURE.md.
+const SECOND_NAMES: &[(&str, &str)] = &[
+    ("time-to-live", "lease"),
+    ("ttl", "lease"),
+    ("lease duration", "lease"),
+    ("lease time", "lease"),
+    ("heartbeat", "renewal"),
+    ("heart beat", "renewal"),
+    ("keep-alive", "renewal"),
+    ("hand-off", "hand-over"),
+    ("lock manager", "registry"),
+    ("lock server", "store"),
+    ("lock service", "store"),
+    ("storage backend", "store, or backend for the code that speaks to it"),
+    ("fence token", "fencing token"),
+    ("lock token", "fencing token"),
+    ("lock id", "key, or claim id"),
+    ("reentrant lock", "re-entry"),
+];
+
+/// Pages that translate from other worlds quote the words of those worlds.
+const TRANSLATORS: &[&str] = &["book/src/spring.md", "ARCHITECTURE.md"];
+
+#[test]
+fn each_thing_has_one_name_in_what_users_read() {
+    let mut found = Vec::new();
+    for file in files() {
+        let path = relative(&file);
+        if TRANSLATORS.contains(&&*path) {
+            continue;
+        }
+        let is_doc = path.ends_with(".md");
+        let is_code = path.ends_with(".rs")
+            && path.starts_with("crates/")
+            && path.contains("/src/")
+            && !path.starts_with("crates/registry-testkit/");
+        if !is_doc && !is_code {
+            continue;
+        }
+        for (number, line) in read(&file).lines().enumerate() {
+            let line = line.trim_start();
+            if is_code && !line.starts_with("///") && !line.starts_with("//!") {
+                continue;
+            }
+            // What stands in backticks is somebody's identifier.
+            let prose: String =
+                line.split('`').step_by(2).collect::<Vec<_>>().join(" ").to_lowercase();
+            for (second, first) in SECOND_NAMES {
+                if has_word(&prose, second) {
+                    found.push(format!("{path}:{}: {second:?}; the word is {first}", number + 1));
+                }
+            }
+        }
+    }
+    assert!(found.is_empty(), "\n{}", found.join("\n"));
+}
+
+#[test]
+fn nothing_names_a_machine_a_ticket_or_a_package_registry() {
+    // Put together here, so that this file does not name them either.
+    let hosts = [
+        concat!("crates", ".io"),
+        concat!("pypi", ".org"),
+        concat!("npmjs", ".com"),
+        concat!("npmjs", ".org"),
+    ];
+    let folders = [concat!("/wo", "rk/"), concat!("/ro", "ot/"), concat!("/ho", "me/")];
+    let mut found = Vec::new();
+    for file in files() {
+        let path = relative(&file);
+        // Written by a tool.
+        if path == "Cargo.lock" {
+            continue;
+        }
+        let Ok(text) = std::fs::read_to_string(&file) else { continue };
+        for (number, line) in text.lines().enumerate() {
+            let lower = line.to_lowercase();
+            let named = hosts.iter().any(|host| lower.contains(host))
+                || folders.iter().any(|folder| starts_a_path(line, folder))
+                || has_ticket(line);
+            if named {
+                found.push(format!("{path}:{}: {}", number + 1, line.trim()));
+            }
+        }
+    }
+    assert!(found.is_empty(), "\n{}", found.join("\n"));
+}
+
+#[test]
+fn every_relative_link_and_include_leads_somewhere() {
+    let mut dead = Vec::new();
+    for file in files().into_iter().filter(|file| file.extension().is_some_and(|ext| ext == "md")) {
+        let text = read(&file);
+        let folder = file.parent().expect("a file is in a folder").to_owned();
+        let mut complain = |what: &str| dead.push(format!("{}: {what}", relative(&file)));
+        for target in links(&text) {
+            if target.contains("://") || target.starts_with("mailto:") {
+                continue;
+            }
+            let (path, heading) = target.split_once('#').unwrap_or((target, ""));
+            let linked = if path.is_empty() { file.clone() } else { folder.join(path) };
+            if !linked.exists() {
+                complain(target);
+            } else if !heading.is_empty() && !headings(&read(&linked)).contains(heading) {
+                complain(&format!("{target}: no such heading"));
+            }
+        }
+        for include in text
+            .split("{{#include ")
+            .skip(1)
+            .filter_map(|rest| rest.split_once("}}"))
+            .map(|(include, _)| include.trim())
+        {
+            let (path, anchor) = include.split_once(':').unwrap_or((include, ""));
+            match std::fs::read_to_string(folder.join(path)) {
+                Err(_) => complain(include),
+                Ok(source) => {
+                    let marked = |mark: &str| {
+                        source
+                            .lines()
+                            .any(|line| line.trim().ends_with(&format!("{mark}: {anchor}")))
+                    };
+                    if !anchor.is_empty() && !(marked("ANCHOR") && marked("ANCHOR_END")) {
+                        complain(&format!("{include}: no such anchor"));
+                    }
+                }
+            }
+        }
+    }
+    assert!(dead.is_empty(), "\n{}", dead.join("\n"));
+}
+
+#[test]
+fn every_page_is_in_the_book_and_its_rust_is_compiled() {
+    let book = root().join("book/src");
+    let summary = read(&book.join("SUMMARY.md"));
+    let listed: BTreeSet<&str> = links(&summary).into_iter().collect();
+    for file in files().into_iter().filter(|file| file.starts_with(&book)) {
+        let page = file.strip_prefix(&book).expect("checked above").to_string_lossy().into_owned();
+        assert!(page == "SUMMARY.md" || listed.contains(&*page), "{page} is not in SUMMARY.md");
+        let text = read(&file);
+        for block in text.split("```rust").skip(1) {
+            let code = block.split_once('\n').map_or("", |(_, rest)| rest);
+            assert!(
+                code.starts_with("{{#include "),
+                "{page}: Rust that is not included from an example:\n{code:.200}"
+            );
+        }
+    }
+}
+
+#[test]
+fn the_readme_shows_a_program_that_is_run() {
+    let readme = read(&root().join("README.md"));
+    let shown = readme.split("```rust,no_run\n").nth(1).and_then(|rest| rest.split_once("```"));
+    let (shown, _) = shown.expect("the README shows a program");
+    let program = read(&root().join("examples/src/bin/hello.rs"));
+    assert!(program.contains(shown), "examples/src/bin/hello.rs has not:\n{shown}");
+}
+
+/// One package of the workspace.
+struct Package {
+    name: String,
+    folder: PathBuf,
+    published: bool,
+    dependencies: Vec<Dependency>,
+    json: Value,
+}
+
+struct Dependency {
+    name: String,
+    kind: String,
+}
+
+fn packages() -> BTreeMap<String, Package> {
+    let output = Command::new(env!("CARGO"))
+        .args(["metadata", "--format-version", "1", "--no-deps", "--offline"])
+        .current_dir(root())
+        .output()
+        .expect("cargo can be started");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let metadata: Value = serde_json::from_slice(&output.stdout).expect("cargo prints JSON");
+    let list = metadata["packages"].as_array().expect("a workspace has packages").clone();
+    list.into_iter().map(Package::read).map(|package| (package.name.clone(), package)).collect()
+}
+
+impl Package {
+    fn read(json: Value) -> Self {
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        let manifest = PathBuf::from(text(&json["manifest_path"]));
+        let dependencies = json["dependencies"].as_array().map(Vec::as_slice).unwrap_or_default();
+        Self {
+            name: text(&json["name"]),
+            folder: manifest.parent().expect("a manifest is in a folder").to_owned(),
+            // `publish = false` is an empty list of registries; anything goes is no list at all.
+            published: json["publish"].is_null(),
+            dependencies: dependencies
+                .iter()
+                .map(|dependency| Dependency {
+                    name: text(&dependency["name"]),
+                    kind: dependency["kind"].as_str().unwrap_or("normal").to_owned(),
+                })
+                .collect(),
+            json,
+        }
+    }
+}
+
+/// The workspace members that `package` depends on in this way.
+fn ours(packages: &BTreeMap<String, Package>, package: &str, kind: &str) -> BTreeSet<String> {
+    packages[package]
+        .dependencies
+        .iter()
+        .filter(|dependency| dependency.kind == kind && packages.contains_key(&dependency.name))
+        .map(|dependency| dependency.name.clone())
+        .collect()
+}
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .parent()
+        .expect("this package is in the workspace")
+        .to_owned()
+}
+
+/// Every file that is tracked, or would be with the next commit.
+fn files() -> Vec<PathBuf> {
+    let output = Command::new("git")
+        .args(["ls-files", "--cached", "--others", "--exclude-standard", "-z"])
+        .current_dir(root())
+        .output()
+        .expect("git can be started");
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let names = String::from_utf8(output.stdout).expect("file names are UTF-8");
+    let files: Vec<_> =
+        names.split('\0').filter(|name| !name.is_empty()).map(|name| root().join(name)).collect();
+    assert!(files.len() > 50, "only {} files: is this the workspace?", files.len());
+    // A file that was removed is tracked until the next commit.
+    files.into_iter().filter(|file| file.exists()).collect()
+}
+
+fn relative(file: &Path) -> String {
+    file.strip_prefix(root()).unwrap_or(file).to_string_lossy().into_owned()
+}
+
+fn read(file: &Path) -> String {
+    std::fs::read_to_string(file).unwrap_or_else(|error| panic!("{}: {error}", file.display()))
+}
+
+fn has_word(text: &str, word: &str) -> bool {
+    text.match_indices(word).any(|(at, _)| {
+        let before = text[..at].chars().next_back();
+        let after = text[at + word.len()..].trim_start_matches('s').chars().next();
+        let inside = |c: Option<char>| c.is_some_and(|c| c.is_alphanumeric() || c == '_');
+        !inside(before) && !inside(after)
+    })
+}
+
+fn starts_a_path(line: &str, folder: &str) -> bool {
+    line.match_indices(folder).any(|(at, _)| {
+        let before = line[..at].chars().next_back();
+        before.is_none_or(|c| !c.is_alphanumeric() && !"._~}/-".contains(c))
+    })
+}
+
+/// `#` and a number, as trackers write it.
+fn has_ticket(line: &str) -> bool {
+    line.match_indices('#').any(|(at, _)| {
+        let before = line[..at].chars().next_back();
+        let digits = line[at + 1..].chars().take_while(char::is_ascii_digit).count();
+        let after = line[at + 1 + digits..].chars().next();
+        digits > 0
+            && before.is_none_or(|c| c.is_whitespace() || c == '(')
+            && after.is_none_or(|c| !c.is_alphanumeric())
+    })
+}
+
+/// The targets of Markdown links, code blocks left out.
+fn links(text: &str) -> Vec<&str> {
+    let mut links = Vec::new();
+    let mut in_code = false;
+    for line in text.lines() {
+        if line.trim_start().starts_with("```") {
+            in_code = !in_code;
+        }
+        if !in_code {
+            links.extend(
+                line.split("](")
+                    .skip(1)
+                    .filter_map(|rest| rest.split_once(')'))
+                    .map(|(target, _)| target),
+            );
+        }
+    }
+    links
+}
+
+/// The anchors that headings get.
+fn headings(text: &str) -> BTreeSet<String> {
+    let titles = text
+        .lines()
+        .filter(|line| line.starts_with('#'))
+        .map(|line| line.trim_start_matches('#').trim());
+    titles
+        .map(|title| {
+            let kept = title.to_lowercase().replace(' ', "-");
+            kept.chars().filter(|c| c.is_alphanumeric() || *c == '-' || *c == '_').collect()
+        })
+        .collect()
+}
