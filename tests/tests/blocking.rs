@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use registry_core::blocking::{BlockingGuard, BlockingRegistry};
 use registry_core::{
-    ConfigError, LockError, LockOptions, LockRegistry, LostReason, MemoryBackend, Registry,
+    ConfigError, LockError, LockOptions, LostReason, MemoryBackend, Registry,
 };
 
 /// Long enough for any machine; reached only by a test that fails.
@@ -26,7 +26,7 @@ fn runtime() -> tokio::runtime::Runtime {
     tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap()
 }
 
-/// Gives back the release that a dropped guard has left to the background.
+/// Waits until what dropped guards have left to the background is done.
 fn idle(registry: &BlockingRegistry) {
     runtime().block_on(registry.registry().idle());
 }
@@ -95,7 +95,7 @@ fn a_blocked_thread_goes_on_when_the_holder_drops_its_guard() {
 fn a_thread_hears_of_a_loss() {
     let store = MemoryBackend::new();
     let (ours, theirs) = (over(&store), over(&store));
-    let options = LockOptions::new().lease(Duration::from_millis(300));
+    let options = LockOptions::new().lease(Duration::from_secs(3));
     let guard = ours.obtain("k").lock_with(options).unwrap().unwrap();
     assert_eq!(guard.lost_within(Duration::ZERO).unwrap(), None);
     assert!(runtime().block_on(theirs.registry().force_release("k")).unwrap());

@@ -1,6 +1,5 @@
 //! Guards and half-done futures that are dropped where nobody waits for them: outside a runtime, with a runtime that shuts
 //! down, after it is gone, in the middle of a panic. Nothing panics, and no key stays taken beyond its lease.
-//! Backends that panic are here too: they spoil their own call and nothing else.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -13,17 +12,12 @@ use std::time::Duration;
 use futures_util::future::BoxFuture;
 use registry_conformance::{Fault, Faults, FaultyBackend, Operation};
 use registry_core::{
-    DistributedLock, LockBackend, LockError, LockGuard, LockOptions, LockRegistry, LockRegistryExt as _,
-    LostReason, MemoryBackend, Registry,
+    DistributedLock, LockBackend, LockError, LockGuard, LockOptions, LockRegistry,
+    LockRegistryExt as _, LostReason, MemoryBackend, Registry,
 };
 use registry_jdbc::{SqliteBackend, SqliteConfig};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::oneshot;
-
-#[path = "drop/panicking.rs"]
-mod panicking;
-
-use panicking::PanickingBackend;
 
 /// Long enough for any machine; reached only by a test that fails.
 const LONG: Duration = Duration::from_secs(60);
@@ -98,7 +92,8 @@ fn unexpected_panics() -> Vec<String> {
         let before = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |panic| {
             let file = panic.location().map_or("", |location| location.file());
-            if ["registry-core", "registry-jdbc", "tokio", "sqlx"].iter().any(|c| file.contains(c)) {
+            if ["registry-core", "registry-jdbc", "tokio", "sqlx"].iter().any(|c| file.contains(c))
+            {
                 SEEN.lock().unwrap().push(panic.to_string());
             }
             before(panic);
@@ -438,172 +433,12 @@ async fn a_leaked_guard_with_a_max_hold_costs_no_more_than_that() {
     let (ours, theirs) = (open(), open());
     let options = LockOptions::new().max_hold(Duration::from_secs(100));
     std::mem::forget(ours.obtain("k").lock_with(options).await.unwrap().unwrap());
-    let waiting = tokio::time::timeout(Duration::from_secs(99), theirs.obtain("k").lock());
-    assert!(waiting.await.is_err(), "the lock is not renewed until its max_hold");
+    let too_early = theirs.obtain("k").try_lock_for(Duration::from_secs(99)).await.unwrap();
+    assert!(too_early.is_none(), "the lock is not renewed until its max_hold");
     let limit = Duration::from_secs(2);
     let ours_again = tokio::time::timeout(limit, ours.obtain("k").lock()).await.unwrap().unwrap();
     ours_again.unlock().await.unwrap();
     let theirs_now = tokio::time::timeout(limit, theirs.obtain("k").lock()).await.unwrap().unwrap();
     theirs_now.unlock().await.unwrap();
     assert_eq!(ours.held(), 0);
-}
-
-mod a_backend_that_panics {
-    use super::*;
-
-    fn over(store: &MemoryBackend) -> (Registry, Arc<PanickingBackend>) {
-        let backend = Arc::new(PanickingBackend::over(store.clone()));
-        let registry = Registry::builder(Arc::clone(&backend) as _).build().unwrap();
-        (registry, backend)
-    }
-
-    /// Runs `call` in a task of its own, which must panic.
-    async fn panics<T: Send + 'static>(what: &str, call: impl Future<Output = T> + Send + 'static) {
-        match tokio::spawn(call).await {
-            Err(error) => assert!(error.is_panic(), "{what}"),
-            Ok(_) => panic!("nobody heard of the panic in {what}"),
-        }
-    }
-
-    /// The registry does all that it has to do: it takes turns, renews, gives back in the background, and ends.
-    async fn works(registry: Registry) {
-        let minutes = Duration::from_secs(300);
-        let within = |work| tokio::time::timeout(Duration::from_secs(60), work);
-        for key in ["k", "other"] {
-            let guard = within(registry.obtain(key).lock()).await.unwrap().unwrap();
-            tokio::time::sleep(minutes).await;
-            assert!(guard.is_held(), "{key}: nobody renews any more");
-            drop(guard);
-            let again = within(registry.obtain(key).lock()).await.unwrap().unwrap();
-            again.unlock().await.unwrap();
-        }
-        within_idle(&registry).await;
-        assert_eq!((registry.slots(), registry.held()), (0, 0));
-        assert!(registry.close(Duration::from_secs(60)).await.is_clean());
-    }
-
-    async fn within_idle(registry: &Registry) {
-        let idle = tokio::time::timeout(Duration::from_secs(60), registry.idle());
-        idle.await.expect("the janitor gives up");
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn shows_its_panic_to_the_caller_and_harms_nobody_else() {
-        for method in PanickingBackend::METHODS {
-            // The keeper's own calls are below.
-            if *method == "shard" || *method == "close" {
-                continue;
-            }
-            let store = MemoryBackend::new();
-            let (ours, backend) = over(&store);
-            let bystander = ours.obtain("bystander").lock().await.unwrap();
-            let registry = ours.clone();
-            let lock = ours.obtain("k");
-            let busy = *method == "wait";
-            let taken = if busy {
-                let theirs = Registry::builder(Arc::new(store.clone())).build().unwrap();
-                Some(theirs.obtain("k").lock().await.unwrap())
-            } else {
-                None
-            };
-            let held = match *method {
-                "renew" | "release" | "release, done" => Some(lock.lock().await.unwrap()),
-                _ => None,
-            };
-            // Behind the one who will see the panic.
-            backend.panic_once_in(method);
-            panics(method, async move {
-                match (*method, held) {
-                    ("renew", Some(held)) => drop(held.renew(Duration::from_secs(30)).await),
-                    (_, Some(held)) => drop(held.unlock().await),
-                    ("inspect", _) => drop(lock.holder().await),
-                    ("list", _) => drop(registry.list().await),
-                    ("force_release", _) => drop(registry.force_release("k").await),
-                    ("diagnose", _) => drop(registry.diagnose().await),
-                    ("capabilities", _) => drop(registry.backend::<PanickingBackend>().map(LockBackend::capabilities)),
-                    _ => drop(lock.lock().await),
-                }
-            })
-            .await;
-            if let Some(taken) = taken {
-                taken.unlock().await.unwrap();
-            }
-            assert!(bystander.is_held(), "{method}");
-            bystander.unlock().await.unwrap();
-            works(ours).await;
-        }
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn lets_the_next_in_line_go_on() {
-        for method in ["try_acquire", "try_acquire, done", "release", "release, done"] {
-            let (ours, backend) = over(&MemoryBackend::new());
-            let (lock, next) = (ours.obtain("k"), ours.obtain("k"));
-            let (begin, begun) = oneshot::channel::<()>();
-            let first = tokio::spawn(async move {
-                let locked = if method.starts_with("release") { lock.lock().await.ok() } else { None };
-                begun.await.unwrap();
-                match locked {
-                    // Another lease than the next one's, so that it is not handed over.
-                    Some(guard) => drop(guard.unlock().await),
-                    None => drop(lock.lock().await),
-                }
-            });
-            tokio::task::yield_now().await;
-            let options = LockOptions::new().lease(Duration::from_secs(20));
-            backend.panic_once_in(method);
-            begin.send(()).unwrap();
-            tokio::task::yield_now().await;
-            let limit = Duration::from_secs(31);
-            let next = tokio::time::timeout(limit, next.lock_with(options)).await;
-            next.expect(method).unwrap().unwrap().unlock().await.unwrap();
-            assert!(first.await.unwrap_err().is_panic(), "{method}");
-            works(ours).await;
-        }
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn does_not_stop_the_janitor() {
-        for method in ["release", "release, done"] {
-            let (ours, backend) = over(&MemoryBackend::new());
-            let guard = ours.obtain("k").lock().await.unwrap();
-            backend.panic_once_in(method);
-            drop(guard);
-            within_idle(&ours).await;
-            assert!(backend.has_panicked(), "{method}");
-            works(ours).await;
-        }
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn does_not_stop_the_keeper() {
-        let (ours, backend) = over(&MemoryBackend::new());
-        let (guard, other) =
-            (ours.obtain("a").lock().await.unwrap(), ours.obtain("b").lock().await.unwrap());
-        backend.panic_once_in("renew");
-        tokio::time::sleep(Duration::from_secs(300)).await;
-        assert!(backend.has_panicked());
-        assert!(guard.is_held() && other.is_held(), "one panic costs a renewal, not a lock");
-        drop((guard, other));
-        works(ours).await;
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn can_be_closed() {
-        let (ours, backend) = over(&MemoryBackend::new());
-        backend.panic_once_in("close");
-        let registry = ours.clone();
-        panics("close", async move { registry.close(LONG).await }).await;
-        assert!(ours.close(LONG).await.is_clean());
-        assert!(matches!(ours.obtain("k").lock().await, Err(LockError::Closed)));
-    }
-
-    #[tokio::test]
-    async fn at_its_capabilities_builds_no_registry() {
-        let backend = Arc::new(PanickingBackend::over(MemoryBackend::new()));
-        backend.panic_once_in("capabilities");
-        let build = AssertUnwindSafe(|| Registry::builder(Arc::clone(&backend) as _).build());
-        assert!(catch_unwind(build).is_err());
-        assert!(Registry::builder(backend).build().is_ok());
-    }
 }

@@ -1,18 +1,26 @@
-#![doc = include_str!("../README.md")]
+// Its examples need the feature that is on unless it is turned off.
+#![cfg_attr(feature = "config", doc = include_str!("../README.md"))]
+#![cfg_attr(
+    not(feature = "config"),
+    doc = "Locks that exclude tasks, processes and hosts, behind one trait."
+)]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
-// In the order in which one call of `connect` runs through them.
+// What is said, and where.
 mod config;
-mod connect;
 #[cfg(feature = "config")]
 mod environment;
 #[cfg(feature = "config")]
 mod file;
 mod layer;
-mod memory;
 mod nearest;
+// What a URL means.
 mod scheme;
 mod store_url;
+// From there to a registry.
+mod connect;
+mod memory;
+// Around it.
 #[cfg(feature = "tower")]
 pub mod tower;
 

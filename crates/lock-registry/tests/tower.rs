@@ -1,5 +1,6 @@
 //! What requests under a lock can rely on.
 #![cfg(feature = "tower")]
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use std::convert::Infallible;
 use std::future::{Future, poll_fn};

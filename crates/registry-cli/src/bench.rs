@@ -36,7 +36,7 @@ pub(crate) async fn bench(global: &Global, bench: &args::Bench, say: Say) -> Res
     close(&registry).await;
     let per_second = spans.len() as f64 / took.as_secs_f64();
     let Some(pair) = Figures::of(spans) else {
-        return Err(Failure::usage("nothing could be measured in that time; give --for more"));
+        return Err(Failure::usage("no task has measured anything"));
     };
     let report = json!({
         "store": store,
@@ -83,15 +83,15 @@ async fn pairs(
 ) -> Result<Vec<Duration>, LockError> {
     let lock = registry.obtain(&key);
     let mut spans = Vec::new();
-    while spans.len() < PAIRS_MAX {
+    // One pair is always measured.
+    loop {
         let began = Instant::now();
-        if began >= until {
-            break;
-        }
         lock.lock().await?.unlock().await?;
         spans.push(began.elapsed());
+        if Instant::now() >= until || spans.len() >= PAIRS_MAX {
+            return Ok(spans);
+        }
     }
-    Ok(spans)
 }
 
 /// What is to be known of many spans.

@@ -55,15 +55,16 @@ pub(crate) async fn break_lock(
     let holder = registry.obtain(key.as_str()).holder().await?;
     if !broken.yes {
         close(&registry).await;
-        let held = match &holder {
-            Some(holder) => {
-                format!("{} is held by {}", printable(key.as_str()), holder_phrase(Some(holder)))
-            }
-            None => format!("{} is free", printable(key.as_str())),
-        };
-        return Err(Failure::usage(format!(
-            "{held}; a holder whose lock is broken goes on until its next renewal; to break it, say --yes"
-        )));
+        let key = printable(key.as_str());
+        return Err(Failure::usage(match &holder {
+            Some(holder) => format!(
+                "{key} is held by {}, who goes on until its next renewal; to break the lock, say --yes",
+                holder_phrase(Some(holder))
+            ),
+            None => format!(
+                "{key} is free, so there is nothing to break; if it is held by then, say --yes"
+            ),
+        }));
     }
     let freed = registry.force_release(key.as_str()).await?;
     close(&registry).await;

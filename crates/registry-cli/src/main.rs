@@ -3,19 +3,23 @@
 #[cfg(not(unix))]
 compile_error!("lockreg needs the process groups and signals of Unix");
 
+// What is asked for, and where.
 mod args;
+mod store;
+// Taking a lock and keeping it.
+mod hold;
+mod run;
+mod signals;
+mod take;
+// Looking after a store.
 mod bench;
 mod doctor;
-mod exit;
-mod hold;
 mod inspect;
-mod log;
-mod run;
-mod say;
 mod schema;
-mod signals;
-mod store;
-mod take;
+// What is told.
+mod exit;
+mod log;
+mod say;
 
 use std::future::Future;
 use std::process::ExitCode;

@@ -1,10 +1,12 @@
 //! `lockreg run`: a command under a lock, from the first check to the exit status.
 
-mod child;
 mod command;
+// The processes: the command, what it is before it is the command, what ends it when we cannot.
+mod child;
 pub(crate) mod exec;
-pub(crate) mod terminal;
 pub(crate) mod watchdog;
+// Where it runs.
+pub(crate) mod terminal;
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -130,6 +132,8 @@ impl Held<'_> {
 
     /// Starts the command, watched over.
     async fn start(&self) -> Result<(Running, Watchdog, Terminal), Failure> {
+        // We may have been stopped since the lock was granted.
+        self.guard.protect(std::future::ready(())).await?;
         let terminal = Terminal::open();
         let mut watchdog = Watchdog::start().map_err(Failure::os("cannot start the watchdog"))?;
         let environment = vec![

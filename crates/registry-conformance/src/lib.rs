@@ -4,8 +4,8 @@
 //! Each promise becomes a test of its own, named as a statement; what a store cannot do is skipped by name and counted,
 //! so that no backend passes by running nothing.
 //!
-//! Two more tools are here because backends and applications want them too: [`FaultyBackend`] puts faults between an
-//! engine and its store, and [`sweep`] drops a future at every poll.
+//! Three more tools are here because backends and applications want them too: [`FaultyBackend`] puts faults between an
+//! engine and its store, [`sweep`] drops a future at every poll, and [`distant`] opens a client in another process.
 
 // What a backend's author writes and calls.
 mod harness;
@@ -17,6 +17,7 @@ mod suite;
 pub mod clauses;
 mod lab;
 // Tools.
+pub mod distant;
 mod faulty;
 pub mod sweep;
 

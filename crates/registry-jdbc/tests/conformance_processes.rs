@@ -1,19 +1,37 @@
-//! The promises of lock-registry over a SQLite file that another process has open too: one that locks, and that is stopped
-//! and killed.
+//! The promises of lock-registry over a SQLite file, across processes: every second client lives in another process, and
+//! so does a holder that is stopped and killed.
 #![cfg(all(feature = "sqlite", target_os = "linux"))]
 #![expect(clippy::unwrap_used, reason = "a helper of tests, which may")]
 
 mod stores;
 
+use std::env;
 use std::io::ErrorKind;
+use std::process::Command;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use registry_conformance::distant::{DistantBackend, serve};
 use registry_conformance::{Harness, RemoteHolder, RemoteLock, Store};
 use registry_core::{FencingToken, LockBackend};
+use registry_jdbc::{SqliteBackend, SqliteConfig};
 use registry_testkit::holder::{HolderOptions, LockHolder, Order, Report, program};
 use stores::SqliteStore;
+
+/// Names the file to the other process.
+const FILE_VARIABLE: &str = "LOCK_REGISTRY_TEST_FILE";
+
+#[test]
+#[ignore = "started by the other tests, as another process"]
+fn the_other_process() {
+    let Some(file) = env::var_os(FILE_VARIABLE) else { return };
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        serve(Arc::new(SqliteBackend::open(SqliteConfig::new(file)).await.unwrap())).await;
+    });
+}
 
 #[derive(Debug)]
 struct SharedSqlite;
@@ -29,33 +47,44 @@ impl SharedSqlite {
 #[async_trait]
 impl Harness for SharedSqlite {
     async fn store(&self) -> Box<dyn Store> {
-        Box::new(SharedStore(SqliteStore::fresh()))
+        Box::new(SharedStore { file: SqliteStore::fresh(), clients: AtomicU64::new(0) })
     }
 }
 
 #[derive(Debug)]
-struct SharedStore(SqliteStore);
+struct SharedStore {
+    file: SqliteStore,
+    clients: AtomicU64,
+}
 
 #[async_trait]
 impl Store for SharedStore {
+    /// Every second client lives in a process of its own.
     async fn client(&self) -> Arc<dyn LockBackend> {
-        self.0.client().await
+        let near = self.file.client().await;
+        if self.clients.fetch_add(1, Ordering::Relaxed).is_multiple_of(2) {
+            return near;
+        }
+        let mut program = Command::new(env::current_exe().unwrap());
+        program.args(["the_other_process", "--exact", "--ignored", "--nocapture"]);
+        program.env(FILE_VARIABLE, self.file.path());
+        Arc::new(DistantBackend::spawn(program, near).unwrap())
     }
 
     async fn stranger(&self) -> Option<Arc<dyn LockBackend>> {
-        self.0.stranger().await
+        self.file.stranger().await
     }
 
     async fn restart(&self) -> bool {
-        self.0.restart().await
+        self.file.restart().await
     }
 
     async fn wipe(&self) -> bool {
-        self.0.wipe().await
+        self.file.wipe().await
     }
 
     async fn remote(&self, lease: Duration) -> Option<Box<dyn RemoteHolder>> {
-        let store = format!("sqlite:{}", self.0.path().display());
+        let store = format!("sqlite:{}", self.file.path().display());
         let options = HolderOptions::new(store).lease(lease);
         Some(Box::new(Holder(LockHolder::spawn(&options).await.unwrap())))
     }

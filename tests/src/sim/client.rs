@@ -49,10 +49,12 @@ impl Client {
         if with_owner {
             options = options.owner(&self.owner);
         }
+        let mut kept = false;
         if self.chance(0.1) {
             options = options.max_hold(self.ms(500, 3_000));
         } else if self.chance(0.1) {
             options = options.min_hold(self.ms(1, 400));
+            kept = true;
         }
         match self.rng.u8(0..10) {
             0..5 => {}
@@ -97,7 +99,7 @@ impl Client {
             self.enter_again(&guard, &lock, options).await;
         }
         let guard = Arc::into_inner(guard).expect("only the world's weak references are left");
-        self.let_go(guard, holding).await;
+        self.let_go(guard, holding, kept && !plain).await;
     }
 
     async fn work(&mut self, guard: &LockGuard, holding: &Holding, lease: Duration) {
@@ -161,7 +163,7 @@ impl Client {
         }
     }
 
-    async fn let_go(&mut self, guard: LockGuard, holding: Holding) {
+    async fn let_go(&mut self, guard: LockGuard, holding: Holding, kept: bool) {
         self.observe(&guard, &holding);
         let was_held = guard.is_held();
         if !was_held {
@@ -173,12 +175,16 @@ impl Client {
             self.shared.trace(self.number, "guard dropped");
             return drop(guard);
         }
+        let (key, token) = (guard.key().to_owned(), guard.fencing_token());
         let unlock = guard.unlock();
         match self.maybe_dropped(unlock).await {
             None => self.shared.trace(self.number, "release dropped"),
             Some(Ok(())) => {
                 assert!(was_held, "I4: letting go of a lost lock was called a success");
                 releasing.freed();
+                if !kept {
+                    self.shared.let_go(&key, token).await;
+                }
                 self.shared.trace(self.number, "released");
             }
             Some(Err(LockError::Lost { .. })) => {

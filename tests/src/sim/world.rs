@@ -6,7 +6,9 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 use registry_conformance::{Fault, Faults, FaultyBackend, Operation};
-use registry_core::{FencingToken, LockGuard, LockRegistry as _, MemoryBackend, Registry};
+use registry_core::{
+    FencingToken, Key, LockBackend as _, LockGuard, LockRegistry as _, MemoryBackend, Registry,
+};
 use registry_testkit::history::{History, Recorder, tokio_clock};
 use registry_testkit::seed::Seed;
 use tokio::task::JoinSet;
@@ -48,6 +50,9 @@ pub(super) struct Shared {
     pub(super) grants_left: AtomicU64,
     pub(super) lost: AtomicU64,
     pub(super) dropped: AtomicU64,
+    /// The store itself, if it can be asked whether a release has done what was said of it: not where claims are handed
+    /// over, which keeps them, nor where late requests make new ones.
+    store: Option<MemoryBackend>,
     start: Instant,
     trace: Mutex<Vec<Step>>,
     /// The newest token that each protected resource has seen.
@@ -61,19 +66,20 @@ impl World {
     pub(super) fn new(seed: Seed, weather: Weather, grants: u64) -> Self {
         let mut rng = seed.stream(1);
         let store = MemoryBackend::new();
+        let handoffs = [0, 1, 32][rng.usize(0..3)];
         let shared = Arc::new(Shared {
             recorder: Recorder::new(tokio_clock()),
             keys: rng.usize(1..=4),
             grants_left: AtomicU64::new(grants),
             lost: AtomicU64::new(0),
             dropped: AtomicU64::new(0),
+            store: (handoffs == 0 && weather != Weather::Stormy).then(|| store.clone()),
             start: Instant::now(),
             trace: Mutex::default(),
             resources: Mutex::default(),
             guards: Mutex::default(),
             grants: AtomicU64::new(0),
         });
-        let handoffs = [0, 1, 32][rng.usize(0..3)];
         let processes: Vec<_> = (0..rng.u64(2..=4))
             .map(|process| {
                 let faults = faults(weather, seed.stream(100 + process).u64(..));
@@ -195,6 +201,18 @@ impl Shared {
             );
         }
         of_key.push(Arc::downgrade(guard));
+    }
+
+    /// Checks that the store knows nothing any more of a grant that was let go successfully. I4.
+    pub(super) async fn let_go(&self, key: &str, token: Option<FencingToken>) {
+        let Some(store) = &self.store else { return };
+        let key = Key::new(key).expect("it was locked");
+        let holder = store.inspect(&key).await.expect("the store itself never fails");
+        let holds = holder.and_then(|holder| holder.token);
+        assert!(
+            holds.is_none() || holds != token,
+            "I4: let go of {key:?}, but the store still holds it"
+        );
     }
 
     /// A write to the resource that the key protects: taken unless it has seen a newer token. I1.

@@ -95,7 +95,7 @@ fn breaking_a_lock_ends_the_command_of_its_holder() {
 fn a_command_that_will_not_end_is_killed_after_the_grace_time() {
     let store = Store::new();
     let mut holder = store
-        .start(["run", "--lease", "500ms", "--grace", "200ms", "job", "--", "sh", "-c", STUBBORN]);
+        .start(["run", "--lease", "3s", "--grace", "200ms", "job", "--", "sh", "-c", STUBBORN]);
     let pids = holder.says();
     assert_eq!(store.done(["break", "job", "--yes"]).status, 0);
     assert_eq!(holder.wait(), 76);
@@ -117,11 +117,11 @@ fn a_lock_that_was_broken_before_a_quick_command_ended_is_reported_lost() {
 #[test]
 fn hold_tells_of_loss_and_ends() {
     let store = Store::new();
-    let mut holder = store.start(["hold", "--lease", "500ms", "job"]);
+    let mut holder = store.start(["hold", "--lease", "3s", "job"]);
     let held = holder.says_json();
     assert_eq!(held["key"], "job");
     assert_eq!(held["token"].as_u64(), store.holder("job"));
-    assert!(held["valid_for_ms"].as_u64().unwrap() <= 500);
+    assert!(held["valid_for_ms"].as_u64().unwrap() <= 3_000);
     assert_eq!(store.done(["break", "job", "--yes"]).status, 0);
     assert_eq!(holder.says_json(), serde_json::json!({ "key": "job", "lost": "gone" }));
     assert_eq!(holder.wait(), 76);
@@ -130,7 +130,7 @@ fn hold_tells_of_loss_and_ends() {
 #[test]
 fn hold_that_was_stopped_beyond_its_lease_tells_of_loss_at_once() {
     let store = Store::new();
-    let mut holder = store.start(["hold", "--lease", "500ms", "job"]);
+    let mut holder = store.start(["hold", "--lease", "3s", "job"]);
     holder.says();
     holder.signal(Signal::SIGSTOP);
     let successor = store.start(["hold", "--wait", "80s", "job"]);

@@ -65,7 +65,7 @@ fn break_tells_whose_lock_it_took() {
         (free.status, printed(&free)),
         (1, json!({ "key": "key", "broken": false, "holder": null }))
     );
-    let mut holder = store.start(["hold", "--label", "worker 7", "--lease", "500ms", "key"]);
+    let mut holder = store.start(["hold", "--label", "worker 7", "--lease", "3s", "key"]);
     holder.says();
     let broken = printed(&store.done(["break", "key", "--yes", "--json"]));
     assert_eq!((&broken["broken"], &broken["holder"]["label"]), (&json!(true), &json!("worker 7")));

@@ -120,7 +120,7 @@ fn ctrl_z_stops_the_job_and_fg_goes_on_with_it() {
 fn a_job_that_was_stopped_for_longer_than_its_lease_is_lost() {
     let store = Store::new();
     let mut shell = Shell::start(&store);
-    shell.types(&format!("$LOCKREG run --lease 500ms --grace 1s key -- sh -c {COMMAND}\n"));
+    shell.types(&format!("$LOCKREG run --lease 2s --grace 1s key -- sh -c {COMMAND}\n"));
     shell.shows("up\r\n");
     shell.types("\x1a");
     shell.shows("Stopped");

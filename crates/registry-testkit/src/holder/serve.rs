@@ -122,19 +122,20 @@ fn tell(
     key: String,
     command: Command,
 ) {
-    if locks.get(&key).is_some_and(|lock| lock.send(command).is_ok()) {
-        return;
+    if locks.get(&key).is_none_or(|lock| lock.send(command).is_err()) {
+        locks.remove(&key);
+        answer_without_lock(key, command);
     }
-    locks.remove(&key);
+}
+
+fn answer_without_lock(key: String, command: Command) {
     match command {
         Command::Status => say(&status(key, None)),
-        Command::Unlock | Command::Drop => {
-            say(&Report::Failed {
-                key: Some(key),
-                doing: "release".into(),
-                problem: "the lock was not asked for".into(),
-            });
-        }
+        Command::Unlock | Command::Drop => say(&Report::Failed {
+            key: Some(key),
+            doing: "release".into(),
+            problem: "the lock was not asked for".into(),
+        }),
     }
 }
 
@@ -145,31 +146,47 @@ async fn hold(
     options: LockOptions,
     mut commands: mpsc::UnboundedReceiver<Command>,
 ) {
-    let key = lock.key().to_owned();
-    let acquiring = witness.lock_with(&lock, options);
-    tokio::pin!(acquiring);
-    let acquired = loop {
-        tokio::select! {
-            acquired = &mut acquiring => break acquired,
-            command = commands.recv() => match command {
-                Some(Command::Status) => say(&status(key.clone(), None)),
-                None | Some(Command::Unlock | Command::Drop) => {
-                    return say(&Report::Cancelled { key });
-                }
-            },
-        }
-    };
-    match acquired {
-        Ok(Some(guard)) => {
-            say(&held(key, &guard));
-            keep(guard, commands).await;
-        }
-        Ok(None) => say(&Report::Busy { key }),
-        Err(error) => say(&Report::failed(Some(key), "acquire", &error)),
+    take_and_keep(&witness, &lock, options, &mut commands).await;
+    // A command that came while the last one was obeyed gets its answer too.
+    commands.close();
+    while let Some(command) = commands.recv().await {
+        answer_without_lock(lock.key().to_owned(), command);
     }
 }
 
-async fn keep(guard: WitnessedGuard, mut commands: mpsc::UnboundedReceiver<Command>) {
+async fn take_and_keep(
+    witness: &Witness,
+    lock: &DistributedLock,
+    options: LockOptions,
+    commands: &mut mpsc::UnboundedReceiver<Command>,
+) {
+    let key = lock.key().to_owned();
+    // In a block of its own: "cancelled" is told when the acquisition has been dropped.
+    let acquired = {
+        let acquiring = witness.lock_with(lock, options);
+        tokio::pin!(acquiring);
+        loop {
+            tokio::select! {
+                acquired = &mut acquiring => break Some(acquired),
+                command = commands.recv() => match command {
+                    Some(Command::Status) => say(&status(key.clone(), None)),
+                    None | Some(Command::Unlock | Command::Drop) => break None,
+                },
+            }
+        }
+    };
+    match acquired {
+        Some(Ok(Some(guard))) => {
+            say(&held(key, &guard));
+            keep(guard, commands).await;
+        }
+        Some(Ok(None)) => say(&Report::Busy { key }),
+        Some(Err(error)) => say(&Report::failed(Some(key), "acquire", &error)),
+        None => say(&Report::Cancelled { key }),
+    }
+}
+
+async fn keep(guard: WitnessedGuard, commands: &mut mpsc::UnboundedReceiver<Command>) {
     let key = guard.key().to_owned();
     let lost = guard.lost();
     tokio::pin!(lost);

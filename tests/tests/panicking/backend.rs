@@ -5,8 +5,8 @@ use std::sync::Mutex;
 
 use async_trait::async_trait;
 use registry_core::{
-    Attempt, BackendError, Busy, Capabilities, Claim, Finding, Holder, InvalidKey, Key, LockBackend,
-    MemoryBackend, Release, Renewal,
+    Attempt, BackendError, Busy, Capabilities, Claim, Finding, Holder, InvalidKey, Key,
+    LockBackend, MemoryBackend, Release, Renewal,
 };
 
 #[derive(Debug)]

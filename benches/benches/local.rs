@@ -1,0 +1,126 @@
+//! What the engine itself costs, over the in-process store.
+
+use std::hint::black_box;
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use criterion::{Criterion, Throughput};
+use dashmap::DashMap;
+use registry_core::{LockRegistry, Registry};
+use tokio::runtime::Runtime;
+use tokio::task::JoinSet;
+
+fn runtime() -> Runtime {
+    tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
+}
+
+fn obtain(criterion: &mut Criterion) {
+    let runtime = runtime();
+    let _inside = runtime.enter();
+    let registry = Registry::in_memory().unwrap();
+    let keys: Vec<String> = (0..1_000).map(|key| format!("orders/{key}")).collect();
+    let kept: Vec<_> = keys.iter().map(|key| registry.obtain(key)).collect();
+    let map: DashMap<String, Arc<u64>> = keys.iter().cloned().zip((0..).map(Arc::new)).collect();
+    let weak: DashMap<String, Weak<u64>> =
+        map.iter().map(|entry| (entry.key().clone(), Arc::downgrade(entry.value()))).collect();
+    let mut group = criterion.benchmark_group("obtain of a live key");
+    let mut next = keys.iter().cycle();
+    group.bench_function("reference", |bench| {
+        bench.iter(|| map.get(next.next().unwrap().as_str()).map(|value| Arc::clone(&value)));
+    });
+    group.bench_function("a weak map", |bench| {
+        bench.iter(|| weak.get(next.next().unwrap().as_str()).and_then(|value| value.upgrade()));
+    });
+    group.bench_function("obtain", |bench| {
+        bench.iter(|| black_box(registry.obtain(next.next().unwrap())));
+    });
+    group.finish();
+    drop(kept);
+}
+
+fn uncontended(criterion: &mut Criterion) {
+    let runtime = runtime();
+    let registry = runtime.block_on(async { Registry::in_memory().unwrap() });
+    let lock = registry.obtain("orders/42");
+    let mutex = tokio::sync::Mutex::new(());
+    let mut group = criterion.benchmark_group("uncontended pair in process");
+    group.bench_function("reference", |bench| {
+        bench.to_async(&runtime).iter(|| async { drop(black_box(mutex.lock().await)) });
+    });
+    group.bench_function("lock and unlock", |bench| {
+        bench
+            .to_async(&runtime)
+            .iter(|| async { lock.lock().await.unwrap().unlock().await.unwrap() });
+    });
+    group.finish();
+}
+
+/// 64 tasks that take turns. One iteration is one section of one of them.
+fn contended(criterion: &mut Criterion) {
+    const TASKS: u64 = 64;
+
+    let runtime = runtime();
+    let registry = runtime.block_on(async { Registry::in_memory().unwrap() });
+    let lock = registry.obtain("orders/42");
+    let mutex = Arc::new(tokio::sync::Mutex::new(()));
+
+    async fn timed<F>(sections: u64, section: impl Fn() -> F) -> Duration
+    where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        let start = Instant::now();
+        let mut tasks = JoinSet::new();
+        for task in 0..TASKS {
+            let mine = sections / TASKS + u64::from(task < sections % TASKS);
+            // The futures are made here, because a task outlives the borrow.
+            let sections: Vec<F> = (0..mine).map(|_| section()).collect();
+            tasks.spawn(async move {
+                for section in sections {
+                    section.await;
+                }
+            });
+        }
+        while let Some(ended) = tasks.join_next().await {
+            ended.unwrap();
+        }
+        start.elapsed()
+    }
+
+    let mut group = criterion.benchmark_group("64 tasks on one key in process");
+    group.throughput(Throughput::Elements(1));
+    group.bench_function("reference", |bench| {
+        bench.to_async(&runtime).iter_custom(|sections| {
+            let mutex = Arc::clone(&mutex);
+            async move {
+                timed(sections, || {
+                    let mutex = Arc::clone(&mutex);
+                    async move { drop(black_box(mutex.lock().await)) }
+                })
+                .await
+            }
+        });
+    });
+    group.bench_function("lock and unlock", |bench| {
+        bench.to_async(&runtime).iter_custom(|sections| {
+            let lock = lock.clone();
+            async move {
+                timed(sections, || {
+                    let lock = lock.clone();
+                    async move { lock.lock().await.unwrap().unlock().await.unwrap() }
+                })
+                .await
+            }
+        });
+    });
+    group.finish();
+}
+
+fn main() {
+    let groups =
+        ["obtain of a live key", "uncontended pair in process", "64 tasks on one key in process"];
+    lock_registry_benches::run(&groups, |criterion| {
+        obtain(criterion);
+        uncontended(criterion);
+        contended(criterion);
+    });
+}

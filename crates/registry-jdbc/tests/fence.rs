@@ -1,0 +1,215 @@
+//! A transaction commits only as long as nobody else was granted the lock.
+#![cfg(all(feature = "sqlite", target_os = "linux"))]
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use registry_core::{LockBackend, LockGuard, LockOptions, LockRegistry, Registry};
+use registry_jdbc::sqlx::sqlite::SqliteConnectOptions;
+use registry_jdbc::sqlx::{self, ConnectOptions, Connection, Executor, Row, SqliteConnection};
+use registry_jdbc::{Fence, FenceError, SqliteBackend, SqliteConfig};
+use tempfile::TempDir;
+use tokio::time::timeout;
+
+const SOON: Duration = Duration::from_secs(20);
+
+struct Shop {
+    _folder: TempDir,
+    path: PathBuf,
+}
+
+impl Shop {
+    async fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("shop.db");
+        let mut data = connect(&path).await;
+        data.execute("CREATE TABLE sale (coupon TEXT)").await.unwrap();
+        Self { _folder: folder, path }
+    }
+
+    async fn process(&self) -> Registry {
+        registry(&self.path).await
+    }
+
+    async fn data(&self) -> SqliteConnection {
+        connect(&self.path).await
+    }
+
+    async fn sales(&self) -> i64 {
+        let mut data = self.data().await;
+        let count = sqlx::query("SELECT count(*) FROM sale").fetch_one(&mut data);
+        count.await.unwrap().get(0)
+    }
+}
+
+async fn registry(path: &Path) -> Registry {
+    let backend = SqliteBackend::open(SqliteConfig::new(path)).await.unwrap();
+    Registry::builder(Arc::new(backend)).build().unwrap()
+}
+
+async fn connect(path: &Path) -> SqliteConnection {
+    SqliteConnectOptions::new().filename(path).create_if_missing(true).connect().await.unwrap()
+}
+
+async fn sell(guard: &LockGuard, data: &mut SqliteConnection) -> Result<(), FenceError> {
+    let mut transaction = data.begin().await.unwrap();
+    guard.fence(&mut transaction).await?;
+    transaction.execute("INSERT INTO sale VALUES ('7')").await.unwrap();
+    transaction.commit().await.unwrap();
+    Ok(())
+}
+
+async fn lock(registry: &Registry) -> LockGuard {
+    registry.obtain("coupon/7").lock().await.unwrap()
+}
+
+#[tokio::test]
+async fn a_holder_commits() {
+    let shop = Shop::new().await;
+    let registry = shop.process().await;
+    let guard = lock(&registry).await;
+    let mut data = shop.data().await;
+    sell(&guard, &mut data).await.unwrap();
+    sell(&guard, &mut data).await.unwrap();
+    assert_eq!(shop.sales().await, 2);
+    guard.unlock().await.unwrap();
+}
+
+#[tokio::test]
+async fn every_token_of_a_block_is_good() {
+    let shop = Shop::new().await;
+    let registry = shop.process().await;
+    let mut data = shop.data().await;
+    // Handed over within the process, the store is not asked, and each holder has a larger token of the same grant.
+    let mut guard = lock(&registry).await;
+    for _ in 0..3 {
+        let waiting = registry.obtain("coupon/7");
+        let next = async { waiting.lock().await.unwrap() };
+        let token = guard.fencing_token();
+        let (_, next) = tokio::join!(guard.unlock(), next);
+        assert!(next.fencing_token() > token);
+        sell(&next, &mut data).await.unwrap();
+        guard = next;
+    }
+    let again = guard.reenter().unwrap();
+    sell(&again, &mut data).await.unwrap();
+    assert_eq!(shop.sales().await, 4);
+}
+
+#[tokio::test]
+async fn who_lost_the_lock_unknowingly_cannot_commit() {
+    let shop = Shop::new().await;
+    let (a, b) = (shop.process().await, shop.process().await);
+    let (mut data_a, mut data_b) = (shop.data().await, shop.data().await);
+
+    let stale = lock(&a).await;
+    assert!(b.force_release("coupon/7").await.unwrap());
+    assert!(stale.is_held(), "it cannot know yet");
+    let error = sell(&stale, &mut data_a).await.unwrap_err();
+    assert!(matches!(&error, FenceError::Lost { key, .. } if key == "coupon/7"), "{error:?}");
+
+    let successor = lock(&b).await;
+    let error = sell(&stale, &mut data_a).await.unwrap_err();
+    assert!(matches!(error, FenceError::Lost { .. }) && !error.is_retryable());
+    sell(&successor, &mut data_b).await.unwrap();
+    assert_eq!(shop.sales().await, 1);
+}
+
+#[tokio::test]
+async fn who_knows_of_the_loss_is_refused_without_io() {
+    let shop = Shop::new().await;
+    let registry = shop.process().await;
+    let options = LockOptions::new().lease(Duration::from_millis(100)).renew(false);
+    let guard = registry.obtain("coupon/7").lock_with(options).await.unwrap().unwrap();
+    timeout(SOON, guard.lost()).await.unwrap();
+    // A database without tables: had it been asked, the answer would be another.
+    let elsewhere = tempfile::tempdir().unwrap();
+    let mut data = connect(&elsewhere.path().join("x.db")).await;
+    let mut transaction = data.begin().await.unwrap();
+    let error = guard.fence(&mut transaction).await.unwrap_err();
+    assert!(matches!(error, FenceError::Lost { .. }), "{error:?}");
+}
+
+#[tokio::test]
+async fn a_fenced_transaction_holds_a_takeover_up_until_it_ends() {
+    let shop = Shop::new().await;
+    let (a, b) = (shop.process().await, shop.process().await);
+    let mut data = shop.data().await;
+
+    let options = LockOptions::new().lease(Duration::from_millis(500)).renew(false);
+    let guard = a.obtain("coupon/7").lock_with(options).await.unwrap().unwrap();
+    let mut transaction = data.begin().await.unwrap();
+    guard.fence(&mut transaction).await.unwrap();
+    transaction.execute("INSERT INTO sale VALUES ('7')").await.unwrap();
+
+    // The lease runs out while the transaction is open. The lock is free, but nobody can be granted it.
+    timeout(SOON, guard.lost()).await.unwrap();
+    let successor = b.obtain("coupon/7");
+    let mut takeover = Box::pin(async { successor.lock().await.unwrap() });
+    assert!(timeout(Duration::from_secs(1), &mut takeover).await.is_err());
+    transaction.commit().await.unwrap();
+
+    let successor = timeout(SOON, takeover).await.unwrap();
+    assert!(successor.fencing_token() > guard.fencing_token());
+    assert_eq!(shop.sales().await, 1, "the sale was there before the successor was");
+}
+
+#[tokio::test]
+async fn a_transaction_that_read_before_is_told_to_begin_again() {
+    let shop = Shop::new().await;
+    let registry = shop.process().await;
+    let guard = lock(&registry).await;
+    let (mut data, mut other) = (shop.data().await, shop.data().await);
+
+    let mut transaction = data.begin().await.unwrap();
+    sqlx::query("SELECT * FROM sale").fetch_all(&mut *transaction).await.unwrap();
+    other.execute("INSERT INTO sale VALUES ('6')").await.unwrap();
+    let error = guard.fence(&mut transaction).await.unwrap_err();
+    assert!(matches!(error, FenceError::Busy { .. }) && error.is_retryable(), "{error:?}");
+    transaction.rollback().await.unwrap();
+
+    let mut transaction = data.begin_with("BEGIN IMMEDIATE").await.unwrap();
+    sqlx::query("SELECT * FROM sale").fetch_all(&mut *transaction).await.unwrap();
+    guard.fence(&mut transaction).await.unwrap();
+    transaction.commit().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_transaction_on_another_database_is_noticed() {
+    let (shop, branch) = (Shop::new().await, Shop::new().await);
+    let registry = shop.process().await;
+    let guard = lock(&registry).await;
+    // Without lock tables, with lock tables of its own, and with the right file attached to the wrong one.
+    let mut data = branch.data().await;
+    assert!(matches!(sell(&guard, &mut data).await.unwrap_err(), FenceError::OtherDatabase));
+    let attach = sqlx::query("ATTACH ?1 AS shop").bind(shop.path.to_str().unwrap().to_owned());
+    attach.execute(&mut data).await.unwrap();
+    assert!(matches!(sell(&guard, &mut data).await.unwrap_err(), FenceError::OtherDatabase));
+    let _branch = branch.process().await;
+    let mut data = branch.data().await;
+    assert!(matches!(sell(&guard, &mut data).await.unwrap_err(), FenceError::OtherDatabase));
+}
+
+#[tokio::test]
+async fn a_lock_of_another_store_cannot_fence() {
+    let shop = Shop::new().await;
+    let guard = lock(&Registry::in_memory().unwrap()).await;
+    let error = sell(&guard, &mut shop.data().await).await.unwrap_err();
+    assert!(matches!(error, FenceError::Unsupported { database: "SQLite", .. }), "{error:?}");
+    assert!(error.to_string().contains("coupon/7"));
+}
+
+#[tokio::test]
+async fn the_fence_of_one_namespace_is_not_that_of_another() {
+    let shop = Shop::new().await;
+    let config = SqliteConfig::new(&shop.path).with_namespace("other");
+    let other = Arc::new(SqliteBackend::open(config).await.unwrap());
+    let backend: Arc<dyn LockBackend> = Arc::<SqliteBackend>::clone(&other);
+    let other = Registry::builder(backend).build().unwrap();
+    let (mine, theirs) = (lock(&shop.process().await).await, lock(&other).await);
+    assert!(other.force_release("coupon/7").await.unwrap());
+    let mut data = shop.data().await;
+    sell(&mine, &mut data).await.unwrap();
+    assert!(matches!(sell(&theirs, &mut data).await.unwrap_err(), FenceError::Lost { .. }));
+}

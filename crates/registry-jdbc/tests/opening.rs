@@ -1,0 +1,353 @@
+//! Files that cannot be opened say why and what to do; files that can be opened are opened by everybody at once.
+#![cfg(all(feature = "sqlite", target_os = "linux"))]
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use registry_core::{Attempt, BackendError, BackendErrorKind, Claim, Key, LockBackend, Release};
+use registry_jdbc::sqlx::sqlite::SqliteConnectOptions;
+use registry_jdbc::sqlx::{self, ConnectOptions, Executor, Row};
+use registry_jdbc::{SqliteBackend, SqliteConfig};
+use tempfile::TempDir;
+
+use BackendErrorKind::{Misconfigured, Protocol};
+
+async fn open(path: impl Into<PathBuf>) -> Result<SqliteBackend, BackendError> {
+    SqliteBackend::open(SqliteConfig::new(path)).await
+}
+
+/// Opening fails like this, and the message names the file and says this.
+async fn refused(path: impl Into<PathBuf>, kind: BackendErrorKind, says: &str) -> BackendError {
+    let path = path.into();
+    let error = open(&path).await.unwrap_err();
+    assert_eq!(error.kind(), kind, "{path:?}: {error} {error:?}");
+    assert!(error.to_string().contains(says), "{path:?}: {error}");
+    error
+}
+
+fn claim(key: &str) -> Claim {
+    Claim::new(Key::new(key).unwrap(), Duration::from_secs(30))
+}
+
+fn folder() -> TempDir {
+    tempfile::tempdir().unwrap()
+}
+
+#[tokio::test]
+async fn paths_that_cannot_work_are_refused_and_nothing_is_made() {
+    let folder = folder();
+    let at = |name: &str| folder.path().join(name);
+    fs::write(at("file"), "").unwrap();
+    fs::create_dir(at("dir")).unwrap();
+    std::os::unix::fs::symlink(at("nowhere"), at("dangling")).unwrap();
+    let before = fs::read_dir(folder.path()).unwrap().count();
+
+    refused(at("missing/locks.db"), Misconfigured, "does not exist; make it first").await;
+    refused(at("dir"), Misconfigured, "is a folder; name a file").await;
+    refused(at("new/"), Misconfigured, "name a file, not a folder").await;
+    refused(at("file/locks.db"), Misconfigured, "not a folder").await;
+    refused(at("dangling"), Misconfigured, "leads nowhere").await;
+    refused("/dev/null", Misconfigured, "no regular file").await;
+    refused(at("nul\0nul"), Misconfigured, "NUL").await;
+    refused(at(&"x".repeat(300)), Misconfigured, "").await;
+    refused("", Misconfigured, "in memory").await;
+    refused(":memory:", Misconfigured, "in memory").await;
+    use std::os::unix::ffi::OsStringExt;
+    let odd = std::ffi::OsString::from_vec(vec![b'x', 0xff]);
+    refused(folder.path().join(odd), Misconfigured, "UTF-8").await;
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), before);
+}
+
+#[tokio::test]
+async fn odd_names_are_just_names() {
+    let folder = folder();
+    for name in ["a b", "file:x?mode=memory", "ä🔒", "100%25", "it's", "-wal", "x\ny"] {
+        let path = folder.path().join(name);
+        let backend = open(&path).await.unwrap();
+        assert!(path.is_file());
+        assert!(matches!(backend.try_acquire(&claim("k")).await.unwrap(), Attempt::Granted(_)));
+        backend.close().await;
+    }
+}
+
+#[tokio::test]
+async fn a_link_leads_to_the_same_locks() {
+    let folder = folder();
+    let (file, link) = (folder.path().join("locks.db"), folder.path().join("link"));
+    let direct = open(&file).await.unwrap();
+    std::os::unix::fs::symlink(&file, &link).unwrap();
+    let linked = open(&link).await.unwrap();
+    assert_eq!(direct.path(), linked.path());
+    assert!(matches!(direct.try_acquire(&claim("k")).await.unwrap(), Attempt::Granted(_)));
+    assert!(matches!(linked.try_acquire(&claim("k")).await.unwrap(), Attempt::Busy(_)));
+}
+
+#[tokio::test]
+async fn what_is_no_database_is_refused_and_left_alone() {
+    let folder = folder();
+    let path = folder.path().join("notes.txt");
+    let text = "dear diary, ".repeat(1_000);
+    fs::write(&path, &text).unwrap();
+    refused(&path, Protocol, "no SQLite database").await;
+    assert_eq!(fs::read_to_string(&path).unwrap(), text);
+}
+
+#[tokio::test]
+async fn a_damaged_database_is_told_as_such() {
+    let folder = folder();
+    let path = folder.path().join("locks.db");
+    open(&path).await.unwrap().close().await;
+    let mut bytes = fs::read(&path).unwrap();
+    for byte in &mut bytes[100..4_096] {
+        *byte = 0xa5;
+    }
+    fs::write(&path, &bytes).unwrap();
+    refused(&path, Protocol, "damaged").await;
+}
+
+#[tokio::test]
+async fn newer_tables_are_refused_and_left_alone() {
+    let folder = folder();
+    let path = folder.path().join("locks.db");
+    open(&path).await.unwrap().close().await;
+    let mut data = SqliteConnectOptions::new().filename(&path).connect().await.unwrap();
+    data.execute("UPDATE lock_registry_meta SET version = 2").await.unwrap();
+    data.execute("PRAGMA journal_mode = DELETE").await.unwrap();
+    sqlx::Connection::close(data).await.unwrap();
+    let before = fs::read(&path).unwrap();
+    let error = refused(&path, Misconfigured, "version 2").await;
+    assert!(error.to_string().contains("update the program"), "{error}");
+    assert_eq!(fs::read(&path).unwrap(), before);
+}
+
+#[tokio::test]
+async fn a_database_with_other_tables_keeps_them() {
+    let folder = folder();
+    let path = folder.path().join("shop.db");
+    let mut data =
+        SqliteConnectOptions::new().filename(&path).create_if_missing(true).connect().await.unwrap();
+    data.execute("PRAGMA user_version = 7; PRAGMA application_id = 8; CREATE TABLE sale (n); INSERT INTO sale VALUES (9)")
+        .await
+        .unwrap();
+    let backend = open(&path).await.unwrap();
+    assert!(matches!(backend.try_acquire(&claim("k")).await.unwrap(), Attempt::Granted(_)));
+    for (question, answer) in
+        [("PRAGMA user_version", 7), ("PRAGMA application_id", 8), ("SELECT n FROM sale", 9)]
+    {
+        let row = sqlx::query(question).fetch_one(&mut data).await.unwrap();
+        assert_eq!(row.get::<i64, _>(0), answer, "{question}");
+    }
+}
+
+#[tokio::test]
+async fn tables_that_somebody_else_made_from_the_schema_are_used() {
+    let folder = folder();
+    let path = folder.path().join("locks.db");
+    let mut dba =
+        SqliteConnectOptions::new().filename(&path).create_if_missing(true).connect().await.unwrap();
+    for _ in 0..2 {
+        sqlx::raw_sql(SqliteBackend::schema()).execute(&mut dba).await.unwrap();
+    }
+    let backend = open(&path).await.unwrap();
+    assert!(matches!(backend.try_acquire(&claim("k")).await.unwrap(), Attempt::Granted(_)));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_fresh_file_is_opened_by_many_tasks_at_once() {
+    let folder = folder();
+    let path = folder.path().join("locks.db");
+    let mut tasks = tokio::task::JoinSet::new();
+    for _ in 0..12 {
+        let config = SqliteConfig::new(&path).with_busy_timeout(Duration::from_secs(60));
+        tasks.spawn(async move {
+            let backend = SqliteBackend::open(config).await.unwrap();
+            matches!(backend.try_acquire(&claim("k")).await.unwrap(), Attempt::Granted(_))
+        });
+    }
+    let granted = tasks.join_all().await.into_iter().filter(|granted| *granted).count();
+    assert_eq!(granted, 1);
+}
+
+#[test]
+fn a_fresh_file_is_opened_by_many_processes_at_once() {
+    let folder = folder();
+    let path = folder.path().join("locks.db");
+    let children: Vec<_> = (0..6)
+        .map(|_| child("child_opens_and_locks", &path).stdout(Stdio::piped()).spawn().unwrap())
+        .collect();
+    let mut granted = 0;
+    for child in children {
+        let output = child.wait_with_output().unwrap();
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success(), "{said}");
+        granted += usize::from(said.contains("GRANTED"));
+    }
+    assert_eq!(granted, 1);
+}
+
+#[tokio::test]
+#[ignore = "the child of another test"]
+async fn child_opens_and_locks() {
+    let path = std::env::var_os("LOCKS_DB").unwrap();
+    let config = SqliteConfig::new(path).with_busy_timeout(Duration::from_secs(60));
+    let backend = SqliteBackend::open(config).await.unwrap();
+    let granted = matches!(backend.try_acquire(&claim("k")).await.unwrap(), Attempt::Granted(_));
+    println!("{}", if granted { "GRANTED" } else { "BUSY" });
+    backend.close().await;
+}
+
+/// This test program, running one of its tests alone.
+fn child(test: &str, path: &Path) -> Command {
+    let mut child = Command::new(std::env::current_exe().unwrap());
+    child.args(["--exact", test, "--ignored", "--nocapture"]).env("LOCKS_DB", path);
+    child
+}
+
+#[test]
+fn without_write_access_opening_is_denied() {
+    let folder = folder();
+    let path = folder.path().join("locks.db");
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async { open(&path).await.unwrap().close().await });
+    let set = |path: &Path, mode| fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+
+    // Root may write anywhere, so the child becomes nobody. Its program may lie where nobody cannot go.
+    let program = folder.path().join("program");
+    fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
+    set(&program, 0o755);
+    let run = || {
+        let mut child = Command::new(&program);
+        child
+            .args(["--exact", "child_tells_the_outcome", "--ignored", "--nocapture"])
+            .env("LOCKS_DB", &path)
+            .current_dir("/");
+        if nix::unistd::geteuid().is_root() {
+            child.uid(65_534).gid(65_534);
+        }
+        String::from_utf8_lossy(&child.output().unwrap().stdout).into_owned()
+    };
+    for (folder_mode, file_mode) in [(0o777, 0o444), (0o555, 0o666)] {
+        set(folder.path(), folder_mode);
+        set(&path, file_mode);
+        let said = run();
+        assert!(
+            said.contains("Denied") && said.contains("write access"),
+            "folder {folder_mode:o}, file {file_mode:o}: {said}"
+        );
+    }
+    set(folder.path(), 0o777);
+    set(&path, 0o666);
+    let said = run();
+    assert!(said.contains("OPENED"), "{said}");
+}
+
+#[tokio::test]
+#[ignore = "the child of another test"]
+async fn child_tells_the_outcome() {
+    match open(std::env::var_os("LOCKS_DB").unwrap()).await {
+        Ok(_) => println!("OPENED"),
+        Err(error) => println!("{:?}: {error}", error.kind()),
+    }
+}
+
+#[test]
+fn a_full_disk_is_told_by_opening_and_by_locking() {
+    // A small disk of its own, in a mount namespace that ends with the child.
+    let folder = folder();
+    let output = Command::new("unshare")
+        .args(["--mount", "--map-root-user"])
+        .arg(std::env::current_exe().unwrap())
+        .args(["--exact", "child_fills_a_disk", "--ignored", "--nocapture"])
+        .env("LOCKS_DB", folder.path())
+        .output();
+    let said = match output {
+        Ok(output) => format!(
+            "{}{}",
+            String::from_utf8_lossy(&output.stdout),
+            String::from_utf8_lossy(&output.stderr)
+        ),
+        Err(error) => error.to_string(),
+    };
+    if said.contains("MOUNTED") {
+        assert!(said.contains("TOLD"), "{said}");
+    } else {
+        // A full database file is tested everywhere; only the full disk needs this right.
+        eprintln!("not run, because this process may not mount: {said}");
+    }
+}
+
+#[tokio::test]
+#[ignore = "the child of another test"]
+async fn child_fills_a_disk() {
+    let disk = PathBuf::from(std::env::var_os("LOCKS_DB").unwrap());
+    let flags = nix::mount::MsFlags::empty();
+    nix::mount::mount(Some("tmpfs"), &disk, Some("tmpfs"), flags, Some("size=1m")).unwrap();
+    println!("MOUNTED");
+    let fill = || {
+        let mut left = fs::File::create(disk.join("ballast")).unwrap();
+        while std::io::Write::write(&mut left, &[0; 4_096]).is_ok_and(|written| written > 0) {}
+    };
+
+    fill();
+    refused(disk.join("locks.db"), Misconfigured, "space").await;
+    fs::remove_file(disk.join("ballast")).unwrap();
+
+    let backend = open(disk.join("locks.db")).await.unwrap();
+    let held = claim("held");
+    assert!(matches!(backend.try_acquire(&held).await.unwrap(), Attempt::Granted(_)));
+    fill();
+    // The log may have room for some more.
+    let mut granted = Vec::new();
+    let error = loop {
+        let next = claim(&format!("k{}", granted.len()));
+        match backend.try_acquire(&next).await {
+            Ok(attempt) => granted.push((next, attempt)),
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(error.kind(), Misconfigured, "{error:?}");
+    assert!(error.to_string().contains("space"), "{error}");
+    // Nobody was told of a grant that was not kept.
+    let listed = backend.list().await.unwrap();
+    assert_eq!(listed.len(), granted.len() + 1);
+    assert!(backend.diagnose().await.unwrap().iter().any(|finding| finding.message.contains("MiB left")));
+
+    fs::remove_file(disk.join("ballast")).unwrap();
+    assert_eq!(backend.release(&held).await.unwrap(), Release::Freed);
+    assert!(matches!(backend.try_acquire(&claim("new")).await.unwrap(), Attempt::Granted(_)));
+    println!("TOLD");
+}
+
+#[tokio::test]
+async fn an_open_that_is_dropped_half_way_leaves_a_usable_file() {
+    use std::future::Future;
+    use std::task::{Context, Waker};
+
+    let folder = folder();
+    for polls in 0..40 {
+        let path = folder.path().join(format!("{polls}.db"));
+        let mut opening = Box::pin(open(&path));
+        for _ in 0..polls {
+            if opening.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_ready() {
+                break;
+            }
+            tokio::time::sleep(Duration::from_micros(200)).await;
+        }
+        drop(opening);
+        let backend = open(&path).await.unwrap();
+        assert!(matches!(backend.try_acquire(&claim("k")).await.unwrap(), Attempt::Granted(_)));
+    }
+}
+
+#[test]
+fn a_config_tells_all_of_itself() {
+    let config = SqliteConfig::new("locks.db").with_namespace("jobs").with_purge_after(Duration::from_secs(5));
+    let text = format!("{config:?}");
+    for part in ["locks.db", "jobs", "5s"] {
+        assert!(text.contains(part), "{text}");
+    }
+}

@@ -1,0 +1,91 @@
+//! What a healthy store may do to the keeper now and then must not cost a lock.
+
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use registry_core::{
+    Attempt, BackendError, Capabilities, Claim, LockBackend, LockRegistry, MemoryBackend, Registry,
+    Release, Renewal,
+};
+
+#[path = "panicking/backend.rs"]
+mod backend;
+
+use backend::PanickingBackend;
+
+/// One renewal in this many is never answered.
+const MUTE_EVERY: usize = 10;
+
+/// Forgets to answer a renewal now and then.
+#[derive(Debug)]
+struct ForgetfulBackend {
+    inner: MemoryBackend,
+    renewals: AtomicUsize,
+}
+
+#[async_trait]
+impl LockBackend for ForgetfulBackend {
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
+    }
+
+    async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        self.inner.try_acquire(claim).await
+    }
+
+    async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
+        if self.renewals.fetch_add(1, Ordering::Relaxed) % MUTE_EVERY == MUTE_EVERY - 1 {
+            std::future::pending::<()>().await;
+        }
+        self.inner.renew(claims).await
+    }
+
+    async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+        self.inner.release(claim).await
+    }
+}
+
+/// Unanswered renewals are counted, and after four of them the store is not asked any more. Only those in a row may
+/// count: a store that answers in between is alive.
+#[tokio::test(start_paused = true)]
+async fn renewals_that_stay_unanswered_now_and_then_cost_no_lock() {
+    let backend =
+        ForgetfulBackend { inner: MemoryBackend::new(), renewals: AtomicUsize::new(0) };
+    let ours = Registry::builder(Arc::new(backend)).build().unwrap();
+    let guard = ours.obtain("k").lock().await.unwrap();
+    for hour in 1..=24 {
+        tokio::time::sleep(Duration::from_secs(3_600)).await;
+        assert!(guard.is_held(), "lost within hour {hour}");
+    }
+}
+
+/// The same for renewals that end in a panic of the backend.
+#[tokio::test(start_paused = true)]
+async fn renewals_that_panic_now_and_then_cost_no_lock() {
+    let backend = Arc::new(PanickingBackend::over(MemoryBackend::new()));
+    let ours = Registry::builder(Arc::clone(&backend) as _).build().unwrap();
+    let guard = ours.obtain("k").lock().await.unwrap();
+    for hour in 1..=24 {
+        backend.panic_once_in("renew");
+        tokio::time::sleep(Duration::from_secs(3_600)).await;
+        assert!(backend.has_panicked(), "not asked any more in hour {hour}");
+        assert!(guard.is_held(), "lost within hour {hour}");
+    }
+}
+
+/// `shard` is called by the keeper's own task.
+#[tokio::test(start_paused = true)]
+async fn a_panic_in_shard_does_not_stop_the_keeper() {
+    let backend = Arc::new(PanickingBackend::over(MemoryBackend::new()));
+    let ours = Registry::builder(Arc::clone(&backend) as _).build().unwrap();
+    let guard = ours.obtain("k").lock().await.unwrap();
+    let other = ours.obtain("other").lock().await.unwrap();
+    backend.panic_once_in("shard");
+    tokio::time::sleep(Duration::from_secs(300)).await;
+    assert!(backend.has_panicked());
+    assert!(guard.is_held() && other.is_held(), "nobody renews any more");
+}

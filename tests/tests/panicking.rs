@@ -1,0 +1,172 @@
+//! Backends that panic: the caller sees it, everybody else goes on, the registry keeps its janitor and its keeper.
+
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::time::Duration;
+
+use registry_core::{LockError, LockOptions, LockRegistry, MemoryBackend, Registry};
+use tokio::sync::oneshot;
+
+#[path = "panicking/backend.rs"]
+mod backend;
+
+use backend::PanickingBackend;
+
+/// Beyond the default lease.
+const LONG: Duration = Duration::from_secs(60);
+
+fn over(store: &MemoryBackend) -> (Registry, Arc<PanickingBackend>) {
+    let backend = Arc::new(PanickingBackend::over(store.clone()));
+    let registry = Registry::builder(Arc::clone(&backend) as _).build().unwrap();
+    (registry, backend)
+}
+
+/// Runs `call` in a task of its own, which must panic.
+async fn panics<T: Send + 'static>(what: &str, call: impl Future<Output = T> + Send + 'static) {
+    match tokio::spawn(call).await {
+        Err(error) => assert!(error.is_panic(), "{what}"),
+        Ok(_) => panic!("nobody heard of the panic in {what}"),
+    }
+}
+
+/// The registry does all that it has to do: it takes turns, renews, gives back in the background, and ends.
+async fn works(registry: Registry) {
+    let minutes = Duration::from_secs(300);
+    for key in ["k", "other"] {
+        let lock = registry.obtain(key);
+        let guard = lock.try_lock_for(LONG).await.unwrap().unwrap();
+        tokio::time::sleep(minutes).await;
+        assert!(guard.is_held(), "{key}: nobody renews any more");
+        drop(guard);
+        lock.try_lock_for(LONG).await.unwrap().unwrap().unlock().await.unwrap();
+    }
+    within_idle(&registry).await;
+    assert_eq!((registry.slots(), registry.held()), (0, 0));
+    assert!(registry.close(Duration::from_secs(60)).await.is_clean());
+}
+
+async fn within_idle(registry: &Registry) {
+    let idle = tokio::time::timeout(Duration::from_secs(60), registry.idle());
+    idle.await.expect("the janitor gives up");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_panic_reaches_the_caller_and_harms_nobody_else() {
+    for method in PanickingBackend::METHODS {
+        // These have no caller, or are below.
+        if ["capabilities", "shard", "close"].contains(method) {
+            continue;
+        }
+        let store = MemoryBackend::new();
+        let (ours, backend) = over(&store);
+        let bystander = ours.obtain("bystander").lock().await.unwrap();
+        let registry = ours.clone();
+        let lock = ours.obtain("k");
+        let busy = *method == "wait";
+        let taken = if busy {
+            let theirs = Registry::builder(Arc::new(store.clone())).build().unwrap();
+            Some(theirs.obtain("k").lock().await.unwrap())
+        } else {
+            None
+        };
+        let held = match *method {
+            "renew" | "release" | "release, done" => Some(lock.lock().await.unwrap()),
+            _ => None,
+        };
+        backend.panic_once_in(method);
+        panics(method, async move {
+            match (*method, held) {
+                ("renew", Some(held)) => drop(held.renew(Duration::from_secs(30)).await),
+                (_, Some(held)) => drop(held.unlock().await),
+                ("inspect", _) => drop(lock.holder().await),
+                ("list", _) => drop(registry.list().await),
+                ("force_release", _) => drop(registry.force_release("k").await),
+                ("diagnose", _) => drop(registry.diagnose().await),
+                _ => drop(lock.lock().await),
+            }
+        })
+        .await;
+        if let Some(taken) = taken {
+            taken.unlock().await.unwrap();
+        }
+        assert!(bystander.is_held(), "{method}");
+        bystander.unlock().await.unwrap();
+        works(ours).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_panic_lets_the_next_in_line_go_on() {
+    for method in ["try_acquire", "try_acquire, done", "release", "release, done"] {
+        let (ours, backend) = over(&MemoryBackend::new());
+        let (lock, next) = (ours.obtain("k"), ours.obtain("k"));
+        let (begin, begun) = oneshot::channel::<()>();
+        let first = tokio::spawn(async move {
+            let locked = if method.starts_with("release") { lock.lock().await.ok() } else { None };
+            begun.await.unwrap();
+            match locked {
+                Some(guard) => drop(guard.unlock().await),
+                None => drop(lock.lock().await),
+            }
+        });
+        tokio::task::yield_now().await;
+        // Not the first one's terms, so that the claim is not handed over.
+        let options = LockOptions::new().lease(Duration::from_secs(20));
+        backend.panic_once_in(method);
+        begin.send(()).unwrap();
+        tokio::task::yield_now().await;
+        let limit = Duration::from_secs(31);
+        let turn = tokio::time::timeout(limit, next.lock_with(options)).await;
+        turn.expect(method).unwrap().unwrap().unlock().await.unwrap();
+        drop(next);
+        assert!(first.await.unwrap_err().is_panic(), "{method}");
+        works(ours).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_panic_does_not_stop_the_janitor() {
+    for method in ["release", "release, done"] {
+        let (ours, backend) = over(&MemoryBackend::new());
+        let guard = ours.obtain("k").lock().await.unwrap();
+        backend.panic_once_in(method);
+        drop(guard);
+        within_idle(&ours).await;
+        assert!(backend.has_panicked(), "{method}");
+        works(ours).await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_panic_does_not_stop_the_keeper() {
+    let (ours, backend) = over(&MemoryBackend::new());
+    let (guard, other) =
+        (ours.obtain("a").lock().await.unwrap(), ours.obtain("b").lock().await.unwrap());
+    backend.panic_once_in("renew");
+    tokio::time::sleep(Duration::from_secs(300)).await;
+    assert!(backend.has_panicked());
+    assert!(guard.is_held() && other.is_held(), "one panic costs a renewal, not a lock");
+    drop((guard, other));
+    works(ours).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_panics_when_it_is_closed_is_closed() {
+    let (ours, backend) = over(&MemoryBackend::new());
+    backend.panic_once_in("close");
+    let registry = ours.clone();
+    panics("close", async move { registry.close(LONG).await }).await;
+    assert!(ours.close(LONG).await.is_clean());
+    assert!(matches!(ours.obtain("k").lock().await, Err(LockError::Closed)));
+}
+
+#[tokio::test]
+async fn a_store_that_panics_when_it_is_asked_what_it_can_do_builds_no_registry() {
+    let backend = Arc::new(PanickingBackend::over(MemoryBackend::new()));
+    backend.panic_once_in("capabilities");
+    let build = AssertUnwindSafe(|| Registry::builder(Arc::clone(&backend) as _).build());
+    assert!(catch_unwind(build).is_err());
+    assert!(Registry::builder(backend).build().is_ok());
+}
