@@ -143,7 +143,7 @@ mod sqlite {
     #[tokio::test]
     async fn a_file_excludes_two_registries() {
         let folder = tempfile::tempdir().unwrap();
-        let url = format!("sqlite:{}/a%20b.db?lease=10s", folder.path().display());
+        let url = format!("sqlite:{}/a%20b.db?lease=60s&timeout=60s", folder.path().display());
         let (one, other) = (connect(&url).await.unwrap(), connect(&url).await.unwrap());
         let guard = one.obtain("key").try_lock().await.unwrap().unwrap();
         assert!(other.obtain("key").try_lock().await.unwrap().is_none());

@@ -14,6 +14,8 @@
 //!     # fn open() -> Arc<dyn LockBackend> { Arc::new(MemoryBackend::new()) }
 //!     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
 //!     runtime.block_on(async { serve(open()).await });
+//!     // At once: the test program has nothing more to say, and nobody to say it to.
+//!     std::process::exit(0);
 //! }
 //!
 //! fn distant_client(near: Arc<dyn LockBackend>) -> DistantBackend {

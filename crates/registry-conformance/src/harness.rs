@@ -52,7 +52,7 @@ pub trait Store: Debug + Send + Sync {
 
     /// A lease that renewals keep alive even on a slow and loaded machine.
     fn renewed_lease(&self) -> Duration {
-        Duration::from_secs(3)
+        Duration::from_secs(4)
     }
 
     /// Whether the clients answer as the store does. False when faults are put in on purpose: then only the

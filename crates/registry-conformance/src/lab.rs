@@ -52,7 +52,8 @@ impl Lab {
 
     /// Begins a registry over `client`, with a lease that never runs out while a clause runs.
     pub(crate) fn builder(&self, client: Arc<dyn LockBackend>) -> RegistryBuilder {
-        Registry::builder(client).lease(self.long())
+        // Patient with the store: a loaded machine is no broken promise.
+        Registry::builder(client).lease(self.long()).timeout(Duration::from_secs(8))
     }
 
     /// A registry over a client of its own, as another process would open. Its leases never run out while a clause runs.
@@ -118,7 +119,7 @@ impl Lab {
     /// How long a clause waits for what should happen soon. Far below [`Self::long`], far above a busy machine's hiccups.
     pub(crate) fn patience(&self) -> Duration {
         match self.clock {
-            Clock::Paused => Duration::from_secs(10),
+            Clock::Paused => Duration::from_secs(60),
             Clock::Real => Duration::from_secs(45),
         }
     }

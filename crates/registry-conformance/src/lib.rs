@@ -5,17 +5,19 @@
 //! so that no backend passes by running nothing.
 //!
 //! Three more tools are here because backends and applications want them too: [`FaultyBackend`] puts faults between an
-//! engine and its store, [`sweep`] drops a future at every poll, and [`distant`] opens a client in another process.
+//! engine and its store, [`mod@sweep`] drops a future at every poll, and [`distant`] opens a client in another process.
 
-// What a backend's author writes and calls.
+// What a backend's author writes …
 mod harness;
-mod list;
+// … and calls …
+mod suite;
+// … and what becomes of it.
 mod need;
 mod run;
-mod suite;
 // The promises.
 pub mod clauses;
 mod lab;
+mod list;
 // Tools.
 pub mod distant;
 mod faulty;

@@ -229,6 +229,7 @@ macro_rules! __for_all_clauses {
                 a_panic_in_the_critical_section_frees_the_lock [],
                 a_guard_dropped_outside_the_runtime_frees_the_lock [],
                 a_waiter_dropped_outside_the_runtime_leaves_nothing [],
+                a_future_that_is_not_polled_holds_up_no_other_key [],
                 a_dropped_handle_or_registry_lets_nothing_go [],
                 a_dropped_waiter_leaves_no_record [],
                 a_dropped_waiter_lets_the_next_one_pass [],

@@ -29,14 +29,14 @@
 ///
 /// registry_conformance::conformance! {
 ///     harness = Memory,
-///     runs = 100,
+///     runs = 206,
 ///     skips = 12,
 ///     without = [fair, namespaces, restart, wipe, remote],
 /// }
 /// # fn main() {}
 /// ```
 ///
-/// `without` lists what the store does not have, by the names of [`Need`]. A clause that needs any of it is emitted as an
+/// `without` lists what the store does not have, by the names of [`Need`](crate::Need). A clause that needs any of it is emitted as an
 /// ignored test with the reason. To list what the store has, or not to list what it lacks, is a failure.
 #[macro_export]
 macro_rules! conformance {

@@ -13,7 +13,7 @@ mod without_a_bug {
 
     registry_conformance::conformance! {
         harness = Tiny(Bug::None),
-        runs = 205,
+        runs = 206,
         skips = 12,
         without = [fair, namespaces, restart, wipe, remote],
     }
@@ -166,4 +166,7 @@ bugs! {
     ];
     a_break_that_wakes_nobody_is_found: ForcesWithoutWaking => ["inspect::a_forced_release_wakes_those_who_wait"];
     an_inspection_that_renews_is_found: InspectRenews => ["inspect::inspecting_holds_and_changes_nothing"];
+    a_connection_that_a_parked_caller_keeps_is_found: ConnectionHeldByCaller => [
+        "drop_and_cancel::a_future_that_is_not_polled_holds_up_no_other_key",
+    ];
 }

@@ -32,7 +32,7 @@ impl Store for OneMemory {
 
 registry_conformance::conformance! {
     harness = Memory,
-    runs = 205,
+    runs = 206,
     skips = 12,
     without = [fair, namespaces, restart, wipe, remote],
 }

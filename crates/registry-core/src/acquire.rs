@@ -34,7 +34,16 @@ pub(crate) async fn acquire(
     // 1. Our turn among the callers of this process.
     let turn = match slot.enter(owner.as_ref(), &terms, deadline).await {
         Ok(Entry::Turn(turn)) => turn,
-        Ok(Entry::Again(guard) | Entry::HandedOver(guard)) => return Ok(Some(guard)),
+        Ok(Entry::Again(guard)) => {
+            let (key, token) = (guard.key(), guard.fencing_token());
+            engine.tell(|| LockEvent::Reentered { key, token });
+            return Ok(Some(guard));
+        }
+        Ok(Entry::HandedOver(guard)) => {
+            let (key, token) = (guard.key(), guard.fencing_token());
+            engine.tell(|| LockEvent::HandedOver { key, token });
+            return Ok(Some(guard));
+        }
         Err(NoEntry::TimedOut) => return Ok(gave_up(slot, began)),
         Err(NoEntry::Closed) => return Err(LockError::Closed),
     };

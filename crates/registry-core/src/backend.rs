@@ -1,6 +1,6 @@
 //! The backend SPI: what a lock store must be able to do. Four required calls; everything else has a default.
 //!
-//! Waiting in line, renewing, hand-off, loss, re-entrancy, retries and clean-up are the engine's work. A backend
+//! Waiting in line, renewing, hand-over, loss, re-entrancy, retries and clean-up are the engine's work. A backend
 //! says how its store grants, renews and releases one claim, and classifies what can go wrong.
 
 use std::any::Any;
@@ -364,7 +364,7 @@ pub struct Holder {
     pub key: Key,
     /// The holder's label, if the store keeps labels and the holder gave one.
     pub label: Option<String>,
-    /// The first token of the grant; after a local hand-off the holder's own token is a little larger.
+    /// The first token of the grant; after a local hand-over the holder's own token is a little larger.
     pub token: Option<FencingToken>,
     /// How long the grant has lasted.
     pub held_for: Option<Duration>,

@@ -58,6 +58,18 @@ impl Engine {
         Ok(Arc::clone(&self.default_terms))
     }
 
+    /// Sends all waiters away, now and from now on. True for whoever does it first.
+    pub(crate) fn begin_to_close(&self) -> bool {
+        let first = !self.closing.swap(true, Ordering::AcqRel);
+        if first {
+            self.close_began.notify_waiters();
+            for slot in self.slots.all() {
+                slot.close();
+            }
+        }
+        first
+    }
+
     pub(crate) fn is_closing(&self) -> bool {
         self.closing.load(Ordering::Acquire)
     }

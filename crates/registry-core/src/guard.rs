@@ -12,14 +12,13 @@ use crate::engine::{Engine, lost, trouble};
 use crate::error::{LockError, LostReason};
 use crate::event::LockEvent;
 use crate::fencing::FencingToken;
-use crate::held::HeldClaim;
+use crate::held::{Ending, HeldClaim};
 use crate::hold::Hold;
 use crate::janitor::Janitor;
 use crate::key::Key;
 use crate::mutant::{Mutant, mutated};
 use crate::options::check_lease;
 use crate::release::{GivenBack, GivingBack, give_back};
-use crate::slot::Turn;
 
 /// Proof that a lock is held, for as long as [`is_held`](Self::is_held) says so.
 ///
@@ -157,7 +156,7 @@ impl LockGuard {
                 held.set_lease_length(lease);
                 held.renewed(sent_at, granted);
             }
-            Ok(Renewal::Gone) => held.lose(LostReason::Gone),
+            Ok(Renewal::Gone) => _ = held.lose(LostReason::Gone),
             Err(error) => return Err(trouble("renew", key.as_str(), error)),
         }
         match held.loss() {
@@ -171,9 +170,14 @@ impl LockGuard {
     /// # Errors
     /// [`LockError::Lost`] if the lock is not held any more.
     pub fn reenter(&self) -> Result<Self, LockError> {
-        self.hold().enter_again().ok_or_else(|| {
-            lost(self.held().claim().key(), self.held().loss().unwrap_or(LostReason::Expired))
-        })
+        let held = self.held();
+        let again = self
+            .hold()
+            .enter_again()
+            .ok_or_else(|| lost(held.claim().key(), held.loss().unwrap_or(LostReason::Expired)))?;
+        held.engine()
+            .tell(|| LockEvent::Reentered { key: self.key(), token: self.fencing_token() });
+        Ok(again)
     }
 
     /// Lets go, and waits until the store has freed the key or the next local caller has it.
@@ -205,16 +209,13 @@ impl LockGuard {
         let held = Arc::clone(hold.held());
         drop(hold);
         let key = held.claim().key().clone();
-        let turn = match held.end() {
-            Ok(turn) => turn,
-            Err(reason) => return Err(lost(&key, reason)),
-        };
-        let turn = match held.hand_over(turn) {
-            Ok(()) => return Ok(()),
-            Err(turn) => turn,
+        let ending = held.end().map_err(|reason| lost(&key, reason))?;
+        let Some(ending) = ending.hand_over() else {
+            return Ok(());
         };
         let engine = Arc::clone(held.engine());
-        let letting_go = LettingGo::new(&engine, give_held_back(held, turn));
+        drop(held);
+        let letting_go = LettingGo::new(&engine, give_held_back(ending));
         if !min_hold_left.is_zero() {
             drop(letting_go);
             return Ok(());
@@ -274,9 +275,10 @@ impl Drop for LockGuard {
         }
         let held = Arc::clone(hold.held());
         // A claim that was lost has been dealt with by whoever noticed.
-        if let Ok(turn) = held.end() {
+        if let Ok(ending) = held.end() {
             let engine = Arc::clone(held.engine());
-            drop(LettingGo::new(&engine, let_go(held, turn)));
+            drop(held);
+            drop(LettingGo::new(&engine, let_go(ending)));
         }
     }
 }
@@ -324,26 +326,25 @@ impl Drop for LettingGo {
 }
 
 /// Hands the claim to the next local caller, or gives it back.
-async fn let_go(held: Arc<HeldClaim>, turn: Turn) -> GivenBack {
-    match held.hand_over(turn) {
-        Ok(()) => GivenBack::Freed,
-        Err(turn) => give_held_back(held, turn).await,
+async fn let_go(ending: Ending) -> GivenBack {
+    match ending.hand_over() {
+        None => GivenBack::Freed,
+        Some(ending) => give_held_back(ending).await,
     }
 }
 
 /// Gives the claim back to the store, when its `min_hold` is over.
-async fn give_held_back(held: Arc<HeldClaim>, turn: Turn) -> GivenBack {
-    held.retire();
+async fn give_held_back(mut ending: Ending) -> GivenBack {
+    let held = Arc::clone(ending.held());
     let engine = Arc::clone(held.engine());
     let min_hold_left = held.min_hold_left();
     if !min_hold_left.is_zero() {
         keep_for(&held, &engine, min_hold_left).await;
     }
-    let claim = held.claim().clone();
     let outcome = give_back(GivingBack {
         engine: Arc::clone(&engine),
-        claim,
-        turn: Some(turn),
+        claim: held.claim().clone(),
+        turn: ending.take_turn(),
         until: Moment::now().after(held.lease_length()),
         stray_attempts: if held.stray_attempts() == 0 { 0 } else { held.stray_attempts() + 1 },
     })

@@ -3,6 +3,7 @@
 //! It ends exactly once: by the last guard ([`HeldClaim::end`]) or by loss ([`HeldClaim::lose`]), whichever comes first.
 //! Handing over is an end that is taken back in favour of the next local caller.
 
+use std::cell::RefCell;
 use std::fmt;
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -16,11 +17,13 @@ use crate::engine::Engine;
 use crate::error::{BackendError, LostReason};
 use crate::event::LockEvent;
 use crate::fencing::FencingToken;
+use crate::guard::LockGuard;
 use crate::hold::Hold;
 use crate::keeper::Seat;
 use crate::lease::{Due, Lease};
 use crate::mutant::{Mutant, mutated};
 use crate::options::Terms;
+use crate::owner::Owner;
 use crate::release::{GivingBack, give_back_in_background};
 use crate::slot::{Slot, Turn};
 
@@ -137,8 +140,10 @@ impl HeldClaim {
                 Phase::Held => state.lease.due(Moment::now()),
             }
         };
-        if let Due::Over(reason) = due {
-            self.lose(reason);
+        if let Due::Over(reason) = due
+            && self.lose(reason)
+        {
+            return Some(reason);
         }
         match self.state().phase {
             Phase::Lost(reason) => Some(reason),
@@ -151,12 +156,12 @@ impl HeldClaim {
         self.lost.notified()
     }
 
-    /// Ends the claim by loss: tells the holder first, and only then lets anybody else at the key.
-    pub(crate) fn lose(self: &Arc<Self>, reason: LostReason) {
+    /// Ends the claim by loss: tells the holder first, and only then lets anybody else at the key. False if it had ended.
+    pub(crate) fn lose(self: &Arc<Self>, reason: LostReason) -> bool {
         let (turn, lease_length) = {
             let mut state = self.state();
             if state.phase != Phase::Held {
-                return;
+                return false;
             }
             state.phase = Phase::Lost(reason);
             self.valid_until.store(Moment::PAST.to_bits(), Ordering::Release);
@@ -188,85 +193,59 @@ impl HeldClaim {
                 stray_attempts: self.stray_attempts + 1,
             });
         }
+        true
     }
 
     /// Ends the claim by the holder's own will. The keeper starts no renewal from here on.
-    pub(crate) fn end(self: &Arc<Self>) -> Result<Turn, LostReason> {
+    pub(crate) fn end(self: &Arc<Self>) -> Result<Ending, LostReason> {
         if let Some(reason) = self.loss() {
             return Err(reason);
         }
         let mut state = self.state();
-        match state.phase {
-            Phase::Lost(reason) => Err(reason),
-            Phase::Held | Phase::Ending => {
-                if !mutated(Mutant::RenewAfterRelease) {
-                    state.phase = Phase::Ending;
-                }
-                state.turn.take().ok_or(LostReason::Gone)
-            }
+        if let Phase::Lost(reason) = state.phase {
+            return Err(reason);
         }
+        if !mutated(Mutant::RenewAfterRelease) {
+            state.phase = Phase::Ending;
+        }
+        let turn = state.turn.take();
+        drop(state);
+        Ok(Ending { held: Some(Arc::clone(self)), turn })
     }
 
-    /// Passes the ended claim to the next local caller, without the store, if that is allowed and somebody wants it.
-    pub(crate) fn hand_over(self: &Arc<Self>, turn: Turn) -> Result<(), Turn> {
+    /// Whether this claim may pass to another local caller as it is.
+    fn may_be_handed_over(&self, now: Moment) -> bool {
         let engine = self.engine();
-        let defaults = &engine.defaults;
-        let now = Moment::now();
-        let allowed = {
-            let state = self.state();
-            state.handovers < defaults.handoffs_max
-                && !engine.capabilities.fair
-                && now.since(self.granted_at) < HANDOVER_SPAN
-                && now.since(self.granted_at) >= self.terms.min_hold
-                && self.terms.lease.max_hold.is_none()
-                // Enough of the lease must be left for the next one to get going before the keeper's next try.
-                && self.valid_until().since(now) > self.terms.lease.length / 3
-        };
-        if !allowed {
-            return Err(turn);
-        }
-        let mut turn = Some(turn);
-        // One place for both closures below, which never run at the same time.
-        let turn_cell = std::cell::RefCell::new(&mut turn);
-        let taken = self.slot.hand_over(
-            &self.terms,
-            |owner| {
-                let mut state = self.state();
-                state.phase = Phase::Held;
-                state.turn = turn_cell.borrow_mut().take();
-                state.handovers += 1;
-                if state.seat.is_none() {
-                    self.seat(&mut state, now);
-                }
-                let token = self
-                    .first_token
-                    .and_then(|first| first.checked_add(u64::from(state.handovers)));
-                drop(state);
-                let key = self.claim.key().as_str();
-                engine.tell(|| LockEvent::HandedOver { key, token });
-                Hold::first_guard(Arc::clone(self), token, owner)
-            },
-            |guard| {
-                guard.disarm();
-                let mut state = self.state();
-                state.phase = Phase::Ending;
-                **turn_cell.borrow_mut() = state.turn.take();
-            },
-        );
-        match turn {
-            Some(turn) => Err(turn),
-            None if taken => Ok(()),
-            // Lost in the very moment between two takers; whoever lost it took the turn along.
-            None => Ok(()),
-        }
+        let held_for = now.since(self.granted_at);
+        self.state().handovers < engine.defaults.handoffs_max
+            && !engine.capabilities.fair
+            && held_for < HANDOVER_SPAN
+            && held_for >= self.terms.min_hold
+            && self.terms.lease.max_hold.is_none()
+            // Enough of the lease must be left for the next one to get going before the keeper's next try.
+            && self.valid_until().since(now) > self.terms.lease.length / 3
     }
 
-    /// Takes the claim out of the keeper's hands for good, before it is given back.
-    pub(crate) fn retire(&self) {
+    /// Takes the end back, in favour of a hold of `owner`.
+    fn begin_again(self: &Arc<Self>, turn: Option<Turn>, owner: Option<Owner>) -> LockGuard {
+        let mut state = self.state();
+        state.phase = Phase::Held;
+        state.turn = turn;
+        state.handovers += 1;
+        if state.seat.is_none() {
+            self.seat(&mut state, Moment::now());
+        }
+        let steps = u64::from(state.handovers);
+        let token = self.first_token.and_then(|first| first.checked_add(steps));
+        drop(state);
+        Hold::first_guard(Arc::clone(self), token, owner)
+    }
+
+    /// Takes the claim out of the keeper's hands.
+    fn unseat_for_good(&self) {
         if !mutated(Mutant::RenewAfterRelease) {
             self.unseat(&mut self.state());
         }
-        self.engine().held.leave();
     }
 
     /// The time from now until this claim may be freed at the earliest.
@@ -284,14 +263,14 @@ impl HeldClaim {
         self.state().lease.set_length(length);
     }
 
-    /// What the keeper has to do about this claim, which it has just taken off its schedule at `seat`.
+    /// What the keeper has to do about this claim, which is due at `seat`.
     pub(crate) fn tick(self: &Arc<Self>, seat: Seat, now: Moment) -> Tick {
         let mut state = self.state();
         if state.seat != Some(seat) {
             // Seated anew in the meantime.
             return Tick::Nothing;
         }
-        state.seat = None;
+        self.unseat(&mut state);
         if state.phase != Phase::Held {
             return Tick::Nothing;
         }
@@ -382,6 +361,61 @@ impl HeldClaim {
 
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A claim that its holder is done with, and the turn that goes with it. It counts as held until this is dropped, so
+/// that closing waits for it.
+#[derive(Debug)]
+pub(crate) struct Ending {
+    held: Option<Arc<HeldClaim>>,
+    turn: Option<Turn>,
+}
+
+impl Ending {
+    /// Passes the claim to the next local caller, without the store, if that is allowed and somebody wants it. Otherwise it
+    /// comes back, and the keeper has nothing to do with it any more.
+    pub(crate) fn hand_over(mut self) -> Option<Self> {
+        let held = self.held.take()?;
+        if held.may_be_handed_over(Moment::now()) {
+            // One place for both closures, which never run at the same time.
+            let turn = RefCell::new(&mut self.turn);
+            let taken = held.slot.hand_over(
+                &held.terms,
+                |owner| held.begin_again(turn.borrow_mut().take(), owner),
+                |guard| {
+                    guard.disarm();
+                    let mut state = held.state();
+                    state.phase = Phase::Ending;
+                    **turn.borrow_mut() = state.turn.take();
+                },
+            );
+            if taken {
+                return None;
+            }
+        }
+        held.unseat_for_good();
+        self.held = Some(held);
+        Some(self)
+    }
+
+    /// The turn, to be passed on when the store has answered.
+    pub(crate) fn take_turn(&mut self) -> Option<Turn> {
+        self.turn.take()
+    }
+
+    pub(crate) fn held(&self) -> &Arc<HeldClaim> {
+        self.held.as_ref().expect("the claim is here unless it was handed over")
+    }
+}
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        // Not handed over. Usually given back; without a runtime, left to its lease.
+        if let Some(held) = self.held.take() {
+            held.unseat_for_good();
+            held.engine().held.leave();
+        }
     }
 }
 

@@ -5,7 +5,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::error::LostReason;
-use crate::event::LockEvent;
 use crate::fencing::FencingToken;
 use crate::guard::LockGuard;
 use crate::held::HeldClaim;
@@ -52,8 +51,6 @@ impl Hold {
                 if guards == 0 { None } else { guards.checked_add(1) }
             })
             .ok()?;
-        let key = self.held.claim().key().as_str();
-        self.held.engine().tell(|| LockEvent::Reentered { key, token: self.token });
         Some(LockGuard::new(Arc::clone(self)))
     }
 

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::future::Future;
-use std::panic::AssertUnwindSafe;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
@@ -94,31 +94,26 @@ impl Keeper {
         work(self.clone(), backend)
     }
 
-    /// Takes what is due off the schedule and settles when to look again. `None` when stopped.
-    fn take_due(&self, now: Moment) -> Option<Seats> {
+    /// Tells what is due and settles when to look again. `None` when stopped.
+    ///
+    /// What is due stays on the schedule until it has been dealt with, so that closing finds all claims there at any time.
+    fn due(&self, now: Moment) -> Option<Vec<(Seat, Arc<HeldClaim>)>> {
         let mut schedule = self.schedule();
         if schedule.stopped {
             return None;
         }
         let after = |moment| Seat { at: moment, ticket: u64::MAX, renewal: true };
-        let later = schedule.seats.split_off(&after(now));
-        let mut due = std::mem::replace(&mut schedule.seats, later);
-        if due.keys().any(|seat| seat.renewal) {
+        let entry = |(seat, held): (&Seat, &Arc<HeldClaim>)| (*seat, Arc::clone(held));
+        let mut due: Vec<_> = schedule.seats.range(..=after(now)).map(entry).collect();
+        let mut later = schedule.seats.range(after(now)..);
+        let first_later = later.clone().next().map(|(seat, _)| seat.at);
+        if due.iter().any(|(seat, _)| seat.renewal) {
             // One call for all that are due at about the same time.
-            let soon = schedule.seats.range(..=after(now.after(TOGETHER)));
-            let soon: Vec<Seat> = soon.map(|(seat, _)| *seat).filter(|seat| seat.renewal).collect();
-            for seat in soon {
-                due.extend(schedule.seats.remove_entry(&seat));
-            }
+            let soon = later.by_ref().take_while(|(seat, _)| seat.at <= now.after(TOGETHER));
+            due.extend(soon.filter(|(seat, _)| seat.renewal).map(entry));
         }
-        schedule.wakes_at = schedule
-            .seats
-            .first_key_value()
-            // tokio's timers do not count the time that the host is suspended; a look now and then does.
-            .map(|(seat, _)| seat.at.min(now.after(LOOK_AT_CLOCK)))
-            // An empty schedule is looked at once more before the task goes to sleep for good, so that a registry
-            // that locks and unlocks all the time does not call its keeper each time.
-            .or_else(|| if due.is_empty() { None } else { Some(now.after(LOOK_AT_CLOCK)) });
+        // tokio's timers do not count the time that the host is suspended; a look now and then does.
+        schedule.wakes_at = first_later.map(|at| at.min(now.after(LOOK_AT_CLOCK)));
         Some(due)
     }
 
@@ -141,24 +136,24 @@ struct Batch {
     answers: Vec<Result<Renewal, BackendError>>,
 }
 
-type BatchCall = Pin<Box<dyn Future<Output = Option<Batch>> + Send>>;
+type BatchCall = Pin<Box<dyn Future<Output = Batch> + Send>>;
 
 async fn work(keeper: Keeper, backend: Arc<dyn LockBackend>) {
     let mut calls: FuturesUnordered<BatchCall> = FuturesUnordered::new();
     loop {
         let now = Moment::now();
-        let Some(due) = keeper.take_due(now) else {
+        let Some(due) = keeper.due(now) else {
             break;
         };
         let mut renewals: BTreeMap<u32, Vec<(Weak<HeldClaim>, Claim)>> = BTreeMap::new();
         for (seat, held) in due {
             match held.tick(seat, now) {
                 Tick::Nothing => {}
-                Tick::Lose(reason) => held.lose(reason),
+                Tick::Lose(reason) => _ = held.lose(reason),
                 Tick::Renew { ask } => {
                     let claim = held.claim().clone().with_lease(ask);
                     renewals
-                        .entry(backend.shard(&claim))
+                        .entry(shard(&*backend, &claim))
                         .or_default()
                         .push((Arc::downgrade(&held), claim));
                 }
@@ -179,7 +174,7 @@ async fn work(keeper: Keeper, backend: Arc<dyn LockBackend>) {
         tokio::select! {
             biased;
             batch = poll_fn(|cx| Pin::new(&mut calls).poll_next(cx)), if !calls.is_empty() => {
-                if let Some(Some(batch)) = batch {
+                if let Some(batch) = batch {
                     settle(batch);
                 }
             }
@@ -197,12 +192,17 @@ fn renew(
     sent_at: Moment,
 ) -> BatchCall {
     let (helds, claims): (Vec<_>, Vec<_>) = batch.into_iter().unzip();
-    let call = async move {
-        let answers = backend.renew(&claims).await;
-        Batch { helds, sent_at, answers }
-    };
     // A backend that panics costs its own claims a renewal, not the registry its keeper.
-    Box::pin(AssertUnwindSafe(call).catch_unwind().map(Result::ok))
+    let call = AssertUnwindSafe(async move { backend.renew(&claims).await }).catch_unwind();
+    Box::pin(call.map(move |answers| Batch {
+        helds,
+        sent_at,
+        answers: answers.unwrap_or_default(),
+    }))
+}
+
+fn shard(backend: &dyn LockBackend, claim: &Claim) -> u32 {
+    catch_unwind(AssertUnwindSafe(|| backend.shard(claim))).unwrap_or_default()
 }
 
 fn settle(batch: Batch) {
@@ -212,7 +212,7 @@ fn settle(batch: Batch) {
         let Some(held) = held.upgrade() else { continue };
         match answer {
             Ok(Renewal::Renewed(granted)) => held.renewed(batch.sent_at, granted),
-            Ok(Renewal::Gone) => held.lose(LostReason::Gone),
+            Ok(Renewal::Gone) => _ = held.lose(LostReason::Gone),
             Err(error) => held.renewal_failed(&error),
         }
     }

@@ -39,7 +39,7 @@ pub(crate) struct Lease {
     renew_at: Moment,
     /// The end that no renewal moves.
     cap: Option<Moment>,
-    /// Renewals that were sent and not answered yet.
+    /// Renewals in a row that were sent and not answered.
     unanswered: u32,
 }
 
@@ -114,13 +114,14 @@ impl Lease {
 
     /// Notes that the renewal sent at `sent_at` was answered with `granted` more time.
     pub(crate) fn renewed(&mut self, sent_at: Moment, granted: Duration) {
-        self.unanswered = self.unanswered.saturating_sub(1);
+        // The store is alive; what it left unanswered before says nothing any more.
+        self.unanswered = 0;
         self.extend(sent_at, granted);
     }
 
     /// Notes that a renewal failed with an unknown outcome: the lease goes on as it was, the next try is at `retry_at`.
     pub(crate) fn renewal_failed(&mut self, retry_at: Moment) {
-        self.unanswered = self.unanswered.saturating_sub(1);
+        self.unanswered = 0;
         self.renew_at = retry_at;
     }
 

@@ -1,8 +1,8 @@
 //! The trait that framework code is written against, and the one engine that implements it over any backend.
 
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -206,6 +206,24 @@ impl Registry {
     }
 }
 
+impl Registry {
+    /// Tells all holders that their lock is lost, and gives back what they had.
+    async fn lose_all(&self) {
+        let engine = &self.engine;
+        engine.contending.none_left().await;
+        // More than one look: the keeper may have had a claim in its hands at the first.
+        while engine.held.alive() > 0 {
+            for held in engine.keeper.all() {
+                if held.lose(LostReason::Closed) {
+                    self.closing.lost.fetch_add(1, Ordering::AcqRel);
+                }
+            }
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        engine.janitor.idle().await;
+    }
+}
+
 #[async_trait]
 impl LockRegistry for Registry {
     fn obtain(&self, key: &str) -> DistributedLock {
@@ -228,13 +246,10 @@ impl LockRegistry for Registry {
     async fn close(&self, limit: Duration) -> CloseReport {
         let engine = &self.engine;
         let closing = &self.closing;
-        if !engine.closing.swap(true, Ordering::AcqRel) {
-            closing.held_at_start.store(engine.held.alive(), Ordering::Release);
+        let held = engine.held.alive();
+        if engine.begin_to_close() {
+            closing.held_at_start.store(held, Ordering::Release);
             engine.tell(|| LockEvent::Closing);
-            engine.close_began.notify_waiters();
-            for slot in engine.slots.all() {
-                slot.close();
-            }
         }
         let orderly = async {
             // In this order: a caller that contends may come to hold, a holder leaves work to the janitor.
@@ -243,12 +258,8 @@ impl LockRegistry for Registry {
             engine.janitor.idle().await;
         };
         if tokio::time::timeout(limit, orderly).await.is_err() {
-            for held in engine.keeper.all() {
-                held.lose(LostReason::Closed);
-                closing.lost.fetch_add(1, Ordering::AcqRel);
-            }
             // The holders' time is over; the store still gets its own to answer.
-            let _ = tokio::time::timeout(engine.defaults.answer_limit, engine.janitor.idle()).await;
+            let _ = tokio::time::timeout(engine.defaults.answer_limit, self.lose_all()).await;
         }
         let lost = closing.lost.load(Ordering::Acquire);
         let report = CloseReport {
@@ -371,11 +382,29 @@ impl RegistryBuilder {
         });
         let closing = Closing {
             keeper: tokio::sync::Mutex::new(Some(runtime.spawn(keeper_work))),
-            _janitor: runtime.spawn(janitor_work),
+            _janitor: runtime.spawn({
+                let home = Home(Arc::downgrade(&engine));
+                async move {
+                    janitor_work.await;
+                    drop(home);
+                }
+            }),
             held_at_start: AtomicUsize::new(0),
             lost: AtomicUsize::new(0),
         };
         Ok(Registry { engine, closing: Arc::new(closing) })
+    }
+}
+
+/// Lives as long as the runtime does its work for the registry.
+struct Home(Weak<Engine>);
+
+impl Drop for Home {
+    fn drop(&mut self) {
+        // The runtime has shut down under the registry. Nobody would ever wake those who wait elsewhere.
+        if let Some(engine) = self.0.upgrade() {
+            engine.begin_to_close();
+        }
     }
 }
 

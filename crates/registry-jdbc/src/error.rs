@@ -15,7 +15,9 @@ pub(crate) fn explain(error: sqlx::Error, path: &Path) -> BackendError {
         sqlx::Error::Database(database) => judge(code_of(database.as_ref())),
         // The thread that owned the connection is gone; the next call makes a new one.
         sqlx::Error::WorkerCrashed => Verdict::of(Transient, "the connection was lost"),
-        sqlx::Error::Io(_) => Verdict::of(Misconfigured, "the connection could not be made").refused(),
+        sqlx::Error::Io(_) => {
+            Verdict::of(Misconfigured, "the connection could not be made").refused()
+        }
         sqlx::Error::Configuration(_) | sqlx::Error::InvalidArgument(_) => {
             Verdict::of(Misconfigured, "the path cannot be used").refused()
         }
@@ -32,8 +34,7 @@ pub(crate) fn explain(error: sqlx::Error, path: &Path) -> BackendError {
         // What sqlx may add, and what it does not raise for SQLite: the outcome is open and a repetition promises nothing.
         _ => Verdict::of(Protocol, "the database client failed"),
     };
-    let error =
-        BackendError::new(kind, format!("sqlite file {path:?}: {says}")).with_source(error);
+    let error = BackendError::new(kind, format!("sqlite file {path:?}: {says}")).with_source(error);
     if refused { error.as_refused() } else { error }
 }
 
@@ -117,7 +118,11 @@ fn judge(code: i32) -> Verdict {
             return Verdict::of(Misconfigured, "this is a folder; name a file").refused();
         }
         // The system ran out of locks or memory for a moment.
-        IOERR_RDLOCK | IOERR_UNLOCK | IOERR_NOMEM | IOERR_CHECKRESERVEDLOCK | IOERR_LOCK
+        IOERR_RDLOCK
+        | IOERR_UNLOCK
+        | IOERR_NOMEM
+        | IOERR_CHECKRESERVEDLOCK
+        | IOERR_LOCK
         | IOERR_SHMLOCK => {
             return Verdict::of(Transient, "the system could not lock the file for a moment");
         }
@@ -244,7 +249,11 @@ mod tests {
         ];
         for &(code, kind, refused) in table {
             let verdict = judge(code);
-            assert_eq!((verdict.kind, verdict.refused), (kind, refused), "code {code}: {verdict:?}");
+            assert_eq!(
+                (verdict.kind, verdict.refused),
+                (kind, refused),
+                "code {code}: {verdict:?}"
+            );
         }
     }
 
@@ -262,7 +271,11 @@ mod tests {
             (sqlx::Error::ColumnNotFound("x".to_owned()), Protocol, false),
             (sqlx::Error::ColumnIndexOutOfBounds { index: 1, len: 0 }, Protocol, false),
             (sqlx::Error::TypeNotFound { type_name: "x".to_owned() }, Protocol, false),
-            (sqlx::Error::ColumnDecode { index: "x".to_owned(), source: "x".into() }, Protocol, false),
+            (
+                sqlx::Error::ColumnDecode { index: "x".to_owned(), source: "x".into() },
+                Protocol,
+                false,
+            ),
             (sqlx::Error::PoolClosed, Protocol, false),
         ];
         for (error, kind, refused) in cases {

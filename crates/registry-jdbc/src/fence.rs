@@ -75,7 +75,9 @@ pub enum FenceError {
         key: String,
     },
     /// The lock lives in another kind of store.
-    #[error("lock {key:?} does not live in {database}, so it cannot fence a {database} transaction")]
+    #[error(
+        "lock {key:?} does not live in {database}, so it cannot fence a {database} transaction"
+    )]
     #[non_exhaustive]
     Unsupported {
         /// The key.
@@ -84,7 +86,9 @@ pub enum FenceError {
         database: &'static str,
     },
     /// The transaction is on a database that does not hold the lock.
-    #[error("the transaction is on another database than the lock; open the same file, as the main database")]
+    #[error(
+        "the transaction is on another database than the lock; open the same file, as the main database"
+    )]
     OtherDatabase,
     /// Another transaction was in the way. Roll back and begin again, with `BEGIN IMMEDIATE` if it reads before it fences.
     #[error("another transaction is in the way of the fence")]

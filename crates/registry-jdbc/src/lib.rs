@@ -7,7 +7,7 @@
 //! | `sqlite` | `SqliteBackend` | the processes of one Linux host that open the same file |
 //!
 //! A lock is a row. It names the claim that holds it, the fencing tokens that were reserved and the end of the lease;
-//! every operation is a single statement, so there is no half-done acquisition to clean up. Waiting, renewal, hand-off
+//! every operation is a single statement, so there is no half-done acquisition to clean up. Waiting, renewal, hand-over
 //! and loss are not decided here: the engine in `registry-core` drives a backend through `LockBackend`.
 //!
 //! The other half of a token lives here too: `Fence` checks a guard inside the caller's own transaction, so that

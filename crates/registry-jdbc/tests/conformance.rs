@@ -19,7 +19,7 @@ impl Harness for Sqlite {
 
 registry_conformance::conformance! {
     harness = Sqlite,
-    runs = 209,
+    runs = 210,
     skips = 8,
     without = [fair, remote],
 }

@@ -1,5 +1,6 @@
 //! A transaction commits only as long as nobody else was granted the lock.
 #![cfg(all(feature = "sqlite", target_os = "linux"))]
+#![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -137,7 +138,7 @@ async fn a_fenced_transaction_holds_a_takeover_up_until_it_ends() {
     let (a, b) = (shop.process().await, shop.process().await);
     let mut data = shop.data().await;
 
-    let options = LockOptions::new().lease(Duration::from_millis(500)).renew(false);
+    let options = LockOptions::new().lease(Duration::from_secs(2)).renew(false);
     let guard = a.obtain("coupon/7").lock_with(options).await.unwrap().unwrap();
     let mut transaction = data.begin().await.unwrap();
     guard.fence(&mut transaction).await.unwrap();

@@ -1,5 +1,6 @@
 //! Files that cannot be opened say why and what to do; files that can be opened are opened by everybody at once.
 #![cfg(all(feature = "sqlite", target_os = "linux"))]
+#![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
@@ -128,8 +129,12 @@ async fn newer_tables_are_refused_and_left_alone() {
 async fn a_database_with_other_tables_keeps_them() {
     let folder = folder();
     let path = folder.path().join("shop.db");
-    let mut data =
-        SqliteConnectOptions::new().filename(&path).create_if_missing(true).connect().await.unwrap();
+    let mut data = SqliteConnectOptions::new()
+        .filename(&path)
+        .create_if_missing(true)
+        .connect()
+        .await
+        .unwrap();
     data.execute("PRAGMA user_version = 7; PRAGMA application_id = 8; CREATE TABLE sale (n); INSERT INTO sale VALUES (9)")
         .await
         .unwrap();
@@ -147,8 +152,12 @@ async fn a_database_with_other_tables_keeps_them() {
 async fn tables_that_somebody_else_made_from_the_schema_are_used() {
     let folder = folder();
     let path = folder.path().join("locks.db");
-    let mut dba =
-        SqliteConnectOptions::new().filename(&path).create_if_missing(true).connect().await.unwrap();
+    let mut dba = SqliteConnectOptions::new()
+        .filename(&path)
+        .create_if_missing(true)
+        .connect()
+        .await
+        .unwrap();
     for _ in 0..2 {
         sqlx::raw_sql(SqliteBackend::schema()).execute(&mut dba).await.unwrap();
     }
@@ -213,7 +222,8 @@ fn without_write_access_opening_is_denied() {
     let path = folder.path().join("locks.db");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async { open(&path).await.unwrap().close().await });
-    let set = |path: &Path, mode| fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
+    let set =
+        |path: &Path, mode| fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
 
     // Root may write anywhere, so the child becomes nobody. Its program may lie where nobody cannot go.
     let program = folder.path().join("program");
@@ -314,7 +324,14 @@ async fn child_fills_a_disk() {
     // Nobody was told of a grant that was not kept.
     let listed = backend.list().await.unwrap();
     assert_eq!(listed.len(), granted.len() + 1);
-    assert!(backend.diagnose().await.unwrap().iter().any(|finding| finding.message.contains("MiB left")));
+    assert!(
+        backend
+            .diagnose()
+            .await
+            .unwrap()
+            .iter()
+            .any(|finding| finding.message.contains("MiB left"))
+    );
 
     fs::remove_file(disk.join("ballast")).unwrap();
     assert_eq!(backend.release(&held).await.unwrap(), Release::Freed);
@@ -345,7 +362,9 @@ async fn an_open_that_is_dropped_half_way_leaves_a_usable_file() {
 
 #[test]
 fn a_config_tells_all_of_itself() {
-    let config = SqliteConfig::new("locks.db").with_namespace("jobs").with_purge_after(Duration::from_secs(5));
+    let config = SqliteConfig::new("locks.db")
+        .with_namespace("jobs")
+        .with_purge_after(Duration::from_secs(5));
     let text = format!("{config:?}");
     for part in ["locks.db", "jobs", "5s"] {
         assert!(text.contains(part), "{text}");

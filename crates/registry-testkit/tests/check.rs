@@ -11,7 +11,7 @@ use registry_testkit::check::{
     Opinion, Promise, Violation, busy_answers, check, fenced_writes, guarded_writes, search,
     token_order, validity,
 };
-use registry_testkit::history::{Acquiring, Event, History, Holding, Recorder, Writing};
+use registry_testkit::history::{Acquiring, Event, History, Holding, Recorder, What, Writing};
 
 const KEY: &str = "orders/42";
 
@@ -304,6 +304,30 @@ fn a_renewed_guard_is_valid_for_longer() {
 }
 
 #[test]
+fn a_guard_that_is_over_is_not_prolonged_by_asking_it() {
+    let tape = Tape::new();
+    let lease = Duration::from_millis(100);
+    let first = tape.at(0).ask(1).granted(None, || lease);
+    let second = tape.at(120).ask(2).granted(None, || lease);
+    tape.at(150).on(&first).valid_for(|| Duration::ZERO);
+    validity(&tape.history()).unwrap();
+    drop((first, second));
+}
+
+#[test]
+fn the_end_of_a_guard_is_not_part_of_it() {
+    let guard = |op, from, until| {
+        let granted = What::AcquireGranted { token: None, valid_until: Some(until) };
+        let asked = Event::new(from, op, 1, What::AcquireCalled { key: KEY.into() });
+        [asked, Event::new(from, op, 1, granted)]
+    };
+    let touching = [guard(1, 0, 100), guard(2, 100, 200)].into_iter().flatten();
+    validity(&History::from_events(touching).unwrap()).unwrap();
+    let overlapping = [guard(1, 0, 100), guard(2, 99, 200)].into_iter().flatten();
+    validity(&History::from_events(overlapping).unwrap()).unwrap_err();
+}
+
+#[test]
 fn a_guard_without_an_end_of_its_own_is_valid_until_it_is_released() {
     let tape = Tape::new();
     let first = tape.at(0).ask(1).granted_for_good(None);
@@ -407,10 +431,12 @@ fn a_record_that_does_not_fit_together_is_no_pass() {
         // Without its call an answer means nothing. (A grant that was never released is a fine record.)
         assert!(History::from_events(events).is_err(), "without event {missing}");
     }
-    let mut twice = events.clone();
-    twice.push(events.last().unwrap().clone());
-    let broken = History::from_events(twice).unwrap_err();
-    assert!(broken.to_string().contains("ReleaseFreed"), "{broken}");
+    for event in &events {
+        let mut twice = events.clone();
+        twice.push(event.clone());
+        let broken = History::from_events(twice).unwrap_err();
+        assert!(broken.to_string().contains("the record is broken at"), "{broken}");
+    }
 }
 
 #[test]

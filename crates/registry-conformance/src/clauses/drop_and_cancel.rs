@@ -72,6 +72,27 @@ pub async fn a_waiter_dropped_outside_the_runtime_leaves_nothing(lab: &Lab) {
     lab.free_soon(&there, "orders/42").await;
 }
 
+/// A future that is kept and not polled, as in a `select!` whose other branch is at work, is in nobody's way: other keys
+/// are locked, and held locks are renewed.
+pub async fn a_future_that_is_not_polled_holds_up_no_other_key(lab: &Lab) {
+    let registry = lab.registry_of(lab.renewed()).await;
+    let held = registry.obtain("orders/1").lock().await.expect("a free lock is had");
+    for n in 2..5 {
+        let lock = registry.obtain(&format!("orders/{n}"));
+        let mut parked = pin!(lock.lock());
+        // With its request on the way, if the store is one that takes time.
+        let first = poll!(parked.as_mut());
+        let other = registry.obtain(&format!("other/{n}")).try_lock().await.expect("no trouble");
+        other.expect("nobody holds it").unlock().await.expect("a held lock is unlocked");
+        if n == 2 {
+            sleep(lab.renewed() * 2).await;
+            assert!(held.is_held(), "nothing is renewed while a future is not polled");
+        }
+        drop(first);
+    }
+    held.unlock().await.expect("a held lock is unlocked");
+}
+
 /// Handles are not guards: dropping them lets nothing go.
 pub async fn a_dropped_handle_or_registry_lets_nothing_go(lab: &Lab) {
     let (here, there) = (lab.registry_of(lab.renewed()).await, lab.registry().await);

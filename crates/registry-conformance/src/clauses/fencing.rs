@@ -113,7 +113,7 @@ pub async fn a_holder_keeps_its_token(lab: &Lab) {
     freed(&*client, &claim).await;
 }
 
-/// The tokens of a block belong to the one who reserved them, for hand-offs that the store never sees.
+/// The tokens of a block belong to the one who reserved them, for hand-overs that the store never sees.
 pub async fn a_reserved_block_of_tokens_is_given_to_nobody_else(lab: &Lab) {
     let clients = [lab.client().await, lab.client().await];
     let mut free_from = 0;

@@ -14,18 +14,27 @@
     reason = "a panic is how a clause says that its promise is broken"
 )]
 
-pub mod close;
-pub mod drop_and_cancel;
+// The contract with the engine.
+pub mod spi;
+// One holder, told apart from those before it.
 pub mod exclusion;
-pub mod expiry;
 pub mod fencing;
-pub mod handoff;
-pub mod inspect;
-pub mod keys;
-pub mod loss;
-pub mod options;
-pub mod reentry;
+// Its time.
+pub mod expiry;
 pub mod release;
 pub mod renewal;
-pub mod spi;
+// Those who want the same.
 pub mod waiting;
+// What locks are called, and who tells of them.
+pub mod inspect;
+pub mod keys;
+// What users can ask for.
+pub mod options;
+pub mod reentry;
+// What users must know.
+pub mod loss;
+// What goes on inside a process.
+pub mod handoff;
+// Every end.
+pub mod close;
+pub mod drop_and_cancel;

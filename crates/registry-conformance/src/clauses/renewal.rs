@@ -167,7 +167,7 @@ pub async fn each_claim_of_a_batch_has_its_own_lease(lab: &Lab) {
 /// What a renewal tells is kept, like what a grant tells.
 pub async fn a_renewed_grant_does_not_end_before_it_was_told(lab: &Lab) {
     let client = lab.client().await;
-    let claim = Claim::new(key("orders/42"), lab.short());
+    let claim = Claim::new(key("orders/42"), lab.renewed());
     granted(&*client, &claim).await;
     let before = Instant::now();
     let Renewal::Renewed(told) = renew(&*client, &claim).await else {

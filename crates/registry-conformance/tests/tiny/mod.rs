@@ -59,6 +59,7 @@ pub(crate) enum Bug {
     ForcesNothing,
     ForcesWithoutWaking,
     InspectRenews,
+    ConnectionHeldByCaller,
 }
 
 #[derive(Debug)]
@@ -98,11 +99,17 @@ struct Shared {
     rows: Mutex<HashMap<String, Row>>,
     last_token: Mutex<u64>,
     releases: watch::Sender<u64>,
+    connection: tokio::sync::Mutex<()>,
 }
 
 impl Default for Shared {
     fn default() -> Self {
-        Self { rows: Mutex::default(), last_token: Mutex::new(0), releases: watch::Sender::new(0) }
+        Self {
+            rows: Mutex::default(),
+            last_token: Mutex::new(0),
+            releases: watch::Sender::new(0),
+            connection: tokio::sync::Mutex::default(),
+        }
     }
 }
 
@@ -240,6 +247,10 @@ impl LockBackend for TinyBackend {
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        if self.bug == Bug::ConnectionHeldByCaller {
+            let _connection = self.shared.connection.lock().await;
+            tokio::task::yield_now().await;
+        }
         let name = self.name(claim.key());
         if self.bug == Bug::CheckThenAct {
             let taken = self.shared.rows.lock().unwrap().get(&name).is_some_and(Row::is_live);

@@ -1,6 +1,5 @@
 //! What is asked of a lock's row. Says nothing of SQL, see `sql`, and does nothing about time but pass it on, see `clock`.
 
-use std::collections::HashMap;
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
@@ -8,8 +7,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use registry_core::{
-    Attempt, BackendError, BackendErrorKind, Busy, Capabilities, Claim, FencingToken, Finding, Grant,
-    GuaranteeClass, Holder, Key, LockBackend, Reach, Release, Renewal,
+    Attempt, BackendError, BackendErrorKind, Busy, Capabilities, Claim, FencingToken, Finding,
+    Grant, GuaranteeClass, Holder, Key, LockBackend, Reach, Release, Renewal,
 };
 use sqlx::Row;
 use sqlx::sqlite::SqliteRow;
@@ -60,7 +59,7 @@ pub struct SqliteBackend {
     pub(super) store: Vec<u8>,
     pub(super) clock: Arc<dyn Clock>,
     /// The namespace and the boot as statements take them: bound without being copied.
-    namespace: Arc<str>,
+    pub(super) namespace: Arc<str>,
     pub(super) boot: Arc<Vec<u8>>,
     pub(super) writer: Link,
     pub(super) reader: Arc<Link>,
@@ -138,7 +137,10 @@ impl SqliteBackend {
     }
 
     /// Grants the key if it is free and the wall clock is ahead of its tokens, which is how it is with few exceptions.
-    async fn take_at_wall_clock(&self, claim: &Claim) -> Result<Option<FencingToken>, BackendError> {
+    async fn take_at_wall_clock(
+        &self,
+        claim: &Claim,
+    ) -> Result<Option<FencingToken>, BackendError> {
         let mut token = 0;
         let changes = self
             .writer
@@ -182,9 +184,7 @@ impl SqliteBackend {
     async fn look(&self, key: &Key) -> Result<Option<Held>, BackendError> {
         let rows = self
             .reader
-            .rows(|| {
-                sqlx::query(sql::LOOK).bind(Arc::clone(&self.namespace)).bind(key_bytes(key))
-            })
+            .rows(|| sqlx::query(sql::LOOK).bind(Arc::clone(&self.namespace)).bind(key_bytes(key)))
             .await?;
         let row = rows.first().ok_or_else(|| open::damaged(self.path()))?;
         let boot: Vec<u8> = self.column(row, 0)?;
@@ -244,39 +244,6 @@ impl SqliteBackend {
             ),
         )
         .as_refused()
-    }
-
-    /// One statement for as many claims as it takes.
-    async fn prolong(
-        &self,
-        size: &'static sql::Sized,
-        claims: &[Claim],
-    ) -> Result<HashMap<Vec<u8>, Duration>, BackendError> {
-        let mut now = 0;
-        let rows = self
-            .writer
-            .rows(|| {
-                now = self.clock.now();
-                let mut statement = sqlx::query(size.text.as_str())
-                    .bind(now)
-                    .bind(Arc::clone(&self.boot))
-                    .bind(Arc::clone(&self.namespace));
-                for claim in claims {
-                    statement = statement
-                        .bind(key_bytes(claim.key()))
-                        .bind(claim.id().to_bytes().to_vec())
-                        .bind(now.saturating_add(micros(claim.lease())));
-                }
-                for _ in claims.len()..size.items_max {
-                    statement =
-                        statement.bind(None::<Vec<u8>>).bind(None::<Vec<u8>>).bind(None::<i64>);
-                }
-                statement
-            })
-            .await?;
-        rows.iter()
-            .map(|row| Ok((self.column(row, 0)?, span(now, self.column(row, 1)?))))
-            .collect()
     }
 }
 
@@ -346,26 +313,14 @@ impl LockBackend for SqliteBackend {
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
-        let sizes: &'static [sql::Sized] = &*sql::RENEW;
-        let chunk_max = sizes.last().map_or(1, |size| size.items_max);
-        let mut answers = Vec::with_capacity(claims.len());
-        for chunk in claims.chunks(chunk_max) {
-            let result = match self.place.check(self.identity) {
-                // Whoever locks in the file that took this one's place has been told that the key is free.
-                Err(_) => Ok(HashMap::new()),
-                Ok(()) => self.prolong(sql::sized(sizes, chunk.len()), chunk).await,
-            };
-            answers.extend(chunk.iter().map(|claim| match &result {
-                Ok(prolonged) => Ok(prolonged
-                    .get(claim.id().to_bytes().as_slice())
-                    .map_or(Renewal::Gone, |left| Renewal::Renewed(*left))),
-                Err(error) => Err(error.clone()),
-            }));
-        }
-        answers
+        self.renew_in_chunks(claims).await
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+        if self.place.check(self.identity).is_err() {
+            // As in a renewal: for everybody else the grant has ended with the file.
+            return Ok(Release::NotHeld);
+        }
         let changes = self
             .writer
             .changes(|| {
@@ -386,11 +341,13 @@ impl LockBackend for SqliteBackend {
     }
 
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
+        self.place.check(self.identity)?;
         let held = self.look(key).await?;
         Ok(held.map(|held| held.holder(self.clock.now())))
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
+        self.place.check(self.identity)?;
         let rows = self
             .reader
             .rows(|| {
@@ -410,6 +367,7 @@ impl LockBackend for SqliteBackend {
     }
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
+        self.place.check(self.identity)?;
         let changes = self
             .writer
             .changes(|| {

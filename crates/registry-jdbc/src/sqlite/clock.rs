@@ -15,6 +15,7 @@ pub(crate) struct BootId([u8; 16]);
 
 impl BootId {
     /// Reads the id as the kernel prints it, with dashes.
+    #[cfg(target_os = "linux")]
     fn parse(text: &str) -> Option<Self> {
         let digits: String = text.trim().chars().filter(|c| *c != '-').collect();
         if digits.len() != 32 {
@@ -84,8 +85,11 @@ impl HostClock {
             .as_refused()
         })?;
         let boot = BootId::parse(&boot).ok_or_else(|| {
-            BackendError::new(Misconfigured, format!("{BOOT_ID} holds no boot id; is /proc mounted?"))
-                .as_refused()
+            BackendError::new(
+                Misconfigured,
+                format!("{BOOT_ID} holds no boot id; is /proc mounted?"),
+            )
+            .as_refused()
         })?;
         boottime().map_err(|source| {
             BackendError::new(Misconfigured, "this system has no clock that counts from its boot")
@@ -122,9 +126,7 @@ impl Clock for HostClock {
     }
 
     fn wall(&self) -> i64 {
-        std::time::SystemTime::now()
-            .duration_since(std::time::UNIX_EPOCH)
-            .map_or(0, micros)
+        std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(0, micros)
     }
 }
 
@@ -183,6 +185,7 @@ fn parse_offset(text: &str) -> Option<i64> {
 pub(crate) struct ManualClock {
     now: std::sync::atomic::AtomicI64,
     wall: std::sync::atomic::AtomicI64,
+    reads: std::sync::atomic::AtomicU64,
     boot: BootId,
 }
 
@@ -193,12 +196,18 @@ impl ManualClock {
         std::sync::Arc::new(Self {
             now: 60_000_000.into(),
             wall: 1_000_000_000_000_000.into(),
+            reads: 0.into(),
             boot: BootId([boot; 16]),
         })
     }
 
     pub(crate) fn advance(&self, span: Duration) {
         self.now.fetch_add(micros(span), std::sync::atomic::Ordering::SeqCst);
+    }
+
+    /// How often somebody has asked for the time.
+    pub(crate) fn reads(&self) -> u64 {
+        self.reads.load(std::sync::atomic::Ordering::SeqCst)
     }
 
     pub(crate) fn set_wall(&self, wall: i64) {
@@ -209,6 +218,7 @@ impl ManualClock {
 #[cfg(test)]
 impl Clock for ManualClock {
     fn now(&self) -> i64 {
+        self.reads.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
         self.now.load(std::sync::atomic::Ordering::SeqCst)
     }
 

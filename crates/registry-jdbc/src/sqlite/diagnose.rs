@@ -4,8 +4,6 @@ use registry_core::{BackendError, Finding};
 
 use super::backend::SqliteBackend;
 
-/// Less free space than this is worth a warning.
-const FREE_BYTES_MIN: u64 = 64 * 1024 * 1024;
 /// A write-ahead log that is larger than this is not being folded back into the database.
 const LOG_BYTES_MAX: u64 = 64 * 1024 * 1024;
 
@@ -29,8 +27,9 @@ impl SqliteBackend {
         }
 
         for table in ["lock_registry_meta", "lock_registry_locks"] {
-            let check =
-                self.reader.rows(|| sqlx::query("SELECT * FROM pragma_quick_check(?1)").bind(table));
+            let check = self
+                .reader
+                .rows(|| sqlx::query("SELECT * FROM pragma_quick_check(?1)").bind(table));
             for row in check.await? {
                 let says: String = self.column(&row, 0)?;
                 if says != "ok" {
@@ -61,13 +60,15 @@ mod linux {
     use std::path::Path;
 
     use nix::sys::statfs::{
-        AFS_SUPER_MAGIC, CODA_SUPER_MAGIC, FUSE_SUPER_MAGIC, FsType, NCP_SUPER_MAGIC, NFS_SUPER_MAGIC,
-        PROC_SUPER_MAGIC, SMB_SUPER_MAGIC, statfs,
+        AFS_SUPER_MAGIC, CODA_SUPER_MAGIC, FUSE_SUPER_MAGIC, FsType, NCP_SUPER_MAGIC,
+        NFS_SUPER_MAGIC, PROC_SUPER_MAGIC, SMB_SUPER_MAGIC, statfs,
     };
     use registry_core::Finding;
 
     use super::super::watch::Watch;
-    use super::FREE_BYTES_MIN;
+
+    /// Less free space than this is worth a warning.
+    const FREE_BYTES_MIN: u64 = 64 * 1024 * 1024;
 
     /// What the file system, the kernel and the container add.
     pub(super) fn look_around(path: &Path, wal: &Path) -> Vec<Finding> {

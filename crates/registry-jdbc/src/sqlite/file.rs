@@ -8,8 +8,8 @@ use std::fs::{self, Metadata};
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use registry_core::BackendErrorKind::{self, Denied, Misconfigured};
 use registry_core::BackendError;
+use registry_core::BackendErrorKind::{self, Denied, Misconfigured};
 
 use crate::error::file_moved;
 
@@ -58,16 +58,17 @@ impl Place {
                     _ => Path::new("."),
                 };
                 let folder = fs::canonicalize(folder).map_err(|error| match error.kind() {
-                    ErrorKind::NotFound => {
-                        no(Misconfigured, &format!("the folder {folder:?} does not exist; make it first"))
-                    }
+                    ErrorKind::NotFound => no(
+                        Misconfigured,
+                        &format!("the folder {folder:?} does not exist; make it first"),
+                    ),
                     _ => cannot_reach(path, error),
                 })?;
                 folder.join(name)
             }
             Err(error) => return Err(cannot_reach(path, error)),
         };
-        let folder = real.parent().unwrap_or(Path::new("/"));
+        let folder = real.parent().unwrap_or_else(|| Path::new("/"));
         match fs::metadata(&real) {
             Ok(metadata) if metadata.is_dir() => {
                 return Err(no(Misconfigured, "this is a folder; name a file in it"));
@@ -90,7 +91,9 @@ impl Place {
         if !may_write(folder) {
             return Err(no(
                 Denied,
-                &format!("this process may not make files in {folder:?}; give it write access to the folder"),
+                &format!(
+                    "this process may not make files in {folder:?}; give it write access to the folder"
+                ),
             ));
         }
         let mut wal = OsString::from(&real);

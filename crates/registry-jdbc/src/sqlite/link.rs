@@ -96,11 +96,20 @@ impl Link {
         }
     }
 
+    /// As if the thread behind the connection had died.
+    #[cfg(test)]
+    pub(super) async fn break_connection(&self) {
+        *self.state.lock().await = State::Broken;
+    }
+
     async fn lock(&self) -> Result<MutexGuard<'_, State>, BackendError> {
         let mut state = self.state.lock().await;
         if matches!(*state, State::Broken) {
-            let connection =
-                self.options.connect().await.map_err(|error| explain(error, &self.path).as_refused())?;
+            let connection = self
+                .options
+                .connect()
+                .await
+                .map_err(|error| explain(error, &self.path).as_refused())?;
             *state = State::Open(connection);
         }
         Ok(state)
@@ -171,7 +180,8 @@ impl Busy {
     pub(super) async fn again(&mut self, error: &sqlx::Error) -> bool {
         const TRIES_AT_ONCE: u32 = 3;
         const PAUSE_MS_MAX: u64 = 16;
-        if !is_busy(error) || self.since.get_or_insert_with(Instant::now).elapsed() >= self.timeout {
+        if !is_busy(error) || self.since.get_or_insert_with(Instant::now).elapsed() >= self.timeout
+        {
             return false;
         }
         self.tries += 1;

@@ -9,6 +9,7 @@ mod file;
 mod link;
 mod open;
 mod purge;
+mod renew;
 mod sql;
 mod wake;
 mod watch;

@@ -47,7 +47,8 @@ impl SqliteBackend {
             Some(row) => {
                 let to: (String, Vec<u8>) = (self.column(row, 0)?, self.column(row, 1)?);
                 let (rows, dead): (i64, i64) = (self.column(row, 2)?, self.column(row, 3)?);
-                let purged = if dead == 0 { 0 } else { self.delete(&from, &to, dead_since).await? };
+                let purged =
+                    if dead == 0 { 0 } else { self.delete(&from, &to, dead_since).await? };
                 (purged, if rows < sql::PURGE_ROWS_MAX { start } else { to })
             }
         };

@@ -124,9 +124,17 @@ async fn a_statement_that_waited_for_another_writer_reads_the_clock_again() {
     // Another process writes for longer than the lease lasts. The renewal that waits for it must not revive the grant.
     let mut other = super::troubles::write_lock(&folder.file()).await;
     let renewal = backend.renew(std::slice::from_ref(&held));
+    let refused_again = async || {
+        let before = clock.reads();
+        while clock.reads() == before {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    };
     let unblock = async {
-        tokio::time::sleep(Duration::from_millis(50)).await; // lets the first tries be refused; more or fewer do no harm
+        refused_again().await;
         clock.advance(LEASE);
+        // A new look at the clock means that the try with the old time is over.
+        refused_again().await;
         super::troubles::unlock(&mut other).await;
     };
     let (told, ()) = tokio::join!(renewal, unblock);

@@ -8,6 +8,7 @@ use sqlx::{ConnectOptions, Executor, SqliteConnection};
 
 use super::{Folder, busy, claim, grant, key};
 use crate::sqlite::backend::SqliteBackend;
+use crate::sqlite::clock::ManualClock;
 use crate::sqlite::link;
 
 /// A connection of somebody else that writes and does not end.
@@ -33,7 +34,9 @@ async fn a_file_that_stays_locked_is_an_error_that_may_pass() {
     let error = backend.try_acquire(&other).await.unwrap_err();
     assert!(error.is_retryable() && error.refused(), "{error:?}");
     assert!(backend.release(&held).await.unwrap_err().is_retryable());
-    assert!(backend.renew(std::slice::from_ref(&held)).await[0].as_ref().unwrap_err().is_retryable());
+    assert!(
+        backend.renew(std::slice::from_ref(&held)).await[0].as_ref().unwrap_err().is_retryable()
+    );
     // Readers are not in the way of writers, nor the other way round.
     assert!(backend.inspect(&key("k")).await.unwrap().is_some());
 
@@ -45,7 +48,8 @@ async fn a_file_that_stays_locked_is_an_error_that_may_pass() {
 #[tokio::test]
 async fn a_commit_that_fails_is_never_told_as_a_grant() {
     let folder = Folder::new();
-    let backend = folder.process().await;
+    let clock = ManualClock::booted(1);
+    let backend = folder.process_at(&clock).await;
     // A deferred constraint is checked by the commit, after the statement has returned its row. A full disk does the same
     // to the log, but needs a disk to fill.
     for statement in [
@@ -57,6 +61,9 @@ async fn a_commit_that_fails_is_never_told_as_a_grant() {
         backend.writer.changes(|| sqlx::query(statement)).await.unwrap();
     }
     let refused = claim("k");
+    backend.try_acquire(&refused).await.unwrap_err();
+    // With the wall clock set back it is the statement that returns the token.
+    clock.set_wall(0);
     backend.try_acquire(&refused).await.unwrap_err();
     assert_eq!(backend.inspect(&key("k")).await.unwrap(), None);
 
@@ -104,7 +111,10 @@ async fn a_file_that_is_removed_or_replaced_ends_all_grants_in_it() {
         if let Some(successor) = &successor {
             grant(successor, &claim("k")).await;
         }
+        assert_eq!(backend.release(&held).await.unwrap(), Release::NotHeld);
         assert_eq!(backend.renew(&[held]).await[0].as_ref().unwrap(), &Renewal::Gone);
+        assert!(backend.inspect(&key("k")).await.is_err() && backend.list().await.is_err());
+        assert!(backend.force_release(&key("k")).await.is_err());
         let error = backend.try_acquire(&claim("other")).await.unwrap_err();
         assert_eq!(error.kind(), BackendErrorKind::Misconfigured);
         assert!(error.to_string().contains("replaced"), "{error}");
@@ -124,7 +134,8 @@ async fn a_future_that_is_dropped_in_the_middle_poisons_nothing() {
         let mut attempt = Box::pin(backend.try_acquire(&dropped));
         let mut done = false;
         for _ in 0..polls {
-            done = done || attempt.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_ready();
+            done =
+                done || attempt.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_ready();
             tokio::task::yield_now().await;
         }
         drop(attempt);
@@ -135,6 +146,25 @@ async fn a_future_that_is_dropped_in_the_middle_poisons_nothing() {
         busy(&backend, &claim("k")).await;
         assert_eq!(backend.release(&next).await.unwrap(), Release::Freed);
     }
+}
+
+#[tokio::test]
+async fn a_connection_that_broke_is_made_again() {
+    let folder = Folder::new();
+    let backend = folder.process().await;
+    let held = claim("k");
+    grant(&backend, &held).await;
+    backend.writer.break_connection().await;
+    backend.reader.break_connection().await;
+    busy(&backend, &claim("k")).await;
+    assert_eq!(backend.release(&held).await.unwrap(), Release::Freed);
+
+    // But never on a file that is not there any more.
+    backend.writer.break_connection().await;
+    std::fs::remove_file(folder.file()).unwrap();
+    let error = backend.writer.changes(|| sqlx::query("SELECT 1")).await.unwrap_err();
+    assert!(error.refused(), "{error:?}");
+    assert!(!folder.file().exists());
 }
 
 #[tokio::test]

@@ -1,0 +1,244 @@
+//! Many callers of one key: they cost the store next to nothing, no threads, and never get in each other's way.
+
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use registry_core::{
+    Attempt, BackendError, Busy, Capabilities, Claim, LockBackend, LockRegistry, MemoryBackend,
+    PassThroughBackend, Registry, Release, Renewal,
+};
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+
+const CROWD: usize = 10_000;
+
+const POLL: Duration = Duration::from_millis(250);
+
+/// The in-process store, with a record of when it was asked and of how many asked at once.
+#[derive(Debug)]
+struct WatchedBackend {
+    inner: MemoryBackend,
+    requests: Mutex<Vec<Instant>>,
+    at_once: Gauge,
+    waiting_at_once: Gauge,
+}
+
+#[derive(Debug, Default)]
+struct Gauge {
+    now: AtomicUsize,
+    most: AtomicUsize,
+}
+
+struct Inside<'a>(&'a Gauge);
+
+impl Gauge {
+    fn enter(&self) -> Inside<'_> {
+        let now = self.now.fetch_add(1, Ordering::SeqCst) + 1;
+        self.most.fetch_max(now, Ordering::SeqCst);
+        Inside(self)
+    }
+}
+
+impl Drop for Inside<'_> {
+    fn drop(&mut self) {
+        self.0.now.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+impl WatchedBackend {
+    fn over(inner: MemoryBackend) -> Self {
+        Self {
+            inner,
+            requests: Mutex::default(),
+            at_once: Gauge::default(),
+            waiting_at_once: Gauge::default(),
+        }
+    }
+
+    /// A request takes a moment, as with any real store.
+    async fn request(&self) -> Inside<'_> {
+        self.requests.lock().unwrap().push(Instant::now());
+        let inside = self.at_once.enter();
+        tokio::time::sleep(Duration::from_millis(1)).await;
+        inside
+    }
+}
+
+#[async_trait]
+impl LockBackend for WatchedBackend {
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
+    }
+
+    async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        let _inside = self.request().await;
+        self.inner.try_acquire(claim).await
+    }
+
+    async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
+        let _inside = self.request().await;
+        self.inner.renew(claims).await
+    }
+
+    async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+        let _inside = self.request().await;
+        self.inner.release(claim).await
+    }
+
+    async fn wait(&self, claim: &Claim, busy: &Busy) {
+        let _inside = self.waiting_at_once.enter();
+        self.inner.wait(claim, busy).await;
+    }
+}
+
+/// The threads of this process.
+#[cfg(target_os = "linux")]
+fn threads() -> usize {
+    std::fs::read_dir("/proc/self/task").unwrap().count()
+}
+
+/// Callers that all wait for a key that another process holds.
+struct Crowd {
+    callers: JoinSet<()>,
+    ours: Registry,
+    backend: Arc<WatchedBackend>,
+    held: registry_core::LockGuard,
+}
+
+async fn crowd() -> Crowd {
+    let store = MemoryBackend::new();
+    let backend = Arc::new(WatchedBackend::over(store.clone()));
+    let ours = Registry::builder(Arc::clone(&backend) as _).poll(POLL).build().unwrap();
+    let theirs = Registry::builder(Arc::new(store)).build().unwrap();
+    let held = theirs.obtain("k").lock().await.unwrap();
+    let mut callers = JoinSet::new();
+    for _ in 0..CROWD {
+        let lock = ours.obtain("k");
+        callers.spawn(async move { lock.lock().await.unwrap().unlock().await.unwrap() });
+    }
+    tokio::task::yield_now().await;
+    Crowd { callers, ours, backend, held }
+}
+
+#[tokio::test(start_paused = true)]
+async fn ten_thousand_waiters_are_one_request_per_poll_interval() {
+    let Crowd { callers: _callers, ours, backend, held } = crowd().await;
+    assert_eq!(ours.slots(), 1);
+    let intervals = 400;
+    tokio::time::sleep(POLL * intervals).await;
+    let requests = backend.requests.lock().unwrap().clone();
+    // Waiters are alive, and look.
+    assert!(requests.len() > 200, "{} requests in {intervals} intervals", requests.len());
+    let gaps = requests.windows(2).map(|pair| pair[1] - pair[0]);
+    let shortest = gaps.min().unwrap();
+    assert!(shortest >= POLL, "two requests within {shortest:?}");
+    assert!(held.is_held());
+}
+
+#[tokio::test(start_paused = true)]
+async fn ten_thousand_waiters_hold_one_place_at_the_store() {
+    let Crowd { mut callers, ours, backend, held } = crowd().await;
+    tokio::time::sleep(POLL * 40).await;
+    held.unlock().await.unwrap();
+    while let Some(caller) = callers.join_next().await {
+        caller.unwrap();
+    }
+    ours.idle().await;
+    assert_eq!(backend.at_once.most.load(Ordering::SeqCst), 1, "requests at once");
+    assert_eq!(backend.waiting_at_once.most.load(Ordering::SeqCst), 1, "waits at once");
+    // Handed over from caller to caller: one acquire and one release for 33 of them.
+    let requests = backend.requests.lock().unwrap().len();
+    assert!(requests < CROWD / 10, "{requests} requests for {CROWD} callers");
+    assert_eq!((ours.slots(), ours.held()), (0, 0));
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn ten_thousand_waiters_need_no_thread() {
+    // Other tests come and go in this process: the measurement is theirs, not ours, if it is repeated often enough.
+    let fewest = (0..10)
+        .map(|_| {
+            let runtime = tokio::runtime::Builder::new_current_thread()
+                .enable_time()
+                .start_paused(true)
+                .build()
+                .unwrap();
+            let before = threads();
+            runtime.block_on(async {
+                let crowd = crowd().await;
+                tokio::time::sleep(POLL).await;
+                let more = threads().saturating_sub(before);
+                drop(crowd);
+                more
+            })
+        })
+        .min();
+    assert!(fewest.unwrap() < 100, "{fewest:?} more threads");
+}
+
+/// Nobody but the slots keeps these callers apart: the store lets everybody in.
+#[test]
+fn handles_that_come_and_go_on_all_threads_share_one_turn() {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(4)
+        .enable_all()
+        .build()
+        .unwrap();
+    let registry = {
+        let _inside = runtime.enter();
+        Registry::builder(Arc::new(PassThroughBackend::new())).build().unwrap()
+    };
+    let keys = ["a", "b", "c"];
+    let rooms: Arc<[AtomicBool]> = keys.iter().map(|_| AtomicBool::new(false)).collect();
+    let visit = {
+        let (registry, rooms) = (registry.clone(), Arc::clone(&rooms));
+        async move |n: usize| {
+            let room = n % keys.len();
+            let (one, other) = (registry.obtain(keys[room]), registry.obtain(keys[room]));
+            let lock = if n.is_multiple_of(2) { one } else { other };
+            let guard = lock.lock().await.unwrap();
+            // The guard alone keeps the slot.
+            drop(lock);
+            assert!(!rooms[room].swap(true, Ordering::SeqCst), "two are inside");
+            if n.is_multiple_of(5) {
+                tokio::task::yield_now().await;
+            }
+            rooms[room].store(false, Ordering::SeqCst);
+            if n.is_multiple_of(3) {
+                drop(guard);
+            } else {
+                guard.unlock().await.unwrap();
+            }
+        }
+    };
+    let tasks: Vec<_> = (0..8)
+        .map(|first| {
+            let visit = visit.clone();
+            runtime.spawn(async move {
+                for n in 0..4_000 {
+                    visit(first + n).await;
+                }
+            })
+        })
+        .collect();
+    thread::scope(|scope| {
+        for first in 0..4 {
+            let (visit, runtime) = (&visit, &runtime);
+            scope.spawn(move || {
+                for n in 0..4_000 {
+                    runtime.block_on(visit(first + n));
+                }
+            });
+        }
+    });
+    for task in tasks {
+        runtime.block_on(task).unwrap();
+    }
+    runtime.block_on(registry.idle());
+    assert_eq!((registry.slots(), registry.held()), (0, 0));
+}

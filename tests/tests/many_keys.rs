@@ -1,0 +1,71 @@
+//! A registry that has seen a million keys is as small as one that has seen none. Alone in its binary, because it looks
+//! at the memory of the whole process.
+#![cfg(target_os = "linux")]
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::sync::Arc;
+
+use registry_core::{LockRegistry, MemoryBackend, Registry};
+
+/// All keys are distinct over the whole test.
+const KEYS: u64 = 1_000_000;
+
+/// Until the allocator and the maps have the size that they keep.
+const WARM_UP: u64 = 100_000;
+
+/// Keys that are in use at the same time.
+const AT_ONCE: u64 = 1_000;
+
+/// Less than ten bytes per key. A leaked slot is hundreds, a leaked key alone some thirty.
+const GROWTH_MAX: u64 = 8 * 1_024 * 1_024;
+
+/// The smallest page there is. Where pages are larger, the growth is understated; the counts of slots and records are not.
+const PAGE_MIN: u64 = 4_096;
+
+/// Bytes of this process that are in memory now.
+fn resident() -> u64 {
+    let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
+    let pages: u64 = statm.split(' ').nth(1).unwrap().parse().unwrap();
+    pages * PAGE_MIN
+}
+
+/// Obtains, locks and lets go of a batch of fresh keys, in each of the ways there are.
+async fn use_up(registry: &Registry, keys: std::ops::Range<u64>) {
+    let mut guards = Vec::new();
+    for key in keys {
+        let lock = registry.obtain(&format!("orders/{key}/lines"));
+        let again = registry.obtain(lock.key());
+        if key % 10 == 0 {
+            // Obtained only.
+            continue;
+        }
+        guards.push(again.lock().await.unwrap());
+        assert!(key % 100 != 1 || lock.try_lock().await.unwrap().is_none());
+    }
+    for (n, guard) in guards.into_iter().enumerate() {
+        if n % 2 == 0 {
+            guard.unlock().await.unwrap();
+        } else {
+            drop(guard);
+        }
+    }
+    registry.idle().await;
+}
+
+#[tokio::test]
+async fn a_million_keys_leave_nothing_behind() {
+    let store = MemoryBackend::new();
+    let registry = Registry::builder(Arc::new(store.clone())).build().unwrap();
+    let mut warm = 0;
+    for from in (0..KEYS).step_by(usize::try_from(AT_ONCE).unwrap()) {
+        if from == WARM_UP {
+            warm = resident();
+        }
+        use_up(&registry, from..from + AT_ONCE).await;
+    }
+    assert_eq!(registry.slots(), 0, "slots");
+    assert_eq!(registry.held(), 0, "held");
+    assert_eq!(store.records(), 0, "records in the store");
+    let growth = resident().saturating_sub(warm);
+    assert!(growth <= GROWTH_MAX, "{growth} bytes more after {} keys", KEYS - WARM_UP);
+}

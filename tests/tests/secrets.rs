@@ -1,0 +1,263 @@
+//! No password is ever shown: not in `Debug`, not in `Display`, not in a chain of errors, not in a log line, however
+//! the URL that holds it is written or mangled, and wherever it comes from.
+
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::error::Error;
+use std::fmt::Debug;
+use std::io::Write;
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Duration;
+
+use lock_registry::tower::LockLayer;
+use lock_registry::{
+    ConfigError, LockRegistry, RegistryConfig, RoutingRegistry, connect, redact_url,
+};
+
+/// What must not be seen, in any spelling. Nothing else in this file or in any message holds it.
+const CANARY: &str = "canary";
+
+const URLS: u64 = 4_000;
+
+/// Everything that was logged by anything in this process.
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<u8>>>);
+
+impl Log {
+    /// Captures from here on whatever is traced, at the most talkative level.
+    fn captured() -> &'static Self {
+        static LOG: OnceLock<Log> = OnceLock::new();
+        LOG.get_or_init(|| {
+            let log = Self::default();
+            let writer = log.clone();
+            tracing_subscriber::fmt()
+                .with_max_level(tracing_subscriber::filter::LevelFilter::TRACE)
+                .with_writer(move || writer.clone())
+                .init();
+            log
+        })
+    }
+
+    fn text(&self) -> String {
+        String::from_utf8_lossy(&self.0.lock().unwrap()).into_owned()
+    }
+}
+
+impl Write for Log {
+    fn write(&mut self, line: &[u8]) -> std::io::Result<usize> {
+        self.0.lock().unwrap().write(line)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Everything that a person could be shown of an error.
+fn told(error: &dyn Error) -> String {
+    let mut text = format!("{error:?}\n{error:#?}");
+    let mut next = Some(error);
+    while let Some(error) = next {
+        text = format!("{text}\n{error}\n{error:#}\n{error:?}");
+        next = error.source();
+    }
+    text
+}
+
+fn shown(value: &impl Debug) -> String {
+    format!("{value:?}\n{value:#?}")
+}
+
+/// What `outcome` shows, good or bad.
+fn outcome<T: Debug>(outcome: &Result<T, ConfigError>) -> String {
+    match outcome {
+        Ok(value) => shown(value),
+        Err(error) => told(error),
+    }
+}
+
+#[track_caller]
+fn assert_silent(given: &str, shown: &str) {
+    assert!(!shown.to_lowercase().contains(CANARY), "{given:?} is shown as {shown}");
+}
+
+/// All that can be done with a URL without opening its store.
+fn use_url(url: &str) {
+    assert_silent(url, &redact_url(url));
+    let config = RegistryConfig::new().url(url);
+    assert_silent(url, &shown(&config));
+    assert_silent(url, &outcome(&config.check()));
+    assert_silent(url, &outcome(&config.settings()));
+    assert_silent(url, &outcome(&RegistryConfig::from_url(url)));
+
+    let variables = [("LOCK_REGISTRY_URL", url), ("LOCK_REGISTRY_POLL", "1s")];
+    let from_env = RegistryConfig::new().with_vars(variables);
+    assert_silent(url, &outcome(&from_env));
+    if let Ok(config) = from_env {
+        assert_silent(url, &outcome(&config.check()));
+    }
+
+    // Quoted as it should be, as people do it, and not at all.
+    let escaped = url.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
+    for toml in [
+        format!("url = \"{escaped}\""),
+        format!("url = '{url}'"),
+        format!("url = {url}"),
+        format!("[lock-registry]\nurl = '{url}'\nleese = '1s'"),
+        format!("lease = '1s'\n{url}"),
+    ] {
+        let from_file = RegistryConfig::new().with_toml(&toml);
+        assert_silent(&toml, &outcome(&from_file));
+        if let Ok(config) = from_file {
+            assert_silent(&toml, &outcome(&config.check()));
+            assert_silent(&toml, &outcome(&config.settings()));
+        }
+    }
+}
+
+const SCHEMES: &[&str] = &[
+    "redis", "rediss", "redis+sentinel", "redis+cluster", "redis+quorum", "postgres", "postgresql",
+    "mysql", "mariadb", "zk", "etcd", "amqp", "postgress", "REDIS", "http",
+];
+
+/// A password of the worst characters, with the canary somewhere in it.
+fn password(random: &mut fastrand::Rng) -> String {
+    const NASTY: &[&str] = &[
+        "/", "?", "#", "@", ":", "%", "%2", "%2F", "%40", "&", "=", "[", "]", ",", ";", " ", "+", "\\",
+        "'", "\"", "\t", "\n", "\u{0}", "é", "\u{202e}", "🔑", "$", "{", "}", "x", "1", "-", ".", "_",
+        "//", "::", "@@", "&lease=", "?lease=1s", "=1", "lease=1s&",
+    ];
+    let mut text = String::new();
+    let place = random.usize(0..4);
+    for n in 0..4 {
+        if n == place {
+            text.push_str(random.choice(["canary", "Canary", "CANARY"]).unwrap());
+        }
+        if random.bool() {
+            text.push_str(random.choice(NASTY).unwrap());
+        }
+    }
+    text
+}
+
+/// A URL with a password where passwords stand, or where people put them by mistake.
+fn url(random: &mut fastrand::Rng) -> String {
+    let scheme = random.choice(SCHEMES).unwrap();
+    let password = password(random);
+    let host = random.choice(["host", "host:6379", "a:1,b:2", "[::1]:6379", "", "10.0.0.1"]).unwrap();
+    let path = random.choice(["", "/", "/0", "/db/table"]).unwrap();
+    let query = random.choice(["", "?lease=1s", "?lease=1s&poll=2s", "?"]).unwrap();
+    match random.u8(0..12) {
+        0..5 => format!("{scheme}://user:{password}@{host}{path}{query}"),
+        5 => format!("{scheme}://:{password}@{host}{path}{query}"),
+        6 => format!("{scheme}://{password}@{host}{path}{query}"),
+        7 => {
+            let name = random.choice(["password", "pass", "pwd", "token", "auth", "sslkey"]).unwrap();
+            // In a query, an `&` begins another option, and nobody can know that it was not meant to.
+            format!("{scheme}://{host}{path}?{name}={}", password.replace('&', "%26"))
+        }
+        8 => format!("{scheme}:user:{password}@{host}{path}{query}"),
+        9 => format!("{scheme}//user:{password}@{host}{path}{query}"),
+        10 => format!("user:{password}@{host}{path}{query}"),
+        _ => format!("{scheme}://user:{password}@{host},user:{password}@b:2{path}{query}"),
+    }
+}
+
+#[test]
+fn no_url_with_a_password_shows_it() {
+    Log::captured();
+    for seed in 0..URLS {
+        let url = url(&mut fastrand::Rng::with_seed(seed));
+        use_url(&url);
+    }
+    assert_silent("the log", &Log::captured().text());
+}
+
+#[test]
+fn a_password_that_is_cut_off_at_any_point_is_not_shown() {
+    Log::captured();
+    for scheme in SCHEMES {
+        let url = format!("{scheme}://user:canary@host:6379/0?password=canary&lease=1s");
+        for (end, _) in url.char_indices() {
+            use_url(&url[..end]);
+            use_url(&url[end..]);
+        }
+    }
+    assert_silent("the log", &Log::captured().text());
+}
+
+#[test]
+fn what_stores_without_passwords_are_given_is_not_shown_either() {
+    for url in [
+        "memory:?password=canary",
+        "memory:locks?token=canary&lease=1s",
+        "memory://user:canary@host",
+        "pass-through:?password=canary",
+        "pass-through://user:canary@host",
+        "sqlite:locks.db?password=canary",
+        "sqlite:locks.db?key=can%61ry",
+        "sqlite:locks.db?key=canary",
+        "sqlite://user:canary@host/locks.db",
+        "sqlite:locks.db#canary",
+        "memory:#canary",
+    ] {
+        use_url(url);
+    }
+}
+
+#[tokio::test]
+async fn connecting_in_vain_shows_and_logs_no_password() {
+    Log::captured();
+    for seed in 0..200 {
+        let url = url(&mut fastrand::Rng::with_seed(seed));
+        let connected = connect(&url).await;
+        assert!(connected.is_err(), "{url} is a store");
+        assert_silent(&url, &outcome(&connected));
+        let config = RegistryConfig::new().url(&url).lease(Duration::from_secs(1));
+        assert_silent(&url, &outcome(&config.connect().await));
+    }
+    assert_silent("the log", &Log::captured().text());
+}
+
+/// With a URL that is wrong in the environment and a right one in code, the wrong one is never mentioned.
+#[tokio::test]
+async fn an_overruled_url_is_not_shown() {
+    let log = Log::captured();
+    let folder = tempfile::tempdir().unwrap();
+    let config = RegistryConfig::new()
+        .with_vars([("LOCK_REGISTRY_URL", "redis://user:canary@host/0")])
+        .unwrap()
+        .url(format!("sqlite:{}/locks.db", folder.path().display()));
+    assert_silent("config", &shown(&config));
+    assert_silent("settings", &outcome(&config.settings()));
+    let registry = config.connect().await.unwrap();
+    assert_silent("registry", &shown(&registry));
+    let lock = registry.obtain("orders/42");
+    let guard = lock.lock().await.unwrap();
+    assert_silent("lock and guard", &shown(&(&lock, &guard, guard.claim())));
+    let registry = Arc::new(registry);
+    let routing = RoutingRegistry::new(Arc::clone(&registry) as _).route("x/*", registry.clone());
+    assert_silent("routing", &shown(&routing));
+    let layer = LockLayer::new(registry.clone(), |_: &()| String::from("orders/42"));
+    assert_silent("layer", &shown(&layer));
+    guard.unlock().await.unwrap();
+    registry.close(Duration::from_secs(60)).await;
+    assert_silent("the log", &log.text());
+    // The log is not silent about everything.
+    assert!(log.text().contains("lock granted"), "nothing is captured");
+}
+
+#[tokio::test]
+async fn stores_that_cannot_be_opened_say_so_without_the_environment() {
+    let log = Log::captured();
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("corrupt.db"), "canary ".repeat(1_000)).unwrap();
+    for file in ["absent/locks.db", "corrupt.db", ""] {
+        let url = format!("sqlite:{}/{file}", folder.path().display());
+        let connected = connect(&url).await;
+        assert!(connected.is_err(), "{url} is a store");
+        // What is in the file is not ours to show.
+        assert_silent(&url, &outcome(&connected));
+    }
+    assert_silent("the log", &log.text());
+}
