@@ -18,10 +18,10 @@
 //!     std::process::exit(0);
 //! }
 //!
-//! fn distant_client(near: Arc<dyn LockBackend>) -> DistantBackend {
+//! async fn distant_client(near: Arc<dyn LockBackend>) -> DistantBackend {
 //!     let mut program = Command::new(std::env::current_exe().unwrap());
 //!     program.args(["the_other_process", "--exact", "--ignored", "--nocapture"]);
-//!     DistantBackend::spawn(program, near).unwrap()
+//!     DistantBackend::spawn(program, near).await.unwrap()
 //! }
 //! ```
 
@@ -62,21 +62,29 @@ pub struct DistantBackend {
 type Open = Option<HashMap<u64, oneshot::Sender<Reply>>>;
 
 impl DistantBackend {
-    /// Starts `program`, which has to call [`serve`]. `near` is a client of the same store in this process.
+    /// Starts `program`, which has to call [`serve`], and waits until it does. `near` is a client of the same store in this
+    /// process.
     ///
     /// # Errors
-    /// When the program cannot be started.
-    pub fn spawn(mut program: Command, near: Arc<dyn LockBackend>) -> io::Result<Self> {
+    /// When the program cannot be started, or ends before it calls [`serve`].
+    ///
+    /// # Cancel safety
+    /// Dropping the future kills the process.
+    pub async fn spawn(mut program: Command, near: Arc<dyn LockBackend>) -> io::Result<Self> {
         program.stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = program.spawn()?;
         let (stdin, stdout) = (child.stdin.take(), child.stdout.take());
-        let open = Arc::new(Mutex::new(Some(HashMap::new())));
+        // The first reply comes unasked.
+        let (ready, is_ready) = oneshot::channel();
+        let open = Arc::new(Mutex::new(Some(HashMap::from([(wire::READY, ready)]))));
         if let Some(stdout) = stdout {
             let open = Arc::clone(&open);
             std::thread::spawn(move || listen(BufReader::new(stdout), &open));
         }
         let (child, stdin) = (Mutex::new(child), Mutex::new(stdin));
-        Ok(Self { near, child, stdin, next: AtomicU64::new(1), open })
+        let backend = Self { near, child, stdin, next: AtomicU64::new(wire::READY + 1), open };
+        is_ready.await.map_err(|_| io::Error::other("the other process ended before it served"))?;
+        Ok(backend)
     }
 
     async fn ask(&self, request: Request) -> Result<Reply, BackendError> {

@@ -27,7 +27,8 @@ pub(crate) async fn acquire(
     engine.backend.check_key(slot.key())?;
     let terms = engine.terms(options)?;
     let owner = options.owner.clone().or_else(Owner::current);
-    let began = Moment::now();
+    // Without a deadline nothing depends on it but what observers are told.
+    let began = if options.wait.is_some() { Moment::now() } else { Moment::about_now() };
     // One budget for everything.
     let deadline = options.wait.map(|wait| began.after(wait));
 

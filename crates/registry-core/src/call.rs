@@ -3,7 +3,7 @@
 //! The caller polls the call in place, so the normal path costs no task and no channel. If the caller is dropped in between,
 //! the janitor polls it to its end.
 
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -22,6 +22,11 @@ impl<T: Send + 'static> Call<T> {
         Self { future: Some(future), janitor: janitor.clone() }
     }
 
+    /// A call whose answer is already there, not looked at yet.
+    pub(crate) fn answered(janitor: &Janitor, answer: T) -> Self {
+        Self::new(janitor, Box::pin(std::future::ready(answer)))
+    }
+
     /// Takes the call back in mid-flight; `None` when it has been answered.
     pub(crate) fn take(&mut self) -> Option<CallFuture<T>> {
         self.future.take()
@@ -29,6 +34,11 @@ impl<T: Send + 'static> Call<T> {
 
     /// Waits for the answer for at most `limit`. The call itself goes on either way.
     pub(crate) async fn answer_within(&mut self, limit: Duration) -> Option<T> {
+        // Stores that answer at once need no timer, and setting one up costs as much as they do.
+        if let Poll::Ready(answer) = poll_fn(|cx| Poll::Ready(Pin::new(&mut *self).poll(cx))).await
+        {
+            return Some(answer);
+        }
         tokio::time::timeout(limit, self).await.ok()
     }
 }

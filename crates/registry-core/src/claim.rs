@@ -99,10 +99,11 @@ impl Contender {
             let fresh = claim.clone().with_id(crate::ClaimId::random());
             give_back_in_background(GivingBack {
                 engine,
-                until: Moment::now().after(claim.lease()),
+                lease: claim.lease(),
                 claim,
                 turn: None,
                 stray_attempts: self.stray_attempts + 1,
+                under_way: None,
             });
             Box::new(Self::new(turn, fresh, Arc::clone(&self.terms)))
         })
@@ -131,19 +132,21 @@ impl Contender {
             let queued = self.queued || claim.queue();
             let giving = GivingBack {
                 engine,
-                until: Moment::now().after(claim.lease()),
+                lease: claim.lease(),
                 claim,
                 turn,
                 stray_attempts,
+                under_way: None,
             };
             janitor.hand_over(Box::pin(finish_and_give_back(call, giving, queued)));
         } else if stray_attempts > 0 || self.queued {
             give_back_in_background(GivingBack {
                 engine,
-                until: Moment::now().after(claim.lease()),
+                lease: claim.lease(),
                 claim,
                 turn,
                 stray_attempts,
+                under_way: None,
             });
         }
     }
@@ -185,7 +188,5 @@ async fn finish_and_give_back(
         Ok(_) => {}
         Err(_) => giving.stray_attempts += 1,
     }
-    // The request may have been carried out just now.
-    giving.until = Moment::now().after(giving.claim.lease());
     give_back(giving).await;
 }

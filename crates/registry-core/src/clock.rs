@@ -21,6 +21,22 @@ impl Moment {
 
     /// The current moment.
     pub(crate) fn now() -> Self {
+        Self::running(suspended_ns())
+    }
+
+    /// The current moment, without a look at whether the host has just been suspended: then it is too early by that time.
+    /// For moments that may be too early and come soon after an exact one.
+    pub(crate) fn about_now() -> Self {
+        Self::running(SUSPENDED.load(Ordering::Relaxed))
+    }
+
+    /// The current moment, shortly after `recent`, which was exact. Looks for a suspend only if that is a while ago.
+    pub(crate) fn now_after(recent: Self) -> Self {
+        let now = Self::about_now();
+        if now.since(recent) < Duration::from_millis(1) { now } else { Self::now() }
+    }
+
+    fn running(suspended: i64) -> Self {
         let now = tokio::time::Instant::now().into_std();
         let origin = *ORIGIN.get_or_init(|| now);
         // A paused runtime may count from an instant before the origin.
@@ -28,7 +44,7 @@ impl Moment {
             Some(after) => nanos(after),
             None => -nanos(origin.saturating_duration_since(now)),
         };
-        Self(running.saturating_add(suspended_ns()))
+        Self(running.saturating_add(suspended))
     }
 
     /// This moment and `span`; saturates some centuries from now.
@@ -71,8 +87,6 @@ fn nanos(span: Duration) -> i64 {
 fn suspended_ns() -> i64 {
     use nix::time::{ClockId, clock_gettime};
 
-    static KNOWN: AtomicI64 = AtomicI64::new(0);
-
     let read = |clock| {
         clock_gettime(clock)
             .map(|at| at.tv_sec().saturating_mul(1_000_000_000).saturating_add(at.tv_nsec()))
@@ -82,14 +96,14 @@ fn suspended_ns() -> i64 {
     // towards a lease that ends too early.
     let (Ok(boot), Ok(monotonic)) = (read(ClockId::CLOCK_BOOTTIME), read(ClockId::CLOCK_MONOTONIC))
     else {
-        return KNOWN.load(Ordering::Relaxed);
+        return SUSPENDED.load(Ordering::Relaxed);
     };
     let seen = boot.saturating_sub(monotonic);
-    let known = KNOWN.load(Ordering::Relaxed);
+    let known = SUSPENDED.load(Ordering::Relaxed);
     if seen > known {
         // Two clock reads a few nanoseconds apart jitter by as much; only a real suspend moves the clock.
         if seen - known > 1_000_000 {
-            KNOWN.fetch_max(seen, Ordering::Relaxed);
+            SUSPENDED.fetch_max(seen, Ordering::Relaxed);
             return seen.max(known);
         }
     }
@@ -102,6 +116,9 @@ fn suspended_ns() -> i64 {
 }
 
 static ORIGIN: OnceLock<Instant> = OnceLock::new();
+
+/// The longest time of suspend that was ever seen.
+static SUSPENDED: AtomicI64 = AtomicI64::new(0);
 
 #[cfg(test)]
 mod tests {

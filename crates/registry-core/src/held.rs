@@ -74,7 +74,7 @@ impl HeldClaim {
         sent_at: Moment,
         stray_attempts: u32,
     ) -> Result<Arc<Self>, Turn> {
-        let now = Moment::now();
+        let now = Moment::now_after(sent_at);
         let lease = Lease::granted(terms.lease, sent_at, grant.lease, now);
         if matches!(lease.due(now), Due::Over(_)) {
             return Err(turn);
@@ -129,7 +129,11 @@ impl HeldClaim {
 
     /// Why it was lost; also notices a lease that has run out unseen.
     pub(crate) fn loss(self: &Arc<Self>) -> Option<LostReason> {
-        if Moment::now() < self.valid_until() {
+        self.loss_at(Moment::now())
+    }
+
+    fn loss_at(self: &Arc<Self>, now: Moment) -> Option<LostReason> {
+        if now < self.valid_until() {
             return None;
         }
         let due = {
@@ -137,7 +141,7 @@ impl HeldClaim {
             match state.phase {
                 Phase::Lost(reason) => return Some(reason),
                 Phase::Ending => return None,
-                Phase::Held => state.lease.due(Moment::now()),
+                Phase::Held => state.lease.due(now),
             }
         };
         if let Due::Over(reason) = due
@@ -189,8 +193,9 @@ impl HeldClaim {
                 claim: self.claim.clone(),
                 turn: turn_after,
                 // A renewal that was never answered may have been carried out a moment ago.
-                until: Moment::now().after(lease_length),
+                lease: lease_length,
                 stray_attempts: self.stray_attempts + 1,
+                under_way: None,
             });
         }
         true
@@ -198,7 +203,8 @@ impl HeldClaim {
 
     /// Ends the claim by the holder's own will. The keeper starts no renewal from here on.
     pub(crate) fn end(self: &Arc<Self>) -> Result<Ending, LostReason> {
-        if let Some(reason) = self.loss() {
+        let now = Moment::now();
+        if let Some(reason) = self.loss_at(now) {
             return Err(reason);
         }
         let mut state = self.state();
@@ -210,7 +216,7 @@ impl HeldClaim {
         }
         let turn = state.turn.take();
         drop(state);
-        Ok(Ending { held: Some(Arc::clone(self)), turn })
+        Ok(Ending { held: Some(Arc::clone(self)), turn, since: now })
     }
 
     /// Whether this claim may pass to another local caller as it is.
@@ -250,6 +256,9 @@ impl HeldClaim {
 
     /// The time from now until this claim may be freed at the earliest.
     pub(crate) fn min_hold_left(&self) -> Duration {
+        if self.terms.min_hold.is_zero() {
+            return Duration::ZERO;
+        }
         self.granted_at.after(self.terms.min_hold).since(Moment::now())
     }
 
@@ -370,6 +379,7 @@ impl HeldClaim {
 pub(crate) struct Ending {
     held: Option<Arc<HeldClaim>>,
     turn: Option<Turn>,
+    since: Moment,
 }
 
 impl Ending {
@@ -377,7 +387,7 @@ impl Ending {
     /// comes back, and the keeper has nothing to do with it any more.
     pub(crate) fn hand_over(mut self) -> Option<Self> {
         let held = self.held.take()?;
-        if held.may_be_handed_over(Moment::now()) {
+        if held.may_be_handed_over(self.since) {
             // One place for both closures, which never run at the same time.
             let turn = RefCell::new(&mut self.turn);
             let taken = held.slot.hand_over(

@@ -1,8 +1,8 @@
 //! The in-process store: real leases, real tokens, real waiters, so that it is a fair reference for the others.
 
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -30,6 +30,8 @@ struct Store {
     held: DashMap<Key, Record>,
     /// The largest token that was ever reserved, of all keys: growing over all, tokens grow for each.
     last_token: AtomicU64,
+    /// Microseconds since 1970 when the first token was given.
+    epoch_us: OnceLock<u64>,
     /// Expired records are swept out when this many are there.
     sweep_at: AtomicU64,
 }
@@ -61,10 +63,11 @@ impl MemoryBackend {
 impl Store {
     /// Reserves a block of tokens and gives the first.
     ///
-    /// Microseconds since 1970 underlie the count, as in the other stores, so that a resource that remembers tokens of an
-    /// earlier run of the process accepts those of this one.
+    /// The count starts at the microseconds since 1970, so that a resource that remembers tokens of an earlier run of the
+    /// process accepts those of this one, unless that run gave more than a million a second all its life.
     fn next_token(&self, block: u32) -> Option<FencingToken> {
-        let now = epoch_us();
+        // Read once: from there on tokens are larger than the last one in any case.
+        let now = *self.epoch_us.get_or_init(epoch_us);
         let mut last = self.last_token.load(Ordering::Relaxed);
         loop {
             let first = last.saturating_add(1).max(now);
@@ -124,7 +127,7 @@ impl LockBackend for MemoryBackend {
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        let now = Moment::now();
+        let now = Moment::about_now();
         let granted = match self.0.held.entry(claim.key().clone()) {
             Entry::Occupied(mut entry) => {
                 let record = entry.get();
@@ -177,7 +180,7 @@ impl LockBackend for MemoryBackend {
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
-        let now = Moment::now();
+        let now = Moment::about_now();
         let ours =
             |record: &Record| record.claim == claim.id() || mutated(Mutant::ReleaseWithoutOwner);
         // A record of ours that has expired goes too, but it had ended before.

@@ -1,8 +1,10 @@
 //! Gives a claim back to the store and does not let go before the outcome is known or the lease is over.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::backend::{Claim, Release};
+use crate::call::Call;
 use crate::clock::Moment;
 use crate::engine::{Engine, backoff};
 use crate::error::BackendError;
@@ -17,10 +19,12 @@ pub(crate) struct GivingBack {
     pub(crate) claim: Claim,
     /// Passed on when the store has answered or the lease is over, so that the next local caller does not meet our own record.
     pub(crate) turn: Option<Turn>,
-    /// When the store's clock will have freed the claim at the latest.
-    pub(crate) until: Moment,
+    /// How long from now the store's clock will have freed the claim at the latest.
+    pub(crate) lease: Duration,
     /// Attempts of this claim that may still arrive at the store.
     pub(crate) stray_attempts: u32,
+    /// A release that is already on its way.
+    pub(crate) under_way: Option<Call<Result<Release, BackendError>>>,
 }
 
 /// How giving back ended.
@@ -47,7 +51,7 @@ pub(crate) async fn give_back(mut giving: GivingBack) -> GivenBack {
     if mutated(Mutant::TurnBeforeRelease) {
         giving.turn = None;
     }
-    let outcome = release_until_answered(&giving).await;
+    let outcome = release_until_answered(&mut giving).await;
     if let GivenBack::Unknown(_) = outcome {
         // The store is out of reach, or says no. Only its clock frees the key now; local callers must not be kept
         // from finding that out for themselves.
@@ -63,26 +67,29 @@ pub(crate) async fn give_back(mut giving: GivingBack) -> GivenBack {
     outcome
 }
 
-async fn release_until_answered(giving: &GivingBack) -> GivenBack {
-    let engine = &giving.engine;
+async fn release_until_answered(giving: &mut GivingBack) -> GivenBack {
+    let engine = Arc::clone(&giving.engine);
+    let mut until = None;
     let mut attempt = 0;
     let mut may_have_freed = false;
     loop {
-        let error =
-            match engine.release(&giving.claim).answer_within(engine.defaults.answer_limit).await {
-                Some(Ok(Release::Freed)) => return GivenBack::Freed,
-                // An earlier release, whose reply was lost, has done it.
-                Some(Ok(Release::NotHeld)) if may_have_freed => return GivenBack::Freed,
-                Some(Ok(Release::NotHeld)) => return GivenBack::NotHeld,
-                Some(Err(error)) => error,
-                None => engine.unanswered(),
-            };
+        let under_way = giving.under_way.take();
+        let mut release = under_way.unwrap_or_else(|| engine.release(&giving.claim));
+        let error = match release.answer_within(engine.defaults.answer_limit).await {
+            Some(Ok(Release::Freed)) => return GivenBack::Freed,
+            // An earlier release, whose reply was lost, has done it.
+            Some(Ok(Release::NotHeld)) if may_have_freed => return GivenBack::Freed,
+            Some(Ok(Release::NotHeld)) => return GivenBack::NotHeld,
+            Some(Err(error)) => error,
+            None => engine.unanswered(),
+        };
         may_have_freed |= !error.refused();
         let key = giving.claim.key().as_str();
         engine.tell(|| LockEvent::ReleaseFailed { key, error: &error });
+        let until = *until.get_or_insert_with(|| Moment::now().after(giving.lease));
         let pause = backoff(attempt);
         if !error.is_retryable()
-            || Moment::now().after(pause) >= giving.until
+            || Moment::now().after(pause) >= until
             || mutated(Mutant::ReleaseErrorSwallowed)
         {
             return GivenBack::Unknown(error);
@@ -95,9 +102,10 @@ async fn release_until_answered(giving: &GivingBack) -> GivenBack {
 /// Ends grants that attempts of this claim may yet cause: a request can be overtaken by its own release.
 async fn hunt_stray_grants(giving: GivingBack, mut freed: u32) {
     let engine = &giving.engine;
+    let until = Moment::now().after(giving.lease);
     let mut attempt = 0;
-    while freed < giving.stray_attempts && Moment::now() < giving.until {
-        engine.sleep_until(Moment::now().after(backoff(attempt)).min(giving.until)).await;
+    while freed < giving.stray_attempts && Moment::now() < until {
+        engine.sleep_until(Moment::now().after(backoff(attempt)).min(until)).await;
         if let Some(Ok(Release::Freed)) =
             engine.release(&giving.claim).answer_within(engine.defaults.answer_limit).await
         {

@@ -168,7 +168,7 @@ impl Slot {
             let (door, entry) = oneshot::channel();
             let waiter = Waiter { owner: owner.cloned(), terms: Arc::clone(terms), door };
             line.waiters.insert(ticket, waiter);
-            Waiting { slot: self, ticket, entry }
+            Waiting { slot: self, ticket: Some(ticket), entry }
         };
         self.engine.tell(|| crate::LockEvent::Waiting { key: self.key.as_str() });
         let entry = &mut waiting.entry;
@@ -180,6 +180,8 @@ impl Slot {
                 () = self.engine.sleep_until(deadline) => return Err(NoEntry::TimedOut),
             },
         };
+        // Whoever opened or closed the door has taken our place off the line.
+        waiting.ticket = None;
         // A door that nobody holds any more: the line was closed.
         entered.map_err(|_| NoEntry::Closed)
     }
@@ -336,13 +338,16 @@ impl Drop for Turn {
 /// A place in the line. Dropping it gives the place up; an entry that has already been given is passed on by its own drop.
 struct Waiting<'a> {
     slot: &'a Slot,
-    ticket: u64,
+    /// `None` once the place is not in the line any more.
+    ticket: Option<u64>,
     entry: oneshot::Receiver<Entry>,
 }
 
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
-        let waiter = self.slot.line().waiters.remove(&self.ticket);
-        drop(waiter);
+        if let Some(ticket) = self.ticket {
+            let waiter = self.slot.line().waiters.remove(&ticket);
+            drop(waiter);
+        }
     }
 }

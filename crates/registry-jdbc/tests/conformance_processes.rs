@@ -70,7 +70,7 @@ impl Store for SharedStore {
         let mut program = Command::new(env::current_exe().unwrap());
         program.args(["the_other_process", "--exact", "--ignored", "--nocapture"]);
         program.env(FILE_VARIABLE, self.file.path());
-        Arc::new(DistantBackend::spawn(program, near).unwrap())
+        Arc::new(DistantBackend::spawn(program, near).await.unwrap())
     }
 
     async fn stranger(&self) -> Option<Arc<dyn LockBackend>> {

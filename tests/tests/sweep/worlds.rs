@@ -5,13 +5,15 @@ use std::cell::{Cell, RefCell};
 use std::fmt;
 use std::path::PathBuf;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use async_trait::async_trait;
 use registry_conformance::sweep::{Swept, sweep};
 use registry_conformance::{Fault, Faults, FaultyBackend, Operation};
 use registry_core::{
-    FencingToken, LockBackend, LockError, LockGuard, LockRegistry, MemoryBackend, Registry,
+    Attempt, BackendError, Busy, Capabilities, Claim, FencingToken, LockBackend, LockError,
+    LockGuard, LockRegistry, MemoryBackend, Registry, Release, Renewal,
 };
 use registry_jdbc::{SqliteBackend, SqliteConfig};
 use tokio::task::JoinSet;
@@ -30,15 +32,33 @@ const NOTICE: Duration = Duration::from_millis(10);
 pub(crate) struct World {
     name: String,
     store: Store,
-    faults: Option<Faults>,
-    /// No reply is lost: the key must be free within a second, whatever its lease is.
-    prompt: bool,
+    trouble: Option<Trouble>,
+    free: Free,
     /// How long a request may linger on its way and still reach the store.
     late: Duration,
     lease: Duration,
     handoff: u32,
     /// What is added to every limit where time is real and the machine may be busy.
     slack: Duration,
+}
+
+/// What happens to our requests, from the moment on that the future is polled for the first time.
+#[derive(Clone)]
+enum Trouble {
+    Faults(Faults),
+    /// The first acquire fails at once, and reaches the store when nobody thinks of it any more.
+    LateAcquire(Duration),
+}
+
+/// How soon the key is free after the last one who wanted it is gone.
+#[derive(Clone, Copy)]
+enum Free {
+    /// Within a second: no reply is lost.
+    Promptly,
+    /// As soon as the engine has made sure of it: the store is well again, but somebody has to ask it.
+    Soon,
+    /// At the end of the lease at the latest: the store stays in trouble.
+    WithLease,
 }
 
 enum Store {
@@ -50,7 +70,13 @@ enum Store {
 pub(crate) struct Stage {
     pub(crate) ours: Registry,
     pub(crate) theirs: Registry,
-    faulty: Option<Arc<FaultyBackend>>,
+    link: Option<Link>,
+}
+
+/// What stands between our registry and the store.
+enum Link {
+    Faulty(Arc<FaultyBackend>),
+    Late(Arc<LateBackend>),
 }
 
 /// What is swept, and what goes on around it.
@@ -81,8 +107,8 @@ impl World {
         Self {
             name: name.into(),
             store,
-            faults: None,
-            prompt: true,
+            trouble: None,
+            free: Free::Promptly,
             late: Duration::ZERO,
             lease: Duration::from_secs(30),
             handoff: 32,
@@ -90,15 +116,16 @@ impl World {
         }
     }
 
-    fn faulty(mut self, faults: Faults) -> Self {
-        self.faults = Some(faults);
-        self
+    fn faulty(self, faults: Faults) -> Self {
+        Self { trouble: Some(Trouble::Faults(faults)), ..self }
     }
 
-    fn loses_replies(mut self, late: Duration) -> Self {
-        self.prompt = false;
-        self.late = late;
-        self
+    fn free(self, free: Free) -> Self {
+        Self { free, ..self }
+    }
+
+    fn late(self, late: Duration) -> Self {
+        Self { late, ..self }
     }
 
     /// How long a key stays taken when its holder dies.
@@ -107,17 +134,26 @@ impl World {
     }
 
     async fn stage(&self) -> Stage {
-        let (inner, faulty) = (self.backend().await, self.faults.is_some());
-        let faulty =
-            faulty.then(|| Arc::new(FaultyBackend::new(Arc::clone(&inner), Faults::none())));
-        let ours: Arc<dyn LockBackend> = match &faulty {
-            Some(faulty) => Arc::clone(faulty) as _,
-            None => inner,
+        let store = self.backend().await;
+        let link = match &self.trouble {
+            None => None,
+            Some(Trouble::Faults(_)) => {
+                let faulty = FaultyBackend::new(Arc::clone(&store), Faults::none());
+                Some(Link::Faulty(Arc::new(faulty)))
+            }
+            Some(Trouble::LateAcquire(_)) => {
+                Some(Link::Late(Arc::new(LateBackend::over(Arc::clone(&store)))))
+            }
+        };
+        let backend: Arc<dyn LockBackend> = match &link {
+            None => store,
+            Some(Link::Faulty(faulty)) => Arc::clone(faulty) as _,
+            Some(Link::Late(late)) => Arc::clone(late) as _,
         };
         let open = |backend| {
             Registry::builder(backend).lease(self.lease).handoff(self.handoff).build().unwrap()
         };
-        Stage { ours: open(ours), theirs: open(self.backend().await), faulty }
+        Stage { ours: open(backend), theirs: open(self.backend().await), link }
     }
 
     async fn backend(&self) -> Arc<dyn LockBackend> {
@@ -131,8 +167,12 @@ impl World {
 
     /// How long the key may stay taken after the last one who wanted it is gone.
     fn free_within(&self) -> Duration {
-        let promised = if self.prompt { Duration::from_secs(1) } else { self.lease + self.late };
-        promised + NOTICE + self.slack
+        let promised = match self.free {
+            Free::Promptly => Duration::from_secs(1),
+            Free::Soon => Duration::from_secs(4),
+            Free::WithLease => self.lease,
+        };
+        promised + self.late + NOTICE + self.slack
     }
 
     /// Sweeps what `scene` makes, with and without a third party who waits for the lock in our registry.
@@ -154,8 +194,14 @@ impl World {
                             }
                         });
                     }
-                    if let (Some(faulty), Some(faults)) = (&stage.faulty, &self.faults) {
-                        faulty.apply(faults.clone());
+                    match (&stage.link, &self.trouble) {
+                        (Some(Link::Faulty(faulty)), Some(Trouble::Faults(faults))) => {
+                            faulty.apply(faults.clone());
+                        }
+                        (Some(Link::Late(late)), Some(Trouble::LateAcquire(after))) => {
+                            late.delay_next(*after);
+                        }
+                        _ => {}
                     }
                     running.replace(Some((stage, others, kept, closes)));
                     swept
@@ -239,7 +285,7 @@ impl Aftermath<'_> {
             .unwrap_or_else(|_| panic!("{run}: the janitor is not done after {left:?}"));
         assert_eq!(stage.ours.slots(), 0, "{run}: slots");
         assert_eq!(stage.ours.held(), 0, "{run}: held");
-        if let Some(faulty) = &stage.faulty {
+        if let Some(Link::Faulty(faulty)) = &stage.link {
             faulty.heal();
             faulty.settled().await;
         }
@@ -271,11 +317,19 @@ pub(crate) fn paused() -> Vec<World> {
         for (name, faults) in delays() {
             add(memory(name).faulty(faults));
         }
-        for (name, faults, late) in losses() {
-            add(memory(name).faulty(faults).loses_replies(late));
+        for (name, faults) in passing_losses() {
+            add(memory(name).faulty(faults).free(Free::Soon));
+        }
+        let after = Duration::from_millis(500);
+        let trouble = Some(Trouble::LateAcquire(after));
+        let world = memory("acquire fails and arrives later").free(Free::Soon).late(after);
+        add(World { trouble, ..world });
+        for (name, faults, late) in lasting_losses() {
+            add(memory(name).faulty(faults).free(Free::WithLease).late(late));
         }
         for seed in 0..12 {
-            add(memory(&format!("chance {seed}")).faulty(chance(seed)).loses_replies(LATE));
+            let world = memory(&format!("chance {seed}")).faulty(chance(seed));
+            add(world.free(Free::WithLease).late(LATE));
         }
     }
     worlds
@@ -294,7 +348,7 @@ pub(crate) fn sqlite(folder: &tempfile::TempDir) -> Vec<World> {
     };
     // Where a lease must be sat out, it is short.
     let lossy = |name: &str, faults| {
-        let world = file(name).faulty(faults).loses_replies(Duration::ZERO);
+        let world = file(name).faulty(faults).free(Free::WithLease);
         World { lease: Duration::from_secs(1), ..world }
     };
     let ms = Duration::from_millis;
@@ -340,37 +394,39 @@ fn delays() -> Vec<(&'static str, Faults)> {
     ]
 }
 
-/// How long a late request may linger.
-const LATE: Duration = Duration::from_secs(12);
-
-/// Requests and replies are lost, or come when nobody waits for them any more.
-fn losses() -> Vec<(&'static str, Faults, Duration)> {
+/// Something is lost now and then, but the store is there.
+fn passing_losses() -> Vec<(&'static str, Faults)> {
     let none = Faults::none;
-    let zero = Duration::ZERO;
     vec![
-        ("acquire unheard", none().at(Operation::Acquire, 1, Fault::LoseReply), zero),
-        ("acquire lost", none().at(Operation::Acquire, 1, Fault::LoseRequest), zero),
+        ("acquire unheard", none().at(Operation::Acquire, 1, Fault::LoseReply)),
+        ("acquire lost", none().at(Operation::Acquire, 1, Fault::LoseRequest)),
         (
             "acquire unheard thrice",
             (1..=3).fold(none(), |faults, n| faults.at(Operation::Acquire, n, Fault::LoseReply)),
-            zero,
         ),
-        ("release unheard", none().at(Operation::Release, 1, Fault::LoseReply), zero),
-        ("release lost", none().at(Operation::Release, 1, Fault::LoseRequest), zero),
+        ("release unheard", none().at(Operation::Release, 1, Fault::LoseReply)),
+        ("release lost", none().at(Operation::Release, 1, Fault::LoseRequest)),
+        (
+            "acquire and release unheard",
+            none()
+                .at(Operation::Acquire, 1, Fault::LoseReply)
+                .at(Operation::Release, 1, Fault::LoseReply),
+        ),
+    ]
+}
+
+/// How long a late request may linger. Longer than the engine listens.
+const LATE: Duration = Duration::from_secs(12);
+
+/// Requests and replies are lost for good, or come when nobody waits for them any more.
+fn lasting_losses() -> Vec<(&'static str, Faults, Duration)> {
+    let none = Faults::none;
+    let zero = Duration::ZERO;
+    vec![
         ("no release arrives", none().always(Operation::Release, Fault::LoseRequest), zero),
         ("no release is heard of", none().always(Operation::Release, Fault::LoseReply), zero),
         ("no renewal arrives", none().always(Operation::Renew, Fault::LoseRequest), zero),
         ("no renewal is heard of", none().always(Operation::Renew, Fault::LoseReply), zero),
-        (
-            "acquire and release unheard",
-            none().at(Operation::Acquire, 1, Fault::LoseReply).at(
-                Operation::Release,
-                1,
-                Fault::LoseReply,
-            ),
-            zero,
-        ),
-        // Longer than the engine listens.
         ("acquire arrives late", none().at(Operation::Acquire, 1, Fault::DelayRequest(LATE)), LATE),
         ("acquire answers late", none().at(Operation::Acquire, 1, Fault::DelayReply(LATE)), LATE),
         ("release arrives late", none().at(Operation::Release, 1, Fault::DelayRequest(LATE)), LATE),
@@ -414,4 +470,54 @@ fn chance(seed: u64) -> Faults {
         0.3,
         Fault::WakeEarly(Duration::from_millis(50)),
     )
+}
+
+/// A store whose answer to an acquire can be a failure that is none: the request arrives all the same, later.
+#[derive(Debug)]
+struct LateBackend {
+    inner: Arc<dyn LockBackend>,
+    delay: Mutex<Option<Duration>>,
+    late: Mutex<JoinSet<()>>,
+}
+
+impl LateBackend {
+    fn over(inner: Arc<dyn LockBackend>) -> Self {
+        Self { inner, delay: Mutex::default(), late: Mutex::default() }
+    }
+
+    fn delay_next(&self, after: Duration) {
+        *self.delay.lock().unwrap() = Some(after);
+    }
+}
+
+#[async_trait]
+impl LockBackend for LateBackend {
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
+    }
+
+    async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        let delay = self.delay.lock().unwrap().take();
+        let Some(delay) = delay else {
+            return self.inner.try_acquire(claim).await;
+        };
+        let (inner, claim) = (Arc::clone(&self.inner), claim.clone());
+        self.late.lock().unwrap().spawn(async move {
+            tokio::time::sleep(delay).await;
+            drop(inner.try_acquire(&claim).await);
+        });
+        Err(BackendError::transient("the connection broke on purpose"))
+    }
+
+    async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
+        self.inner.renew(claims).await
+    }
+
+    async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+        self.inner.release(claim).await
+    }
+
+    async fn wait(&self, claim: &Claim, busy: &Busy) {
+        self.inner.wait(claim, busy).await;
+    }
 }

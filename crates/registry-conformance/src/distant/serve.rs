@@ -21,6 +21,7 @@ pub async fn serve(backend: Arc<dyn LockBackend>) {
     let mut running: HashMap<u64, AbortHandle> = HashMap::new();
     // A test program may have begun a line of its own.
     say("\n");
+    answer(wire::READY, &Reply::Done);
     while let Some((number, request)) = requests.recv().await {
         while tasks.try_join_next().is_some() {}
         running.retain(|_, task| !task.is_finished());

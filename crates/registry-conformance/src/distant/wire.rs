@@ -40,6 +40,9 @@ pub(super) enum Reply {
 /// Begins every reply, to tell it from what a test program prints.
 const MARK: &str = "@reply";
 
+/// The number of the reply that says that the other process serves. No request has it.
+pub(super) const READY: u64 = 0;
+
 pub(super) fn write_request(request: &Request) -> String {
     let mut line = Line::default();
     match request {

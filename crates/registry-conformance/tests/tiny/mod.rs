@@ -249,12 +249,12 @@ impl LockBackend for TinyBackend {
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         if self.bug == Bug::ConnectionHeldByCaller {
             let _connection = self.shared.connection.lock().await;
-            tokio::task::yield_now().await;
+            tokio::time::sleep(Duration::from_millis(1)).await;
         }
         let name = self.name(claim.key());
         if self.bug == Bug::CheckThenAct {
             let taken = self.shared.rows.lock().unwrap().get(&name).is_some_and(Row::is_live);
-            tokio::task::yield_now().await;
+            tokio::time::sleep(Duration::from_millis(1)).await;
             if !taken {
                 let row = self.grant(claim);
                 self.shared.rows.lock().unwrap().insert(name, row.clone());

@@ -13,11 +13,12 @@ use registry_core::{
 use sqlx::Row;
 use sqlx::sqlite::SqliteRow;
 
-use super::clock::{Clock, HostClock, micros, span};
+use super::clock::{Clock, HostClock, span};
 use super::file::{Identity, Place};
 use super::link::Link;
 use super::open::{self, Opened};
 use super::sql;
+use super::statement::{Statement, Statements};
 use super::wake::Wakes;
 use crate::config::SqliteConfig;
 use crate::error::explain;
@@ -57,10 +58,7 @@ pub struct SqliteBackend {
     pub(super) place: Place,
     pub(super) identity: Identity,
     pub(super) store: Vec<u8>,
-    pub(super) clock: Arc<dyn Clock>,
-    /// The namespace and the boot as statements take them: bound without being copied.
-    pub(super) namespace: Arc<str>,
-    pub(super) boot: Arc<Vec<u8>>,
+    pub(super) statements: Arc<Statements>,
     pub(super) writer: Link,
     pub(super) reader: Arc<Link>,
     pub(super) wakes: Wakes,
@@ -87,15 +85,9 @@ impl SqliteBackend {
         let Opened { writer, reader, place, identity, store } =
             open::open(&config, clock.boot()).await?;
         let reader = Arc::new(reader);
-        let namespace = Arc::<str>::from(config.namespace.as_str());
-        let boot = Arc::new(clock.boot().bytes().to_vec());
-        let wakes = Wakes::new(
-            Arc::clone(&reader),
-            Arc::clone(&clock),
-            Arc::clone(&namespace),
-            place.wal.clone(),
-        );
-        Ok(Self { config, place, identity, store, clock, namespace, boot, writer, reader, wakes })
+        let statements = Arc::new(Statements::new(clock, &config.namespace));
+        let wakes = Wakes::new(Arc::clone(&reader), Arc::clone(&statements), place.wal.clone());
+        Ok(Self { config, place, identity, store, statements, writer, reader, wakes })
     }
 
     /// The statements that make the tables of this store, for those who let nobody else make tables.
@@ -116,19 +108,9 @@ impl SqliteBackend {
         &self.config.namespace
     }
 
-    /// The claim, its token range and its lease as [`sql::FENCE`] must find them.
-    pub(crate) fn fence_statement(
-        &self,
-        claim: &Claim,
-        token: FencingToken,
-    ) -> super::link::Statement {
-        sqlx::query(sql::FENCE)
-            .bind(Arc::clone(&self.namespace))
-            .bind(key_bytes(claim.key()))
-            .bind(claim.id().to_bytes().to_vec())
-            .bind(i64::from(token))
-            .bind(self.clock.now())
-            .bind(Arc::clone(&self.boot))
+    /// The statement that finds the claim's grant and keeps it as it is.
+    pub(crate) fn fence_statement(&self, claim: &Claim, token: FencingToken) -> Statement {
+        self.statements.fence(claim, token)
     }
 
     /// Whether `store`, read from the meta table of some database, is the id of this one.
@@ -141,66 +123,40 @@ impl SqliteBackend {
         &self,
         claim: &Claim,
     ) -> Result<Option<FencingToken>, BackendError> {
-        let mut token = 0;
-        let changes = self
-            .writer
-            .changes(|| {
-                token = self.clock.wall();
-                self.acquire_statement(sql::ACQUIRE_AT, claim, token)
-            })
-            .await?;
+        let token = self.statements.clock.wall();
+        let (statements, claim) = (Arc::clone(&self.statements), claim.clone());
+        let make = move || statements.acquire(sql::ACQUIRE_AT, &claim, token);
+        let changes = self.writer.changes(make).await?;
         Ok(if changes == 0 { None } else { FencingToken::try_from(token).ok() })
     }
 
     /// Grants the key if it is free.
     async fn take(&self, claim: &Claim) -> Result<Option<FencingToken>, BackendError> {
-        let rows = self
-            .writer
-            .rows(|| self.acquire_statement(sql::ACQUIRE_ABOVE, claim, self.clock.wall()))
-            .await?;
+        let (statements, claim) = (Arc::clone(&self.statements), claim.clone());
+        let make = move || statements.acquire(sql::ACQUIRE_ABOVE, &claim, statements.clock.wall());
+        let rows = self.writer.rows(make).await?;
         rows.first().map(|row| self.token(row, 0)).transpose()
-    }
-
-    fn acquire_statement(
-        &self,
-        statement: &'static str,
-        claim: &Claim,
-        token: i64,
-    ) -> super::link::Statement {
-        let now = self.clock.now();
-        sqlx::query(statement)
-            .bind(Arc::clone(&self.namespace))
-            .bind(key_bytes(claim.key()))
-            .bind(claim.id().to_bytes().to_vec())
-            .bind(token)
-            .bind(i64::from(claim.token_block()))
-            .bind(claim.label())
-            .bind(now)
-            .bind(now.saturating_add(micros(claim.lease())))
-            .bind(Arc::clone(&self.boot))
     }
 
     /// Who has the key. An error when another boot writes to the file.
     async fn look(&self, key: &Key) -> Result<Option<Held>, BackendError> {
-        let rows = self
-            .reader
-            .rows(|| sqlx::query(sql::LOOK).bind(Arc::clone(&self.namespace)).bind(key_bytes(key)))
-            .await?;
+        let (statements, key) = (Arc::clone(&self.statements), key.clone());
+        let rows = self.reader.rows(move || statements.look(&key)).await?;
         let row = rows.first().ok_or_else(|| open::damaged(self.path()))?;
         let boot: Vec<u8> = self.column(row, 0)?;
-        if boot != *self.boot {
+        if boot != *self.statements.boot {
             return Err(self.other_boot());
         }
         let claim: Option<Vec<u8>> = self.column(row, 2)?;
         let Some(claim) = claim else { return Ok(None) };
         let held = self.held(row, claim)?;
-        Ok(held.filter(|held| held.until > self.clock.now()))
+        Ok(held.filter(|held| held.until > self.statements.clock.now()))
     }
 
     /// Reads what [`sql::LOOK`] and [`sql::LIST`] have in common; `None` for a grant of another boot.
     fn held(&self, row: &SqliteRow, claim: Vec<u8>) -> Result<Option<Held>, BackendError> {
         let boot: Vec<u8> = self.column(row, 7)?;
-        if boot != *self.boot {
+        if boot != *self.statements.boot {
             return Ok(None);
         }
         let key: Vec<u8> = self.column(row, 1)?;
@@ -267,11 +223,6 @@ impl Held {
     }
 }
 
-/// A BLOB compares by its bytes alone, whatever they are.
-pub(super) fn key_bytes(key: &Key) -> Vec<u8> {
-    key.as_str().as_bytes().to_vec()
-}
-
 #[async_trait]
 impl LockBackend for SqliteBackend {
     fn capabilities(&self) -> Capabilities {
@@ -296,7 +247,7 @@ impl LockBackend for SqliteBackend {
                 return Ok(Attempt::Granted(Grant::new(Some(token), claim.lease())));
             }
             if let Some(held) = self.look(claim.key()).await? {
-                let now = self.clock.now();
+                let now = self.statements.clock.now();
                 let lease_left = span(now, held.until);
                 if held.claim == claim.id().to_bytes() {
                     return Ok(Attempt::Granted(Grant::new(Some(held.token), lease_left)));
@@ -321,17 +272,9 @@ impl LockBackend for SqliteBackend {
             // As in a renewal: for everybody else the grant has ended with the file.
             return Ok(Release::NotHeld);
         }
-        let changes = self
-            .writer
-            .changes(|| {
-                sqlx::query(sql::RELEASE)
-                    .bind(Arc::clone(&self.namespace))
-                    .bind(key_bytes(claim.key()))
-                    .bind(claim.id().to_bytes().to_vec())
-                    .bind(self.clock.now())
-                    .bind(Arc::clone(&self.boot))
-            })
-            .await?;
+        let statements = Arc::clone(&self.statements);
+        let released = claim.clone();
+        let changes = self.writer.changes(move || statements.release(&released)).await?;
         self.purge_by_chance(claim).await;
         Ok(freed(changes))
     }
@@ -343,21 +286,14 @@ impl LockBackend for SqliteBackend {
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
         self.place.check(self.identity)?;
         let held = self.look(key).await?;
-        Ok(held.map(|held| held.holder(self.clock.now())))
+        Ok(held.map(|held| held.holder(self.statements.clock.now())))
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
         self.place.check(self.identity)?;
-        let rows = self
-            .reader
-            .rows(|| {
-                sqlx::query(sql::LIST)
-                    .bind(Arc::clone(&self.namespace))
-                    .bind(self.clock.now())
-                    .bind(Arc::clone(&self.boot))
-            })
-            .await?;
-        let now = self.clock.now();
+        let statements = Arc::clone(&self.statements);
+        let rows = self.reader.rows(move || statements.list()).await?;
+        let now = self.statements.clock.now();
         let mut holders = Vec::with_capacity(rows.len());
         for row in &rows {
             let claim = self.column(row, 2)?;
@@ -368,16 +304,8 @@ impl LockBackend for SqliteBackend {
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
         self.place.check(self.identity)?;
-        let changes = self
-            .writer
-            .changes(|| {
-                sqlx::query(sql::FORCE_RELEASE)
-                    .bind(Arc::clone(&self.namespace))
-                    .bind(key_bytes(key))
-                    .bind(self.clock.now())
-                    .bind(Arc::clone(&self.boot))
-            })
-            .await?;
+        let (statements, key) = (Arc::clone(&self.statements), key.clone());
+        let changes = self.writer.changes(move || statements.force_release(&key)).await?;
         Ok(freed(changes))
     }
 

@@ -29,7 +29,7 @@ impl SqliteBackend {
         for table in ["lock_registry_meta", "lock_registry_locks"] {
             let check = self
                 .reader
-                .rows(|| sqlx::query("SELECT * FROM pragma_quick_check(?1)").bind(table));
+                .rows(move || sqlx::query("SELECT * FROM pragma_quick_check(?1)").bind(table));
             for row in check.await? {
                 let says: String = self.column(&row, 0)?;
                 if says != "ok" {

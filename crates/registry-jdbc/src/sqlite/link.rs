@@ -1,4 +1,4 @@
-//! One connection, one statement at a time, in the order of arrival. Knows nothing of locks.
+//! One connection, one statement at a time. Knows nothing of locks; the order of arrival is kept by `lane`.
 //!
 //! SQLite has one writer for all processes. While another one writes, a statement is refused at once and tried again here,
 //! instead of inside SQLite's own busy handler: so every try reads the clock anew, and a statement that had to wait never
@@ -6,18 +6,18 @@
 
 use std::fmt;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use futures_util::TryStreamExt;
 use registry_core::{BackendError, BackendErrorKind};
-use sqlx::query::Query;
-use sqlx::sqlite::{SqliteArguments, SqliteConnectOptions, SqliteRow, SqliteSynchronous};
-use sqlx::{ConnectOptions, Connection, Either, Executor, Sqlite, SqliteConnection};
-use tokio::sync::{Mutex, MutexGuard};
+use sqlx::sqlite::{SqliteConnectOptions, SqliteRow, SqliteSynchronous};
+use sqlx::{ConnectOptions, Connection, Either, Executor, SqliteConnection};
+use tokio::sync::OwnedMutexGuard;
 
+use super::lane::Lane;
+use super::statement::Statement;
 use crate::error::{explain, is_busy};
-
-pub(super) type Statement = Query<'static, Sqlite, SqliteArguments>;
 
 /// How every connection of the store is set up.
 ///
@@ -35,10 +35,14 @@ pub(super) fn options(path: &std::path::Path) -> SqliteConnectOptions {
 
 /// A connection that is made again when it breaks.
 pub(super) struct Link {
+    setup: Arc<Setup>,
+    lane: Lane<State>,
+}
+
+struct Setup {
     path: PathBuf,
     options: SqliteConnectOptions,
     busy_timeout: Duration,
-    state: Mutex<State>,
 }
 
 enum State {
@@ -55,13 +59,14 @@ impl Link {
         busy_timeout: Duration,
         connection: SqliteConnection,
     ) -> Self {
-        Self { path, options, busy_timeout, state: Mutex::new(State::Open(connection)) }
+        let setup = Setup { path, options, busy_timeout };
+        Self { setup: Arc::new(setup), lane: Lane::new(State::Open(connection)) }
     }
 
     /// Runs a statement that returns rows. `make` is called for every try.
     pub(super) async fn rows(
         &self,
-        make: impl FnMut() -> Statement + Send,
+        make: impl FnMut() -> Statement + Send + 'static,
     ) -> Result<Vec<SqliteRow>, BackendError> {
         self.run(make).await.map(|(rows, _)| rows)
     }
@@ -69,50 +74,66 @@ impl Link {
     /// Runs a statement without rows and tells how many rows it changed. `make` is called for every try.
     pub(super) async fn changes(
         &self,
-        make: impl FnMut() -> Statement + Send,
+        make: impl FnMut() -> Statement + Send + 'static,
     ) -> Result<u64, BackendError> {
         self.run(make).await.map(|(_, changes)| changes)
     }
 
     async fn run(
         &self,
-        mut make: impl FnMut() -> Statement + Send,
+        mut make: impl FnMut() -> Statement + Send + 'static,
     ) -> Result<(Vec<SqliteRow>, u64), BackendError> {
-        let (mut state, mut busy) = (self.lock().await?, Busy::new(self.busy_timeout));
-        loop {
-            match run_once(make(), connection(&mut state)?).await {
-                Err(error) if busy.again(&error).await => {}
-                result => return result.map_err(|error| self.failed(&mut state, error)),
+        let setup = Arc::clone(&self.setup);
+        let work = async move |mut state: Turn| {
+            let mut busy = Busy::new(setup.busy_timeout);
+            loop {
+                match run_once(make(), setup.connection(&mut state).await?).await {
+                    Err(error) if busy.again(&error).await => {}
+                    result => return result.map_err(|error| setup.failed(&mut state, error)),
+                }
             }
-        }
+        };
+        self.lane.call(work).await
     }
 
     /// Closes the connection; later statements are refused.
     pub(super) async fn close(&self) {
-        let state = std::mem::replace(&mut *self.state.lock().await, State::Closed);
-        if let State::Open(connection) = state {
-            // What can fail here is the checkpoint, which the next opener makes up for.
-            let _ = connection.close().await;
-        }
+        let work = async |mut state: Turn| {
+            if let State::Open(connection) = std::mem::replace(&mut *state, State::Closed) {
+                // What can fail here is the checkpoint, which the next opener makes up for.
+                let _ = connection.close().await;
+            }
+        };
+        self.lane.call(work).await;
     }
 
     /// As if the thread behind the connection had died.
     #[cfg(test)]
     pub(super) async fn break_connection(&self) {
-        *self.state.lock().await = State::Broken;
+        self.lane.call(async |mut state: Turn| *state = State::Broken).await;
     }
+}
 
-    async fn lock(&self) -> Result<MutexGuard<'_, State>, BackendError> {
-        let mut state = self.state.lock().await;
-        if matches!(*state, State::Broken) {
-            let connection = self
-                .options
-                .connect()
-                .await
-                .map_err(|error| explain(error, &self.path).as_refused())?;
-            *state = State::Open(connection);
+type Turn = OwnedMutexGuard<State>;
+
+impl Setup {
+    async fn connection<'s>(
+        &self,
+        state: &'s mut State,
+    ) -> Result<&'s mut SqliteConnection, BackendError> {
+        if matches!(state, State::Broken) {
+            let connection = connect(&self.options, self.busy_timeout).await;
+            *state =
+                State::Open(connection.map_err(|error| explain(error, &self.path).as_refused())?);
         }
-        Ok(state)
+        match state {
+            State::Open(connection) => Ok(connection),
+            State::Broken | State::Closed => Err(BackendError::new(
+                BackendErrorKind::Misconfigured,
+                format!("sqlite file {:?}: the store is closed; open another", self.path),
+            )
+            .as_refused()),
+        }
     }
 
     fn failed(&self, state: &mut State, error: sqlx::Error) -> BackendError {
@@ -120,6 +141,20 @@ impl Link {
             *state = State::Broken;
         }
         explain(error, &self.path)
+    }
+}
+
+/// Connects, with patience: the last of other connections may be tidying up.
+pub(super) async fn connect(
+    options: &SqliteConnectOptions,
+    busy_timeout: Duration,
+) -> sqlx::Result<SqliteConnection> {
+    let mut busy = Busy::new(busy_timeout);
+    loop {
+        match options.connect().await {
+            Err(error) if busy.again(&error).await => {}
+            result => return result,
+        }
     }
 }
 
@@ -144,20 +179,9 @@ async fn run_once(
     Err(sqlx::Error::WorkerCrashed)
 }
 
-fn connection(state: &mut State) -> Result<&mut SqliteConnection, BackendError> {
-    match state {
-        State::Open(connection) => Ok(connection),
-        State::Broken | State::Closed => Err(BackendError::new(
-            BackendErrorKind::Misconfigured,
-            "the sqlite store is closed; open another",
-        )
-        .as_refused()),
-    }
-}
-
 impl fmt::Debug for Link {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Link").field("path", &self.path).finish_non_exhaustive()
+        f.debug_struct("Link").field("path", &self.setup.path).finish_non_exhaustive()
     }
 }
 

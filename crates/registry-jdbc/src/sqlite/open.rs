@@ -41,15 +41,9 @@ pub(super) async fn open(config: &SqliteConfig, boot: BootId) -> Result<Opened, 
     };
     let identity = place.identity()?;
 
-    let mut busy = Busy::new(config.busy_timeout);
     let reader_options = link::options(path).create_if_missing(false).pragma("query_only", "ON");
-    let reader = loop {
-        match reader_options.connect().await {
-            Ok(reader) => break reader,
-            Err(error) if busy.again(&error).await => {}
-            Err(error) => return Err(explain(error, path)),
-        }
-    };
+    let reader = link::connect(&reader_options, config.busy_timeout).await;
+    let reader = reader.map_err(|error| explain(error, path))?;
     // Compiles the statements that everybody needs, so that the first acquisition is as fast as the others.
     for statement in [sql::ACQUIRE_AT, sql::RELEASE] {
         sqlx::Executor::prepare(&mut connection, sqlx::SqlSafeStr::into_sql_str(statement))

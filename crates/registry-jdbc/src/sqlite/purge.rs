@@ -10,6 +10,7 @@ use registry_core::{BackendError, Claim};
 use super::backend::SqliteBackend;
 use super::clock::micros;
 use super::sql;
+use super::statement::{RowKey, Statements};
 
 /// One release in this many searches one piece of [`sql::PURGE_ROWS_MAX`] rows. More rows are searched than releases can add.
 const RELEASES_PER_PIECE: u8 = u8::MAX;
@@ -28,35 +29,25 @@ impl SqliteBackend {
     pub(super) async fn purge_piece(&self) -> Result<u64, BackendError> {
         let swept = self.reader.rows(|| sqlx::query(sql::SWEEP)).await?;
         let Some(swept) = swept.first() else { return Ok(0) };
-        let from: (String, Vec<u8>) = (self.column(swept, 0)?, self.column(swept, 1)?);
-        let dead_since = self.clock.now().saturating_sub(micros(self.config.purge_after));
+        let from: RowKey = (self.column(swept, 0)?, self.column(swept, 1)?);
+        let dead_since =
+            self.statements.clock.now().saturating_sub(micros(self.config.purge_after));
 
-        let piece = self
-            .reader
-            .rows(|| {
-                sqlx::query(sql::SURVEY)
-                    .bind(from.0.clone())
-                    .bind(from.1.clone())
-                    .bind(dead_since)
-                    .bind(Arc::clone(&self.boot))
-            })
-            .await?;
-        let start = (String::new(), Vec::new());
+        let (statements, start) = (Arc::clone(&self.statements), from.clone());
+        let piece = self.reader.rows(move || statements.survey(&start, dead_since)).await?;
         let (purged, next) = match piece.first() {
-            None => (0, start),
+            None => (0, RowKey::default()),
             Some(row) => {
-                let to: (String, Vec<u8>) = (self.column(row, 0)?, self.column(row, 1)?);
+                let to: RowKey = (self.column(row, 0)?, self.column(row, 1)?);
                 let (rows, dead): (i64, i64) = (self.column(row, 2)?, self.column(row, 3)?);
                 let purged =
                     if dead == 0 { 0 } else { self.delete(&from, &to, dead_since).await? };
-                (purged, if rows < sql::PURGE_ROWS_MAX { start } else { to })
+                (purged, if rows < sql::PURGE_ROWS_MAX { RowKey::default() } else { to })
             }
         };
         // Two processes may overwrite each other here; then a piece is searched twice.
         if next != from {
-            self.writer
-                .changes(|| sqlx::query(sql::SWEPT).bind(next.0.clone()).bind(next.1.clone()))
-                .await?;
+            self.writer.changes(move || Statements::swept(&next)).await?;
         }
         Ok(purged)
     }
@@ -64,20 +55,11 @@ impl SqliteBackend {
     /// Deletes what is dead between two rows. Asks each row again, as it may have come alive since the search.
     async fn delete(
         &self,
-        from: &(String, Vec<u8>),
-        to: &(String, Vec<u8>),
+        from: &RowKey,
+        to: &RowKey,
         dead_since: i64,
     ) -> Result<u64, BackendError> {
-        self.writer
-            .changes(|| {
-                sqlx::query(sql::PURGE)
-                    .bind(from.0.clone())
-                    .bind(from.1.clone())
-                    .bind(dead_since)
-                    .bind(Arc::clone(&self.boot))
-                    .bind(to.0.clone())
-                    .bind(to.1.clone())
-            })
-            .await
+        let (statements, from, to) = (Arc::clone(&self.statements), from.clone(), to.clone());
+        self.writer.changes(move || statements.purge(&from, &to, dead_since)).await
     }
 }

@@ -6,10 +6,10 @@ use std::time::Duration;
 
 use registry_core::{BackendError, Claim, Renewal};
 
-use super::backend::{SqliteBackend, key_bytes};
-use super::clock::{micros, span};
-use super::link::Statement;
+use super::backend::SqliteBackend;
+use super::clock::span;
 use super::sql;
+use super::statement::Statement;
 
 impl SqliteBackend {
     /// Answers for each claim, in their order.
@@ -41,24 +41,16 @@ impl SqliteBackend {
             // Whoever locks in the file that took this one's place has been told that the keys are free.
             return Ok(vec![Renewal::Gone; claims.len()]);
         }
+        let claims: Arc<[Claim]> = claims.into();
         if claims.len() > 1 {
-            let size = sql::sized(&*sql::RENEW, claims.len());
-            let make = || self.statement(size, claims, self.clock.now());
-            let changes = self.writer.changes(make).await?;
+            let changes = self.writer.changes(self.renewal(&*sql::RENEW, &claims)).await?;
             if usize::try_from(changes) == Ok(claims.len()) {
                 return Ok(claims.iter().map(|claim| Renewal::Renewed(claim.lease())).collect());
             }
             // Some are gone. Asking again tells which, and does the others no harm.
         }
-        let size = sql::sized(&*sql::RENEW_TELLING, claims.len());
-        let mut now = 0;
-        let rows = self
-            .writer
-            .rows(|| {
-                now = self.clock.now();
-                self.statement(size, claims, now)
-            })
-            .await?;
+        let rows = self.writer.rows(self.renewal(&*sql::RENEW_TELLING, &claims)).await?;
+        let now = self.statements.clock.now();
         let mut left = HashMap::<Vec<u8>, Duration>::with_capacity(rows.len());
         for row in &rows {
             left.insert(self.column(row, 0)?, span(now, self.column(row, 1)?));
@@ -70,22 +62,13 @@ impl SqliteBackend {
             .collect())
     }
 
-    /// A process that is stopped after it read the clock, and continued after a lease has run out, prolongs that lease if nobody
-    /// took the key meanwhile. This excludes as well as before: nobody was granted the key, and from here on nobody is.
-    fn statement(&self, size: &'static sql::Sized, claims: &[Claim], now: i64) -> Statement {
-        let mut statement = sqlx::query(size.text.as_str())
-            .bind(now)
-            .bind(Arc::clone(&self.boot))
-            .bind(Arc::clone(&self.namespace));
-        for claim in claims {
-            statement = statement
-                .bind(key_bytes(claim.key()))
-                .bind(claim.id().to_bytes().to_vec())
-                .bind(now.saturating_add(micros(claim.lease())));
-        }
-        for _ in claims.len()..size.items_max {
-            statement = statement.bind(None::<Vec<u8>>).bind(None::<Vec<u8>>).bind(None::<i64>);
-        }
-        statement
+    fn renewal(
+        &self,
+        sizes: &'static [sql::Sized],
+        claims: &Arc<[Claim]>,
+    ) -> impl FnMut() -> Statement + Send + use<> {
+        let size = sql::sized(sizes, claims.len());
+        let (statements, claims) = (Arc::clone(&self.statements), Arc::clone(claims));
+        move || statements.renew(size, &claims)
     }
 }

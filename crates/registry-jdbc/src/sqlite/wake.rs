@@ -23,10 +23,9 @@ use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
-use super::backend::key_bytes;
-use super::clock::Clock;
 use super::link::Link;
 use super::sql;
+use super::statement::Statements;
 use super::watch::Watch;
 
 /// When to look again after the kernel has told of a commit.
@@ -52,8 +51,7 @@ pub(super) struct Wakes {
 
 struct Shared {
     reader: Arc<Link>,
-    clock: Arc<dyn Clock>,
-    namespace: Arc<str>,
+    statements: Arc<Statements>,
     wal: PathBuf,
     waiting: Mutex<Waiting>,
     /// Somebody came, or the last one went.
@@ -78,17 +76,11 @@ struct Waiter {
 }
 
 impl Wakes {
-    pub(super) fn new(
-        reader: Arc<Link>,
-        clock: Arc<dyn Clock>,
-        namespace: Arc<str>,
-        wal: PathBuf,
-    ) -> Self {
+    pub(super) fn new(reader: Arc<Link>, statements: Arc<Statements>, wal: PathBuf) -> Self {
         Self {
             shared: Arc::new(Shared {
                 reader,
-                clock,
-                namespace,
+                statements,
                 wal,
                 waiting: Mutex::default(),
                 arrivals: Notify::new(),
@@ -237,7 +229,7 @@ impl Shared {
         let keys = self.keys(whom);
         for chunk in keys.chunks(sql::largest(&*sql::HELD)) {
             // Trouble wakes nobody: the waiter's own attempt, at the next poll, will meet it and can tell it.
-            if let Ok(held) = self.held(sql::sized(&*sql::HELD, chunk.len()), chunk).await {
+            if let Ok(held) = self.held(chunk).await {
                 self.wake(chunk, &held);
             }
         }
@@ -259,27 +251,10 @@ impl Shared {
         keys
     }
 
-    async fn held(
-        &self,
-        size: &'static sql::Sized,
-        keys: &[Key],
-    ) -> Result<HashMap<Vec<u8>, u64>, BackendError> {
-        let rows = self
-            .reader
-            .rows(|| {
-                let mut statement = sqlx::query(size.text.as_str())
-                    .bind(self.clock.now())
-                    .bind(self.clock.boot().bytes().to_vec())
-                    .bind(Arc::clone(&self.namespace));
-                for key in keys {
-                    statement = statement.bind(key_bytes(key));
-                }
-                for _ in keys.len()..size.items_max {
-                    statement = statement.bind(None::<Vec<u8>>);
-                }
-                statement
-            })
-            .await?;
+    async fn held(&self, keys: &[Key]) -> Result<HashMap<Vec<u8>, u64>, BackendError> {
+        let size = sql::sized(&*sql::HELD, keys.len());
+        let (statements, keys) = (Arc::clone(&self.statements), keys.to_vec());
+        let rows = self.reader.rows(move || statements.held(size, &keys)).await?;
         Ok(rows
             .iter()
             .filter_map(|row| {

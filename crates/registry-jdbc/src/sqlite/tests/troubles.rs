@@ -58,7 +58,7 @@ async fn a_commit_that_fails_is_never_told_as_a_grant() {
         "CREATE TABLE child (id REFERENCES parent DEFERRABLE INITIALLY DEFERRED)",
         "CREATE TRIGGER break_commit AFTER INSERT ON lock_registry_locks BEGIN INSERT INTO child VALUES (7); END",
     ] {
-        backend.writer.changes(|| sqlx::query(statement)).await.unwrap();
+        backend.writer.changes(move || sqlx::query(statement)).await.unwrap();
     }
     let refused = claim("k");
     backend.try_acquire(&refused).await.unwrap_err();
@@ -149,6 +149,32 @@ async fn a_future_that_is_dropped_in_the_middle_poisons_nothing() {
 }
 
 #[tokio::test]
+async fn callers_that_are_not_polled_hold_up_nobody() {
+    use std::task::{Context, Waker};
+
+    let folder = Folder::new();
+    let backend = folder.process().await;
+    let held = claim("held");
+    grant(&backend, &held).await;
+    // Somebody else writes while they begin, so that none of them can end at once.
+    let mut other = write_lock(&folder.file()).await;
+    let stalled_claims = [claim("a"), claim("b"), claim("c")];
+    let mut stalled = stalled_claims.each_ref().map(|claim| backend.try_acquire(claim));
+    for attempt in &mut stalled {
+        assert!(attempt.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+    }
+    unlock(&mut other).await;
+
+    grant(&backend, &claim("d")).await;
+    assert!(matches!(backend.renew(std::slice::from_ref(&held)).await[0], Ok(Renewal::Renewed(_))));
+    assert!(backend.inspect(&key("held")).await.unwrap().is_some());
+    assert_eq!(backend.release(&held).await.unwrap(), Release::Freed);
+    for attempt in stalled {
+        assert!(matches!(attempt.await.unwrap(), registry_core::Attempt::Granted(_)));
+    }
+}
+
+#[tokio::test]
 async fn a_connection_that_broke_is_made_again() {
     let folder = Folder::new();
     let backend = folder.process().await;
@@ -184,7 +210,7 @@ async fn tables_that_were_changed_by_hand_are_named() {
     for damage in ["DROP TABLE lock_registry_locks", "DELETE FROM lock_registry_meta"] {
         let folder = Folder::new();
         let backend = folder.process().await;
-        backend.writer.changes(|| sqlx::query(damage)).await.unwrap();
+        backend.writer.changes(move || sqlx::query(damage)).await.unwrap();
         let error = backend.try_acquire(&claim("k")).await.unwrap_err();
         assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{error:?}");
         assert!(error.to_string().contains("lock_registry_meta"), "{error}");
