@@ -10,9 +10,7 @@ use std::thread;
 use std::time::Duration;
 
 use registry_core::blocking::{BlockingGuard, BlockingRegistry};
-use registry_core::{
-    ConfigError, LockError, LockOptions, LostReason, MemoryBackend, Registry,
-};
+use registry_core::{ConfigError, LockError, LockOptions, LostReason, MemoryBackend, Registry};
 
 /// Long enough for any machine; reached only by a test that fails.
 const LONG: Duration = Duration::from_secs(60);

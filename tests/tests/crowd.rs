@@ -184,11 +184,8 @@ fn ten_thousand_waiters_need_no_thread() {
 /// Nobody but the slots keeps these callers apart: the store lets everybody in.
 #[test]
 fn handles_that_come_and_go_on_all_threads_share_one_turn() {
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(4)
-        .enable_all()
-        .build()
-        .unwrap();
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(4).enable_all().build().unwrap();
     let registry = {
         let _inside = runtime.enter();
         Registry::builder(Arc::new(PassThroughBackend::new())).build().unwrap()

@@ -32,11 +32,8 @@ fn a_friend_of_a_short_holder_gets_its_turn() {
 }
 
 fn short_holder_with_a_friend() {
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(2)
-        .enable_all()
-        .build()
-        .unwrap();
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     let _inside = runtime.enter();
     let ours = Registry::builder(Arc::new(MemoryBackend::new())).build().unwrap();
     let lock = ours.obtain("k");

@@ -116,16 +116,67 @@ fn use_url(url: &str) {
 }
 
 const SCHEMES: &[&str] = &[
-    "redis", "rediss", "redis+sentinel", "redis+cluster", "redis+quorum", "postgres", "postgresql",
-    "mysql", "mariadb", "zk", "etcd", "amqp", "postgress", "REDIS", "http",
+    "redis",
+    "rediss",
+    "redis+sentinel",
+    "redis+cluster",
+    "redis+quorum",
+    "postgres",
+    "postgresql",
+    "mysql",
+    "mariadb",
+    "zk",
+    "etcd",
+    "amqp",
+    "postgress",
+    "REDIS",
+    "http",
 ];
 
 /// A password of the worst characters, with the canary somewhere in it.
 fn password(random: &mut fastrand::Rng) -> String {
     const NASTY: &[&str] = &[
-        "/", "?", "#", "@", ":", "%", "%2", "%2F", "%40", "&", "=", "[", "]", ",", ";", " ", "+", "\\",
-        "'", "\"", "\t", "\n", "\u{0}", "é", "\u{202e}", "🔑", "$", "{", "}", "x", "1", "-", ".", "_",
-        "//", "::", "@@", "&lease=", "?lease=1s", "=1", "lease=1s&",
+        "/",
+        "?",
+        "#",
+        "@",
+        ":",
+        "%",
+        "%2",
+        "%2F",
+        "%40",
+        "&",
+        "=",
+        "[",
+        "]",
+        ",",
+        ";",
+        " ",
+        "+",
+        "\\",
+        "'",
+        "\"",
+        "\t",
+        "\n",
+        "\u{0}",
+        "é",
+        "\u{202e}",
+        "🔑",
+        "$",
+        "{",
+        "}",
+        "x",
+        "1",
+        "-",
+        ".",
+        "_",
+        "//",
+        "::",
+        "@@",
+        "&lease=",
+        "?lease=1s",
+        "=1",
+        "lease=1s&",
     ];
     let mut text = String::new();
     let place = random.usize(0..4);
@@ -144,7 +195,8 @@ fn password(random: &mut fastrand::Rng) -> String {
 fn url(random: &mut fastrand::Rng) -> String {
     let scheme = random.choice(SCHEMES).unwrap();
     let password = password(random);
-    let host = random.choice(["host", "host:6379", "a:1,b:2", "[::1]:6379", "", "10.0.0.1"]).unwrap();
+    let host =
+        random.choice(["host", "host:6379", "a:1,b:2", "[::1]:6379", "", "10.0.0.1"]).unwrap();
     let path = random.choice(["", "/", "/0", "/db/table"]).unwrap();
     let query = random.choice(["", "?lease=1s", "?lease=1s&poll=2s", "?"]).unwrap();
     match random.u8(0..12) {
@@ -152,7 +204,8 @@ fn url(random: &mut fastrand::Rng) -> String {
         5 => format!("{scheme}://:{password}@{host}{path}{query}"),
         6 => format!("{scheme}://{password}@{host}{path}{query}"),
         7 => {
-            let name = random.choice(["password", "pass", "pwd", "token", "auth", "sslkey"]).unwrap();
+            let name =
+                random.choice(["password", "pass", "pwd", "token", "auth", "sslkey"]).unwrap();
             // In a query, an `&` begins another option, and nobody can know that it was not meant to.
             format!("{scheme}://{host}{path}?{name}={}", password.replace('&', "%26"))
         }

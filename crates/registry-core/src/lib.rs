@@ -6,35 +6,36 @@
 //! The modules are listed in the order in which one acquisition runs through them.
 
 // What users see.
+mod registry;
 mod ext;
+mod routing;
 mod lock;
 mod options;
-mod registry;
-mod routing;
 // One acquisition.
 mod acquire;
-mod backend;
-mod call;
-mod claim;
-mod guard;
-mod held;
-mod hold;
-mod lease;
-mod release;
 mod slot;
+mod claim;
+mod call;
+mod backend;
+mod held;
+mod lease;
+mod hold;
+mod guard;
+mod release;
 // What works behind it.
-mod clock;
+mod keeper;
+mod janitor;
 mod engine;
 mod event;
 mod gauge;
+mod clock;
 mod interleave;
-mod janitor;
-mod keeper;
 // Values.
+mod key;
+mod owner;
+mod fencing;
 mod capabilities;
 mod error;
-mod fencing;
-mod key;
 #[cfg_attr(
     not(lock_registry_mutants),
     expect(
@@ -44,7 +45,6 @@ mod key;
     )
 )]
 mod mutant;
-mod owner;
 // Stores.
 mod memory;
 mod pass_through;

@@ -186,29 +186,14 @@ impl Slot {
         entered.map_err(|_| NoEntry::Closed)
     }
 
-    /// Notes that `hold` is the current one, and lets in those who wait under the same owner.
+    /// Notes that `hold` is the current one, and lets in those who wait under the same owner. Called by the holder, who
+    /// still has the first guard.
     pub(crate) fn held_by(&self, hold: &Arc<Hold>) {
-        let Some(owner) = hold.owner() else { return };
-        // Guards that turn out to have no taker are dropped after the line is unlocked.
-        let mut unclaimed = Vec::new();
         let mut line = self.line();
-        line.reentrant = Arc::downgrade(hold);
-        let same: Vec<u64> = line
-            .waiters
-            .iter()
-            .filter(|(_, waiter)| waiter.owner.as_ref() == Some(owner))
-            .map(|(ticket, _)| *ticket)
-            .collect();
-        for ticket in same {
-            let (Some(waiter), Some(guard)) = (line.waiters.remove(&ticket), hold.enter_again())
-            else {
-                break;
-            };
-            if let Err(entry) = waiter.door.send(Entry::Again(guard)) {
-                unclaimed.push(entry);
-            }
-        }
+        let unclaimed = line.begin_hold(hold);
         drop(line);
+        // Guards that found no taker must not be dropped while the line is locked.
+        drop(unclaimed);
     }
 
     /// Passes a claim that is still good to the next caller, if that one asked for the same. `make` makes its guard; the
@@ -236,14 +221,15 @@ impl Slot {
             let hold = guard.hold_arc();
             match waiter.door.send(Entry::HandedOver(guard)) {
                 Ok(()) => {
+                    // Before the line is unlocked: the taker may be done by then, and the next one's hold begun.
+                    let unclaimed = hold.map(|hold| line.begin_hold(&hold));
                     drop(line);
-                    if let Some(hold) = hold {
-                        self.held_by(&hold);
-                    }
+                    drop(unclaimed);
                     return true;
                 }
                 Err(entry) => {
                     drop(line);
+                    drop(hold);
                     if let Entry::HandedOver(guard) = entry {
                         unmake(guard);
                     }
@@ -283,6 +269,30 @@ impl Slot {
 }
 
 impl Line {
+    /// Lets in those who wait under the owner of `hold`. Gives back the guards whose takers are gone.
+    fn begin_hold(&mut self, hold: &Arc<Hold>) -> Vec<Entry> {
+        let mut unclaimed = Vec::new();
+        let Some(owner) = hold.owner() else {
+            self.reentrant = Weak::new();
+            return unclaimed;
+        };
+        self.reentrant = Arc::downgrade(hold);
+        let is_friend = |waiter: &Waiter| waiter.owner.as_ref() == Some(owner);
+        let friends: Vec<u64> = self
+            .waiters
+            .iter()
+            .filter(|(_, waiter)| is_friend(waiter))
+            .map(|(ticket, _)| *ticket)
+            .collect();
+        for ticket in friends {
+            // A hold that is over already leaves its friends in line; they get their own turn.
+            let Some(guard) = hold.enter_again() else { break };
+            let Some(waiter) = self.waiters.remove(&ticket) else { break };
+            unclaimed.extend(waiter.door.send(Entry::Again(guard)).err());
+        }
+        unclaimed
+    }
+
     fn enter_again(&self, owner: Option<&Owner>) -> Option<LockGuard> {
         let owner = owner?;
         let hold = self.reentrant.upgrade()?;

@@ -408,9 +408,11 @@ fn passing_losses() -> Vec<(&'static str, Faults)> {
         ("release lost", none().at(Operation::Release, 1, Fault::LoseRequest)),
         (
             "acquire and release unheard",
-            none()
-                .at(Operation::Acquire, 1, Fault::LoseReply)
-                .at(Operation::Release, 1, Fault::LoseReply),
+            none().at(Operation::Acquire, 1, Fault::LoseReply).at(
+                Operation::Release,
+                1,
+                Fault::LoseReply,
+            ),
         ),
     ]
 }

@@ -1,4 +1,4 @@
-//! What a healthy store may do to the keeper now and then must not cost a lock.
+//! What a healthy store may do to the keeper now and then costs no lock: a renewal that is not answered, one that panics.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -53,8 +53,7 @@ impl LockBackend for ForgetfulBackend {
 /// count: a store that answers in between is alive.
 #[tokio::test(start_paused = true)]
 async fn renewals_that_stay_unanswered_now_and_then_cost_no_lock() {
-    let backend =
-        ForgetfulBackend { inner: MemoryBackend::new(), renewals: AtomicUsize::new(0) };
+    let backend = ForgetfulBackend { inner: MemoryBackend::new(), renewals: AtomicUsize::new(0) };
     let ours = Registry::builder(Arc::new(backend)).build().unwrap();
     let guard = ours.obtain("k").lock().await.unwrap();
     for hour in 1..=24 {
