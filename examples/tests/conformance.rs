@@ -34,8 +34,8 @@ impl Store for OneTable {
 
 registry_conformance::conformance! {
     harness = Tables,
-    runs = 184,
-    skips = 32,
+    runs = 190,
+    skips = 28,
     without = [fair, labels, inspect, namespaces, restart, wipe, remote],
 }
 // ANCHOR_END: suite

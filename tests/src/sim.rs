@@ -78,11 +78,12 @@ pub fn run(seed: Seed, weather: Weather, grants: u64) -> Outcome {
         world.settle().await;
         let history = world.history();
         // Not `busy_answers`: a caller without patience is also turned away by a local one that is just asking.
-        let checked = token_order(&history).and(validity(&history)).and_then(|judged| {
+        let judge = || {
+            token_order(&history)?;
             fenced_writes(&history)?;
-            Ok(judged)
-        });
-        let judged = checked.unwrap_or_else(|violation| panic!("I1/I2: {violation}"));
+            validity(&history)
+        };
+        let judged = judge().unwrap_or_else(|violation| panic!("I1/I2: {violation}"));
         let outcome = world.outcome();
         assert_eq!(judged as u64, outcome.grants, "the record is complete");
         outcome

@@ -122,7 +122,8 @@ fn blocking_calls_are_refused(registry: &BlockingRegistry, held: BlockingGuard) 
 
 #[test]
 fn inside_a_runtime_every_call_is_an_error_and_neither_a_deadlock_nor_a_panic() {
-    let places: [fn(&tokio::runtime::Runtime, Box<dyn FnOnce() + Send>); 4] = [
+    type Place = fn(&tokio::runtime::Runtime, Box<dyn FnOnce() + Send>);
+    let places: [Place; 4] = [
         |runtime, calls| runtime.block_on(async { calls() }),
         |runtime, calls| runtime.block_on(async { tokio::spawn(async { calls() }).await.unwrap() }),
         |runtime, calls| runtime.block_on(runtime.spawn_blocking(calls)).unwrap(),

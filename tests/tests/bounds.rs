@@ -1,11 +1,7 @@
 //! What the types promise to the compiler: where guards, locks, registries and their futures may be moved and shared.
 //! Most of these tests prove their promise by compiling.
 
-#![expect(
-    clippy::unwrap_used,
-    clippy::future_not_send,
-    reason = "a test may panic, and some of these hold what must not be sent on purpose"
-)]
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::cell::Cell;
 use std::error::Error;

@@ -60,10 +60,8 @@ fn short_holder_with_a_friend() {
         }
     });
     is_in_line.recv().unwrap();
-    let friend = runtime.spawn({
-        let lock = lock.clone();
-        async move { lock.lock_with(options).await.map(|guard| guard.is_some()) }
-    });
+    let friend =
+        runtime.spawn(async move { lock.lock_with(options).await.map(|guard| guard.is_some()) });
     // Until the friend is in line too; a friend who comes late proves nothing and does no harm.
     thread::sleep(Duration::from_millis(200));
 

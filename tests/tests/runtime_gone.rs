@@ -4,9 +4,14 @@
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::sync::Arc;
+use std::task::{Context, Waker};
 use std::time::Duration;
 
-use registry_core::{LockError, LockOptions, LockRegistry, MemoryBackend, Registry};
+use async_trait::async_trait;
+use registry_core::{
+    Attempt, BackendError, Capabilities, Claim, LockBackend, LockError, LockGuard, LockRegistry,
+    MemoryBackend, Registry, Release, Renewal,
+};
 use tokio::runtime::{Builder, Runtime};
 use tokio::time::timeout;
 
@@ -34,45 +39,37 @@ fn a_guard_dropped_after_its_runtime_leaves_no_slot() {
     assert_eq!(ours.slots(), 0, "slots");
 }
 
-/// With the cycle of engine, keeper and claim, the backend and its connections would live for ever.
-#[test]
-fn a_registry_dropped_after_its_runtime_frees_its_backend() {
-    #[derive(Debug)]
-    struct Counted(MemoryBackend, #[expect(dead_code, reason = "it is only counted")] Arc<()>);
+/// The in-process store, with somebody to tell whether it is still there.
+#[derive(Debug)]
+struct CountedBackend(MemoryBackend, #[expect(dead_code, reason = "it is only counted")] Arc<()>);
 
-    #[async_trait::async_trait]
-    impl registry_core::LockBackend for Counted {
-        fn capabilities(&self) -> registry_core::Capabilities {
-            self.0.capabilities()
-        }
-
-        async fn try_acquire(
-            &self,
-            claim: &registry_core::Claim,
-        ) -> Result<registry_core::Attempt, registry_core::BackendError> {
-            self.0.try_acquire(claim).await
-        }
-
-        async fn renew(
-            &self,
-            claims: &[registry_core::Claim],
-        ) -> Vec<Result<registry_core::Renewal, registry_core::BackendError>> {
-            self.0.renew(claims).await
-        }
-
-        async fn release(
-            &self,
-            claim: &registry_core::Claim,
-        ) -> Result<registry_core::Release, registry_core::BackendError> {
-            self.0.release(claim).await
-        }
+#[async_trait]
+impl LockBackend for CountedBackend {
+    fn capabilities(&self) -> Capabilities {
+        self.0.capabilities()
     }
 
+    async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        self.0.try_acquire(claim).await
+    }
+
+    async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
+        self.0.renew(claims).await
+    }
+
+    async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+        self.0.release(claim).await
+    }
+}
+
+/// A claim that is still on the keeper's schedule would keep the engine, the backend and its connections for ever.
+#[test]
+fn a_registry_dropped_after_its_runtime_frees_its_backend() {
     let alive = Arc::new(());
     let home = runtime();
     let ours = {
         let _inside = home.enter();
-        let backend = Counted(MemoryBackend::new(), Arc::clone(&alive));
+        let backend = CountedBackend(MemoryBackend::new(), Arc::clone(&alive));
         Registry::builder(Arc::new(backend)).build().unwrap()
     };
     let guard = home.block_on(ours.obtain("k").lock()).unwrap();
@@ -82,33 +79,37 @@ fn a_registry_dropped_after_its_runtime_frees_its_backend() {
     assert_eq!(Arc::strong_count(&alive), 1, "the backend is never dropped");
 }
 
-/// Waits in a runtime that lives on, for a registry whose runtime ends.
-fn waits_elsewhere(behind_whom: &str) -> Result<Result<bool, LockError>, &'static str> {
+/// What becomes of a caller in a runtime that lives on, when the runtime of its registry ends.
+fn waits_elsewhere(holder_is_local: bool) -> Result<LockGuard, LockError> {
     let store = MemoryBackend::new();
     let (home, elsewhere) = (runtime(), runtime());
     let ours = over(&store, &home, Duration::from_millis(500));
     let theirs = over(&store, &elsewhere, LONG);
-    let holder = if behind_whom == "another process" { &theirs } else { &ours };
-    // A guard that nobody lets go, as after `mem::forget`.
-    let options = LockOptions::new();
-    let guard = elsewhere.block_on(holder.obtain("k").lock_with(options)).unwrap().unwrap();
+    let holder = if holder_is_local { &ours } else { &theirs };
+    // Nobody lets it go while the other waits.
+    let guard = elsewhere.block_on(holder.obtain("k").lock()).unwrap();
     let lock = ours.obtain("k");
-    let waiting = elsewhere.spawn(async move { lock.lock().await.map(|guard| guard.is_held()) });
-    elsewhere.block_on(tokio::task::yield_now());
+    let mut waiting = Box::pin(async move { lock.lock().await });
+    {
+        let _inside = elsewhere.enter();
+        let mut in_passing = Context::from_waker(Waker::noop());
+        assert!(waiting.as_mut().poll(&mut in_passing).is_pending());
+    }
+    let waiting = elsewhere.spawn(waiting);
     drop(home);
     let outcome = elsewhere.block_on(async { timeout(LONG, waiting).await });
     drop(guard);
-    outcome.map(|joined| joined.unwrap()).map_err(|_| "still waiting")
+    outcome.expect("it waits for ever").unwrap()
 }
 
 #[test]
-fn a_waiter_for_another_process_is_sent_away_when_its_registry_loses_its_runtime() {
-    let outcome = waits_elsewhere("another process");
-    assert!(matches!(outcome, Ok(Err(LockError::Closed))), "{outcome:?}");
+fn a_waiter_for_another_process_is_sent_away() {
+    let outcome = waits_elsewhere(false);
+    assert!(matches!(outcome, Err(LockError::Closed)), "{outcome:?}");
 }
 
 #[test]
-fn a_waiter_in_the_local_line_is_sent_away_when_its_registry_loses_its_runtime() {
-    let outcome = waits_elsewhere("a local caller");
-    assert!(matches!(outcome, Ok(Err(LockError::Closed))), "{outcome:?}");
+fn a_waiter_in_the_local_line_is_sent_away() {
+    let outcome = waits_elsewhere(true);
+    assert!(matches!(outcome, Err(LockError::Closed)), "{outcome:?}");
 }

@@ -289,9 +289,10 @@ async fn an_overruled_url_is_not_shown() {
     let guard = lock.lock().await.unwrap();
     assert_silent("lock and guard", &shown(&(&lock, &guard, guard.claim())));
     let registry = Arc::new(registry);
-    let routing = RoutingRegistry::new(Arc::clone(&registry) as _).route("x/*", registry.clone());
+    let routing =
+        RoutingRegistry::new(Arc::clone(&registry) as _).route("x/*", Arc::clone(&registry) as _);
     assert_silent("routing", &shown(&routing));
-    let layer = LockLayer::new(registry.clone(), |_: &()| String::from("orders/42"));
+    let layer = LockLayer::new(Arc::clone(&registry) as _, |_: &()| String::from("orders/42"));
     assert_silent("layer", &shown(&layer));
     guard.unlock().await.unwrap();
     registry.close(Duration::from_secs(60)).await;

@@ -25,7 +25,8 @@ pub(crate) async fn acquire(
     let engine = slot.engine();
     engine.check_open()?;
     engine.backend.check_key(slot.key())?;
-    let terms = engine.terms(options)?;
+    let special_terms = engine.terms(options)?;
+    let terms = special_terms.as_ref().unwrap_or(&engine.default_terms);
     let owner = options.owner.clone().or_else(Owner::current);
     // Without a deadline nothing depends on it but what observers are told.
     let began = if options.wait.is_some() { Moment::now() } else { Moment::about_now() };
@@ -33,7 +34,7 @@ pub(crate) async fn acquire(
     let deadline = options.wait.map(|wait| began.after(wait));
 
     // 1. Our turn among the callers of this process.
-    let turn = match slot.enter(owner.as_ref(), &terms, deadline).await {
+    let turn = match slot.enter(owner.as_ref(), terms, deadline).await {
         Ok(Entry::Turn(turn)) => turn,
         Ok(Entry::Again(guard)) => {
             let (key, token) = (guard.key(), guard.fencing_token());
@@ -50,7 +51,7 @@ pub(crate) async fn acquire(
     };
 
     // 2. Our claim among the processes. Dropped at any point, it gives back what it may have got.
-    let contest = Contest { engine, terms: &terms, began, deadline };
+    let contest = Contest { engine, terms, began, deadline };
     let Some(guard) = contest.win(turn, owner).await? else {
         return Ok(gave_up(slot, began));
     };

@@ -49,13 +49,14 @@ impl Engine {
         }
     }
 
-    pub(crate) fn terms(&self, options: &LockOptions) -> Result<Arc<Terms>, LockError> {
+    /// The terms that `options` ask for; `None` for the registry's own.
+    pub(crate) fn terms(&self, options: &LockOptions) -> Result<Option<Arc<Terms>>, LockError> {
         if options.asks_for_terms() {
             let terms = Terms::resolve(options, &self.defaults, &self.capabilities)?;
-            return Ok(Arc::new(terms));
+            return Ok(Some(Arc::new(terms)));
         }
         options.check_wait()?;
-        Ok(Arc::clone(&self.default_terms))
+        Ok(None)
     }
 
     /// Sends all waiters away, now and from now on. True for whoever does it first.

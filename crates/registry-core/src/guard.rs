@@ -210,8 +210,8 @@ impl LockGuard {
         }
         let held = Arc::clone(hold.held());
         drop(hold);
-        let key = held.claim().key().clone();
-        let ending = held.end().map_err(|reason| lost(&key, reason))?;
+        let key = held.claim().key();
+        let ending = held.end().map_err(|reason| lost(key, reason))?;
         let Some(ending) = ending.hand_over() else {
             return Ok(());
         };
@@ -229,6 +229,7 @@ impl LockGuard {
             tell_released(&held);
             return Ok(());
         }
+        let key = key.clone();
         drop(held);
         let release = match answer {
             Poll::Pending => release,

@@ -18,7 +18,10 @@ use crate::gauge::Gauge;
 pub(crate) type Job = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 #[derive(Debug, Clone)]
-pub(crate) struct Janitor {
+pub(crate) struct Janitor(Arc<Desk>);
+
+#[derive(Debug)]
+struct Desk {
     jobs: mpsc::UnboundedSender<Counted>,
     pending: Arc<Gauge>,
 }
@@ -27,29 +30,29 @@ impl Janitor {
     /// A janitor and the task that does its work until the janitor is dropped and all jobs are done.
     pub(crate) fn new() -> (Self, impl Future<Output = ()> + Send) {
         let (jobs, inbox) = mpsc::unbounded_channel();
-        (Self { jobs, pending: Arc::default() }, work(inbox))
+        (Self(Arc::new(Desk { jobs, pending: Arc::default() })), work(inbox))
     }
 
     /// Takes over `job`.
     pub(crate) fn hand_over(&self, job: Job) {
-        self.pending.enter();
+        self.0.pending.enter();
         // Without a runtime the send fails and the job is dropped here.
-        let _ = self.jobs.send(Counted { job, pending: Arc::clone(&self.pending) });
+        let _ = self.0.jobs.send(Counted { job, pending: Arc::clone(&self.0.pending) });
     }
 
     /// Whether there is a runtime that does the work.
     pub(crate) fn is_alive(&self) -> bool {
-        !self.jobs.is_closed()
+        !self.0.jobs.is_closed()
     }
 
     /// How many jobs are not done yet.
     pub(crate) fn pending(&self) -> usize {
-        self.pending.alive()
+        self.0.pending.alive()
     }
 
     /// Waits until no job is left.
     pub(crate) async fn idle(&self) {
-        self.pending.none_left().await;
+        self.0.pending.none_left().await;
     }
 }
 

@@ -176,7 +176,8 @@ impl World {
     }
 
     /// Sweeps what `scene` makes, with and without a third party who waits for the lock in our registry.
-    pub(crate) async fn sweep(&self, mut scene: impl AsyncFnMut(&World, &Stage) -> Scene) {
+    #[expect(clippy::async_yields_async, reason = "the future is the product: the sweep drives it")]
+    pub(crate) async fn sweep(&self, mut scene: impl AsyncFnMut(&Self, &Stage) -> Scene) {
         for bystander in [false, true] {
             let running = RefCell::new(None);
             let last_token = Cell::new(None);

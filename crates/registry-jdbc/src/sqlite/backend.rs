@@ -3,6 +3,7 @@
 use std::fmt;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -59,6 +60,9 @@ pub struct SqliteBackend {
     pub(super) identity: Identity,
     pub(super) store: Vec<u8>,
     pub(super) statements: Arc<Statements>,
+    /// One more than the largest token that was granted here. As long as the wall clock is behind, it is no use asking for a
+    /// token by that clock.
+    tokens_ahead: AtomicI64,
     pub(super) writer: Link,
     pub(super) reader: Arc<Link>,
     pub(super) wakes: Wakes,
@@ -87,7 +91,17 @@ impl SqliteBackend {
         let reader = Arc::new(reader);
         let statements = Arc::new(Statements::new(clock, &config.namespace));
         let wakes = Wakes::new(Arc::clone(&reader), Arc::clone(&statements), place.wal.clone());
-        Ok(Self { config, place, identity, store, statements, writer, reader, wakes })
+        Ok(Self {
+            config,
+            place,
+            identity,
+            store,
+            statements,
+            tokens_ahead: AtomicI64::new(0),
+            writer,
+            reader,
+            wakes,
+        })
     }
 
     /// The statements that make the tables of this store, for those who let nobody else make tables.
@@ -118,24 +132,31 @@ impl SqliteBackend {
         self.store == store
     }
 
-    /// Grants the key if it is free and the wall clock is ahead of its tokens, which is how it is with few exceptions.
-    async fn take_at_wall_clock(
+    /// One statement: grants the key if it is free. May also say no because the key's tokens are ahead of the wall clock, but
+    /// never twice in a row.
+    async fn take(
         &self,
         claim: &Claim,
+        is_first: bool,
     ) -> Result<Option<FencingToken>, BackendError> {
-        let token = self.statements.clock.wall();
-        let (statements, claim) = (Arc::clone(&self.statements), claim.clone());
-        let make = move || statements.acquire(sql::ACQUIRE_AT, &claim, token);
-        let changes = self.writer.changes(make).await?;
-        Ok(if changes == 0 { None } else { FencingToken::try_from(token).ok() })
-    }
-
-    /// Grants the key if it is free.
-    async fn take(&self, claim: &Claim) -> Result<Option<FencingToken>, BackendError> {
-        let (statements, claim) = (Arc::clone(&self.statements), claim.clone());
-        let make = move || statements.acquire(sql::ACQUIRE_ABOVE, &claim, statements.clock.wall());
-        let rows = self.writer.rows(make).await?;
-        rows.first().map(|row| self.token(row, 0)).transpose()
+        let wall = self.statements.clock.wall();
+        let (statements, asked) = (Arc::clone(&self.statements), claim.clone());
+        let token = if is_first && wall >= self.tokens_ahead.load(Ordering::Relaxed) {
+            let make = move || statements.acquire(sql::ACQUIRE_AT, &asked, wall);
+            if self.writer.changes(make).await? == 0 {
+                return Ok(None);
+            }
+            wall
+        } else {
+            let make = move || statements.acquire(sql::ACQUIRE_ABOVE, &asked, wall);
+            match self.writer.rows(make).await?.first() {
+                None => return Ok(None),
+                Some(row) => self.column(row, 0)?,
+            }
+        };
+        let next = token.saturating_add(i64::from(claim.token_block()));
+        self.tokens_ahead.fetch_max(next, Ordering::Relaxed);
+        self.fencing_token(token).map(Some)
     }
 
     /// Who has the key. An error when another boot writes to the file.
@@ -164,7 +185,7 @@ impl SqliteBackend {
         Ok(Some(Held {
             key: key.ok_or_else(|| self.unreadable("a row's key is not one that can be locked"))?,
             claim,
-            token: self.token(row, 3)?,
+            token: self.fencing_token(self.column(row, 3)?)?,
             label: self.column(row, 4)?,
             since: self.column(row, 5)?,
             until: self.column(row, 6)?,
@@ -178,8 +199,7 @@ impl SqliteBackend {
         row.try_get(index).map_err(|error| explain(error, self.path()))
     }
 
-    fn token(&self, row: &SqliteRow, index: usize) -> Result<FencingToken, BackendError> {
-        let token: i64 = self.column(row, index)?;
+    fn fencing_token(&self, token: i64) -> Result<FencingToken, BackendError> {
         FencingToken::try_from(token).map_err(|_| self.unreadable("a row's token is negative"))
     }
 
@@ -239,11 +259,7 @@ impl LockBackend for SqliteBackend {
         const TRIES_MAX: u32 = 3;
         self.place.check(self.identity)?;
         for attempt in 0..TRIES_MAX {
-            let taken = match attempt {
-                0 => self.take_at_wall_clock(claim).await?,
-                _ => self.take(claim).await?,
-            };
-            if let Some(token) = taken {
+            if let Some(token) = self.take(claim, attempt == 0).await? {
                 return Ok(Attempt::Granted(Grant::new(Some(token), claim.lease())));
             }
             if let Some(held) = self.look(claim.key()).await? {
