@@ -38,11 +38,11 @@ guard.unlock().await?;
 #[cfg(feature = "sqlite")]
 mod config;
 #[cfg(feature = "sqlite")]
-mod error;
+mod sqlite;
 #[cfg(feature = "sqlite")]
 mod fence;
 #[cfg(feature = "sqlite")]
-mod sqlite;
+mod error;
 
 #[cfg(feature = "sqlite")]
 pub use config::SqliteConfig;

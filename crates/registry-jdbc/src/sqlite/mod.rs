@@ -1,20 +1,25 @@
-//! The SQLite store. One acquisition runs through: `backend` says what is asked of the row, `sql` and `statement` say it in SQL, `link`
-//! gets it through while other processes write, one after another on a `lane`, `clock` dates it. `open` and `file` come before all of this; `wake`, on
-//! top of `watch`, tells waiters of a release; `purge` and `diagnose` are housekeeping.
+//! The SQLite store.
+//!
+//! The modules are listed in the order in which one acquisition runs through them; what comes after its release is last.
 
-mod backend;
-mod clock;
-mod diagnose;
-mod file;
-mod lane;
-mod link;
+// Before the first one.
 mod open;
-mod purge;
+mod file;
+// What is asked of a lock's row, and how it is said.
+mod backend;
 mod renew;
-mod sql;
 mod statement;
+mod clock;
+mod sql;
+// How it reaches the file while others write.
+mod link;
+mod lane;
+// Waiting for a release, whichever process makes it.
 mod wake;
 mod watch;
+// Housekeeping.
+mod purge;
+mod diagnose;
 
 pub use backend::SqliteBackend;
 

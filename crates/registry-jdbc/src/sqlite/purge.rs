@@ -12,13 +12,14 @@ use super::clock::micros;
 use super::sql;
 use super::statement::{RowKey, Statements};
 
-/// One release in this many searches one piece of [`sql::PURGE_ROWS_MAX`] rows. More rows are searched than releases can add.
-const RELEASES_PER_PIECE: u8 = u8::MAX;
+/// A release searches a piece if its claim's random id begins with this byte: one in 256. A piece has twice as many rows, so
+/// more are searched than releases can add.
+const SIGN: u8 = 0;
 
 impl SqliteBackend {
     /// Searches a piece, now and then: the claim's random id is the die.
     pub(super) async fn purge_by_chance(&self, claim: &Claim) {
-        if claim.id().to_bytes()[0] == RELEASES_PER_PIECE {
+        if claim.id().to_bytes()[0] == SIGN {
             // The release is done and is not to fail because of housekeeping. What is wrong with the file, the next
             // acquisition will tell.
             let _ = self.purge_piece().await;
