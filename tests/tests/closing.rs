@@ -40,9 +40,10 @@ async fn a_caller_who_comes_during_the_close_gets_nothing() {
     tokio::task::yield_now().await;
     let report = ours.close(Duration::from_secs(60)).await;
     assert!(report.is_clean(), "{report:?}");
-    assert!(locking.await.unwrap().is_err());
-    assert_eq!(store.records(), 0);
+    assert_eq!(store.records(), 0, "closed with a clean report, and the key is taken");
+    assert!(matches!(locking.await.unwrap(), Err(LockError::Closed)));
     advance(Duration::from_secs(60)).await;
+    assert_eq!(store.records(), 0);
     assert_eq!((ours.slots(), ours.held()), (0, 0));
 }
 

@@ -2,7 +2,7 @@
 //! over SQLite and behind faults. Whenever it was dropped, the key is free again: within a second where no reply was lost,
 //! within the lease in any case. Nobody who shares the lock or the registry suffers, and nothing is left behind.
 //!
-//! The scenes are here; the stores, the faults and the checks are in `sweep/worlds.rs`.
+//! The scenes are here; the stores, the faults and the checks are in `sweep/worlds.rs`, and a store that queues in `sweep/fair.rs`.
 
 #![expect(
     clippy::unwrap_used,
@@ -17,6 +17,8 @@ use registry_core::{
     DistributedLock, LockGuard, LockOptions, LockRegistry, LockRegistryExt as _, Owner,
 };
 
+#[path = "sweep/fair.rs"]
+mod fair;
 #[path = "sweep/worlds.rs"]
 mod worlds;
 

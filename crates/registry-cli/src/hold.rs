@@ -6,11 +6,13 @@ use std::time::Duration;
 
 use lock_registry::{Key, LockError, LockGuard, LockRegistry, LostReason, Observer};
 use serde::Serialize;
+use serde_json::json;
 use tokio::sync::oneshot;
+use tokio::time::timeout;
 
 use crate::args;
 use crate::exit::{self, Failure};
-use crate::say::{Say, json_to_stdout, millis};
+use crate::say::{Say, json_to_stdout, millis, printable};
 use crate::signals::{Signals, asks_to_end};
 use crate::store::Store;
 use crate::take::{Ear, Taken, close, take, warn_of_short_reach};
@@ -24,15 +26,15 @@ pub(crate) struct Hold {
 }
 
 #[derive(Debug, Serialize)]
-struct Held<'a> {
-    key: &'a str,
+struct Held {
+    key: String,
     token: Option<u64>,
     valid_for_ms: u64,
 }
 
 #[derive(Debug, Serialize)]
-struct Lost<'a> {
-    key: &'a str,
+struct Lost {
+    key: String,
     lost: LostReason,
 }
 
@@ -56,43 +58,83 @@ impl Hold {
         let status = match take(&lock, patience, &ear, &mut signals, say).await {
             Ok(Taken::Busy) => Ok(exit::NOT_OBTAINED),
             Ok(Taken::Signal(signal)) => Ok(exit::by_signal(signal as i32)),
-            Ok(Taken::Guard(guard)) => hold(guard, &mut signals).await,
+            Ok(Taken::Guard(guard)) => hold(guard, &mut signals, say).await,
             Err(failure) => Err(failure),
         };
-        close(&registry).await;
+        close(&registry, &status).await;
         status
     }
 }
 
-async fn hold(guard: LockGuard, signals: &mut Signals) -> Result<u8, Failure> {
+async fn hold(guard: LockGuard, signals: &mut Signals, say: Say) -> Result<u8, Failure> {
     let key = guard.key().to_owned();
     let token = guard.fencing_token().map(u64::from);
-    let told = json_to_stdout(&Held { key: &key, token, valid_for_ms: millis(guard.valid_for()) });
-    if told.is_ok() {
+    let held = Held { key: key.clone(), token, valid_for_ms: millis(guard.valid_for()) };
+    let mut telling = Box::pin(line_on_stdout(held));
+    let mut told = None;
+    let mut done = Box::pin(async {
+        tokio::select! {
+            () = asked_to_end(signals) => {}
+            () = end_of_stdin() => {}
+        }
+    });
+    // Nobody who cannot read the line holds the lock.
+    while !matches!(told, Some(Err(_))) {
         tokio::select! {
             biased;
             reason = guard.lost() => {
                 // Nothing is left to free; the engine knows.
                 drop(guard);
-                json_to_stdout(&Lost { key: &key, lost: reason })?;
+                tell_lost(say, key, reason).await;
                 return Ok(exit::LOST);
             }
-            () = asked_to_end(signals) => {}
-            () = end_of_stdin() => {}
+            written = &mut telling, if told.is_none() => told = Some(written),
+            () = &mut done => break,
         }
     }
-    // Nobody who cannot read the line holds the lock.
+    if told.is_none() {
+        // The line is for whoever reads it, even if they have closed our stdin already. That they ever do is not certain.
+        told = timeout(READ_LIMIT, telling).await.ok();
+    }
     let released = guard.unlock().await;
-    told?;
-    match released {
-        Ok(()) => Ok(0),
-        Err(LockError::Lost { reason, .. }) => {
-            json_to_stdout(&Lost { key: &key, lost: reason })?;
+    match (released, told) {
+        (Err(LockError::Lost { reason, .. }), _) => {
+            tell_lost(say, key, reason).await;
             Ok(exit::LOST)
         }
-        Err(error) => Err(error.into()),
+        (_, Some(Err(failure))) => Err(failure),
+        (Err(error), _) => Err(error.into()),
+        (Ok(()), _) => Ok(0),
     }
 }
+
+/// Tells on stdout that the lock was lost; on stderr, if nobody reads stdout.
+async fn tell_lost(say: Say, key: String, reason: LostReason) {
+    let line = line_on_stdout(Lost { key: key.clone(), lost: reason });
+    if !matches!(timeout(READ_LIMIT, line).await, Ok(Ok(()))) {
+        say.notice(
+            "lost",
+            &format!("the lock {} was lost: {reason}", printable(&key)),
+            json!({ "key": key, "lost": reason }),
+        );
+    }
+}
+
+/// Prints `value` on stdout, and waits for that. Signals and the loss of the lock must be seen even if nobody reads.
+async fn line_on_stdout(value: impl Serialize + Send + 'static) -> Result<(), Failure> {
+    let (tell, written) = oneshot::channel();
+    // A thread of its own, which dies with the process: the runtime would wait for one of its threads.
+    std::thread::Builder::new()
+        .name("stdout".to_owned())
+        .spawn(move || {
+            let _ = tell.send(json_to_stdout(&value));
+        })
+        .map_err(Failure::os("cannot start a thread"))?;
+    written.await.unwrap_or_else(|error| Err(Failure::Output(io::Error::other(error))))
+}
+
+/// How long whoever reads stdout has to read what they should know before we end.
+const READ_LIMIT: Duration = Duration::from_secs(1);
 
 async fn asked_to_end(signals: &mut Signals) {
     while !asks_to_end(signals.end().await) {}

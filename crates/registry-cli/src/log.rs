@@ -5,6 +5,7 @@ use std::io::IsTerminal as _;
 use tracing_subscriber::EnvFilter;
 
 use crate::exit::Failure;
+use crate::say::LogToStderr;
 
 const VARIABLE: &str = "LOCK_REGISTRY_LOG";
 
@@ -27,7 +28,7 @@ pub(crate) fn start(verbose: u8) -> Result<(), Failure> {
     })?;
     tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(std::io::stderr)
+        .with_writer(|| LogToStderr)
         .with_ansi(std::io::stderr().is_terminal())
         .init();
     Ok(())

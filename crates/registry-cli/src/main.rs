@@ -49,7 +49,9 @@ fn main() -> ExitCode {
         say::line_to_stderr(&format!("lockreg: error: internal error{place}; please report it"));
     }));
     // A panic on the way must not look like a status of the command.
-    std::panic::catch_unwind(lockreg).unwrap_or(exit::INTERNAL).into()
+    let status = std::panic::catch_unwind(lockreg).unwrap_or(exit::INTERNAL);
+    say::flush_stderr();
+    status.into()
 }
 
 fn lockreg() -> u8 {

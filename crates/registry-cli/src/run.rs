@@ -65,7 +65,7 @@ impl Run {
             }
             Err(failure) => Err(failure),
         };
-        close(&registry).await;
+        close(&registry, &status).await;
         status
     }
 }
@@ -204,10 +204,18 @@ impl Watch<'_> {
             && self.running.is_anybody_left()
         {
             let now = Instant::now();
-            if now < kill_at {
-                tokio::time::sleep_until(kill_at.min(now + LOOK)).await;
-            } else {
+            if now >= kill_at {
                 self.kill();
+                break;
+            }
+            tokio::select! {
+                biased;
+                reason = &mut lost, if self.lost.is_none() => self.on_lost(reason),
+                // The watchdog would take silence for our end, and the lease for over.
+                Ok(()) = renewals.changed(), if self.lost.is_none() => {
+                    self.watchdog.held_for(self.guard.valid_for());
+                }
+                () = tokio::time::sleep_until(kill_at.min(now + LOOK)) => {}
             }
         }
         ending
@@ -215,9 +223,10 @@ impl Watch<'_> {
 
     fn on_lost(&mut self, reason: LostReason) {
         self.lost = Some(reason);
+        // First: every moment counts, and the watchdog must not be called off before.
+        self.ask_to_end(Signal::SIGTERM);
         self.watchdog.mine();
         tell_lost(self.say, self.guard.key(), reason);
-        self.ask_to_end(Signal::SIGTERM);
     }
 
     fn on_signal(&mut self, signal: Signal) {

@@ -2,10 +2,13 @@
 
 use std::fmt::Write as _;
 use std::io::{self, IsTerminal as _, Write as _};
+use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use comfy_table::{ContentArrangement, Table, presets};
 use lock_registry::Holder;
+use nix::sys::signal::{SigSet, SigmaskHow};
 use serde::Serialize;
 use serde_json::{Map, Value, json};
 
@@ -80,10 +83,89 @@ fn to_stdout(text: &str) -> Result<(), Failure> {
     stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()).map_err(Failure::Output)
 }
 
-/// Writes one line to stderr in one piece. If nobody listens, so be it.
+/// Writes one line to stderr in one piece, soon. If nobody listens, so be it.
 pub(crate) fn line_to_stderr(line: &str) {
+    to_stderr(format!("{line}\n").into_bytes());
+}
+
+/// Writes one line to stderr in one piece before it returns, however long that takes.
+pub(crate) fn line_to_stderr_at_once(line: &str) {
     let _ = io::stderr().lock().write_all(format!("{line}\n").as_bytes());
 }
+
+/// Waits until all that was told has been written, but not for ever: what stands against the end of this process is only
+/// a reader that does not read.
+pub(crate) fn flush_stderr() {
+    let scribe = SCRIBE.lock().unwrap_or_else(PoisonError::into_inner).take();
+    if let Some(Scribe { lines, ended }) = scribe {
+        // It ends when it has written the last line.
+        drop(lines);
+        let _ = ended.recv_timeout(FLUSH_LIMIT);
+    }
+}
+
+/// stderr for logs: each write is a line, or more of them.
+#[derive(Debug)]
+pub(crate) struct LogToStderr;
+
+impl io::Write for LogToStderr {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        to_stderr(bytes.to_vec());
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+/// Hands `bytes` to the thread that writes to stderr; drops them when it is far behind. Never waits: stderr may be a pipe
+/// that is full or a terminal that was halted, and a lost lock must have its consequences all the same.
+fn to_stderr(bytes: Vec<u8>) {
+    let mut scribe = SCRIBE.lock().unwrap_or_else(PoisonError::into_inner);
+    if scribe.is_none() {
+        *scribe = Scribe::start().ok();
+    }
+    match &*scribe {
+        Some(scribe) => {
+            let _ = scribe.lines.try_send(bytes);
+        }
+        None => {
+            let _ = io::stderr().lock().write_all(&bytes);
+        }
+    }
+}
+
+/// The thread that writes to stderr. It dies with the process, whatever it waits for.
+#[derive(Debug)]
+struct Scribe {
+    lines: SyncSender<Vec<u8>>,
+    ended: Receiver<()>,
+}
+
+impl Scribe {
+    fn start() -> io::Result<Self> {
+        let (lines, queue) = sync_channel::<Vec<u8>>(BACKLOG_MAX);
+        let (tell_ended, ended) = channel();
+        // It may be started before signals are caught, and must not be the one thread that dies of them.
+        let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_BLOCK)?;
+        let thread = std::thread::Builder::new().name("stderr".to_owned()).spawn(move || {
+            for bytes in queue {
+                let _ = io::stderr().lock().write_all(&bytes);
+            }
+            let _ = tell_ended.send(());
+        });
+        before.thread_set_mask()?;
+        thread?;
+        Ok(Self { lines, ended })
+    }
+}
+
+static SCRIBE: Mutex<Option<Scribe>> = Mutex::new(None);
+/// How many lines may wait to be written.
+const BACKLOG_MAX: usize = 1_024;
+/// How long the end of this process waits for whoever reads stderr.
+const FLUSH_LIMIT: Duration = Duration::from_secs(1);
 
 /// A table for people, with this heading.
 pub(crate) fn table<const N: usize>(

@@ -13,7 +13,7 @@ use serde_json::json;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-use crate::exit::Failure;
+use crate::exit::{Failure, LOST};
 use crate::say::{HolderView, Say, coarse, holder_phrase, millis, printable};
 use crate::signals::Signals;
 
@@ -131,9 +131,12 @@ pub(crate) fn warn_of_short_reach(registry: &Registry, say: Say) {
     }
 }
 
-/// Gives back what is left of a registry that is not needed any more.
-pub(crate) async fn close(registry: &Registry) {
-    registry.close(CLOSE_LIMIT).await;
+/// Gives back what is left of a registry that is not needed any more, now that `status` is known.
+pub(crate) async fn close(registry: &Registry, status: &Result<u8, Failure>) {
+    let status = status.as_ref().map_or_else(Failure::status, |status| *status);
+    // After a loss there is nothing to give back, and whoever started us should know soon.
+    let limit = if status == LOST { Duration::ZERO } else { CLOSE_LIMIT };
+    registry.close(limit).await;
 }
 
 /// How often the live line is redrawn.

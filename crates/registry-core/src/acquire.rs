@@ -87,6 +87,11 @@ impl Contest<'_> {
         // Ends: by a grant, by the deadline, or after a lease's length of trouble. A caller without a deadline who
         // is merely told "busy" has asked to wait for ever.
         loop {
+            // The contender is counted before this look, and closing begins before it counts contenders: one of the two
+            // sees the other, so that no request leaves for a store that is being closed.
+            if self.engine.is_closing() {
+                return Err(LockError::Closed);
+            }
             attempts += 1;
             match contender.attempt(self.engine).await {
                 Answer::Answered(sent_at, Ok(Attempt::Granted(grant))) => {

@@ -94,11 +94,10 @@ impl Contender {
         let engine = Arc::clone(turn.slot().engine());
         let taken =
             HeldClaim::take(turn, claim.clone(), terms, grant, sent_at, self.stray_attempts);
-        engine.contending.leave();
-        taken.map_err(|turn| {
+        let taken = taken.map_err(|turn| {
             let fresh = claim.clone().with_id(crate::ClaimId::random());
             give_back_in_background(GivingBack {
-                engine,
+                engine: Arc::clone(&engine),
                 lease: claim.lease(),
                 claim,
                 turn: None,
@@ -106,7 +105,10 @@ impl Contender {
                 under_way: None,
             });
             Box::new(Self::new(turn, fresh, Arc::clone(&self.terms)))
-        })
+        });
+        // Only now, so that closing never sees nobody between two states of the same caller.
+        engine.contending.leave();
+        taken
     }
 
     /// Leaves the present claim to the janitor and goes on with a fresh one. For a claim whose request hangs: only a
@@ -117,8 +119,8 @@ impl Contender {
         };
         let engine = Arc::clone(turn.slot().engine());
         self.leave_behind(Arc::clone(&engine), claim, None);
-        engine.contending.leave();
         *self = Self::new(turn, fresh, Arc::clone(&self.terms));
+        engine.contending.leave();
     }
 
     fn leave_behind(&mut self, engine: Arc<Engine>, claim: Claim, turn: Option<Turn>) {

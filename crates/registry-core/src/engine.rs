@@ -61,7 +61,7 @@ impl Engine {
 
     /// Sends all waiters away, now and from now on. True for whoever does it first.
     pub(crate) fn begin_to_close(&self) -> bool {
-        let first = !self.closing.swap(true, Ordering::AcqRel);
+        let first = !self.closing.swap(true, Ordering::SeqCst);
         if first {
             self.close_began.notify_waiters();
             for slot in self.slots.all() {
@@ -72,7 +72,7 @@ impl Engine {
     }
 
     pub(crate) fn is_closing(&self) -> bool {
-        self.closing.load(Ordering::Acquire)
+        self.closing.load(Ordering::SeqCst)
     }
 
     /// Refuses work that nobody would finish.

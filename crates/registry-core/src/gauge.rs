@@ -1,4 +1,7 @@
 //! A count of things alive, and a way to wait until there are none.
+//!
+//! Sequentially consistent: closing relies on "I count, then look at the flag" meeting "I set the flag, then look at the
+//! count".
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -12,17 +15,17 @@ pub(crate) struct Gauge {
 
 impl Gauge {
     pub(crate) fn enter(&self) {
-        self.alive.fetch_add(1, Ordering::AcqRel);
+        self.alive.fetch_add(1, Ordering::SeqCst);
     }
 
     pub(crate) fn leave(&self) {
-        if self.alive.fetch_sub(1, Ordering::AcqRel) == 1 {
+        if self.alive.fetch_sub(1, Ordering::SeqCst) == 1 {
             self.none_left.notify_waiters();
         }
     }
 
     pub(crate) fn alive(&self) -> usize {
-        self.alive.load(Ordering::Acquire)
+        self.alive.load(Ordering::SeqCst)
     }
 
     pub(crate) async fn none_left(&self) {

@@ -224,7 +224,7 @@ impl LockGuard {
         // Most of the time of an in-process unlock would go into preparing for an answer that takes its time.
         let answer = poll_fn(|cx| Poll::Ready(Pin::new(&mut release).poll(cx))).await;
         if let Poll::Ready(Ok(Release::Freed)) = answer
-            && held.stray_attempts() == 0
+            && held.stray_attempts_at_release() == 0
         {
             tell_released(&held);
             return Ok(());
@@ -370,7 +370,7 @@ async fn give_held_back(
         claim: held.claim().clone(),
         turn: ending.take_turn(),
         lease: held.lease_length(),
-        stray_attempts: if held.stray_attempts() == 0 { 0 } else { held.stray_attempts() + 1 },
+        stray_attempts: held.stray_attempts_at_release(),
         under_way,
     })
     .await;

@@ -123,8 +123,9 @@ impl HeldClaim {
         Moment::from_bits(self.valid_until.load(Ordering::Acquire))
     }
 
-    pub(crate) fn stray_attempts(&self) -> u32 {
-        self.stray_attempts
+    /// How many attempts of this claim may have to be freed, the one that was granted included. None if there is only that.
+    pub(crate) fn stray_attempts_at_release(&self) -> u32 {
+        if self.stray_attempts == 0 { 0 } else { self.stray_attempts + 1 }
     }
 
     /// Why it was lost; also notices a lease that has run out unseen.
@@ -187,14 +188,16 @@ impl HeldClaim {
             LostReason::MaxHold | LostReason::Closed => (None, turn),
         };
         drop(turn_now);
-        if reason != LostReason::Gone || self.stray_attempts > 0 {
+        // A renewal that was never answered needs no such care: it never brings back what has been released.
+        let stray_attempts = self.stray_attempts_at_release();
+        if reason != LostReason::Gone || stray_attempts > 0 {
             give_back_in_background(GivingBack {
                 engine: Arc::clone(engine),
                 claim: self.claim.clone(),
                 turn: turn_after,
                 // A renewal that was never answered may have been carried out a moment ago.
                 lease: lease_length,
-                stray_attempts: self.stray_attempts + 1,
+                stray_attempts,
                 under_way: None,
             });
         }

@@ -210,10 +210,13 @@ impl Registry {
     /// Tells all holders that their lock is lost, and gives back what they had.
     async fn lose_all(&self) {
         let engine = &self.engine;
-        engine.contending.none_left().await;
-        // More than one look: the keeper may have had a claim in its hands at the first.
-        while engine.held.alive() > 0 {
-            for held in engine.keeper.all() {
+        // More than one look: a caller that contends may yet come to hold.
+        loop {
+            let all = engine.keeper.all();
+            if all.is_empty() && engine.contending.alive() == 0 {
+                break;
+            }
+            for held in all {
                 if held.lose(LostReason::Closed) {
                     self.closing.lost.fetch_add(1, Ordering::AcqRel);
                 }
@@ -262,10 +265,13 @@ impl LockRegistry for Registry {
             let _ = tokio::time::timeout(engine.defaults.answer_limit, self.lose_all()).await;
         }
         let lost = closing.lost.load(Ordering::Acquire);
+        // What is being given back counts as held and is the janitor's.
+        let left = engine.held.alive().max(engine.janitor.pending()) + engine.contending.alive();
+        let gone = lost + engine.held.alive();
         let report = CloseReport {
-            released: closing.held_at_start.load(Ordering::Acquire).saturating_sub(lost),
+            released: closing.held_at_start.load(Ordering::Acquire).saturating_sub(gone),
             lost,
-            abandoned: engine.janitor.pending(),
+            abandoned: left,
         };
         engine.keeper.stop();
         let mut keeper = closing.keeper.lock().await;

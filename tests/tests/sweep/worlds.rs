@@ -16,8 +16,11 @@ use registry_core::{
     LockGuard, LockRegistry, MemoryBackend, Registry, Release, Renewal,
 };
 use registry_jdbc::{SqliteBackend, SqliteConfig};
+use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout};
+
+use crate::fair::FairBackend;
 
 /// The one key that everybody is after.
 pub(crate) const KEY: &str = "orders/42";
@@ -48,6 +51,8 @@ enum Trouble {
     Faults(Faults),
     /// The first acquire fails at once, and reaches the store when nobody thinks of it any more.
     LateAcquire(Duration),
+    /// Requests and replies are on their way for a while, whether or not anybody still waits for them.
+    Distance(Duration),
 }
 
 /// How soon the key is free after the last one who wanted it is gone.
@@ -63,6 +68,7 @@ enum Free {
 
 enum Store {
     Memory(MemoryBackend),
+    Fair(FairBackend),
     Sqlite(PathBuf),
 }
 
@@ -76,7 +82,7 @@ pub(crate) struct Stage {
 /// What stands between our registry and the store.
 enum Link {
     Faulty(Arc<FaultyBackend>),
-    Late(Arc<LateBackend>),
+    Wire(Arc<Wire>),
 }
 
 /// What is swept, and what goes on around it.
@@ -141,14 +147,14 @@ impl World {
                 let faulty = FaultyBackend::new(Arc::clone(&store), Faults::none());
                 Some(Link::Faulty(Arc::new(faulty)))
             }
-            Some(Trouble::LateAcquire(_)) => {
-                Some(Link::Late(Arc::new(LateBackend::over(Arc::clone(&store)))))
+            Some(Trouble::LateAcquire(_) | Trouble::Distance(_)) => {
+                Some(Link::Wire(Arc::new(Wire::to(Arc::clone(&store)))))
             }
         };
         let backend: Arc<dyn LockBackend> = match &link {
             None => store,
             Some(Link::Faulty(faulty)) => Arc::clone(faulty) as _,
-            Some(Link::Late(late)) => Arc::clone(late) as _,
+            Some(Link::Wire(wire)) => Arc::clone(wire) as _,
         };
         let open = |backend| {
             Registry::builder(backend).lease(self.lease).handoff(self.handoff).build().unwrap()
@@ -159,6 +165,7 @@ impl World {
     async fn backend(&self) -> Arc<dyn LockBackend> {
         match &self.store {
             Store::Memory(store) => Arc::new(store.clone()),
+            Store::Fair(store) => Arc::new(store.clone()),
             Store::Sqlite(path) => {
                 Arc::new(SqliteBackend::open(SqliteConfig::new(path)).await.unwrap())
             }
@@ -199,8 +206,11 @@ impl World {
                         (Some(Link::Faulty(faulty)), Some(Trouble::Faults(faults))) => {
                             faulty.apply(faults.clone());
                         }
-                        (Some(Link::Late(late)), Some(Trouble::LateAcquire(after))) => {
-                            late.delay_next(*after);
+                        (Some(Link::Wire(wire)), Some(Trouble::LateAcquire(after))) => {
+                            wire.breaks_once(*after);
+                        }
+                        (Some(Link::Wire(wire)), Some(Trouble::Distance(latency))) => {
+                            wire.takes(*latency);
                         }
                         _ => {}
                     }
@@ -279,6 +289,18 @@ impl Aftermath<'_> {
         assert!(token > last_token, "{run}: token {token:?} after {last_token:?}");
         guard.unlock().await.unwrap();
 
+        // Nor does anything that comes late take the key away for longer.
+        if !world.late.is_zero() {
+            tokio::time::sleep(world.late).await;
+            timeout(free_within, stage.theirs.obtain(KEY).lock())
+                .await
+                .unwrap_or_else(|_| panic!("{run}: the key is taken again"))
+                .unwrap()
+                .unlock()
+                .await
+                .unwrap();
+        }
+
         // Nothing is left behind, here or there.
         let left = free_within.saturating_sub(gone_at.elapsed()) + world.lease + world.late;
         timeout(left, stage.ours.idle())
@@ -298,17 +320,18 @@ impl Aftermath<'_> {
         // A close that was dropped may have got as far as taking a guard's lock away.
         let clean = if closes { report.abandoned == 0 } else { report.is_clean() };
         assert!(clean, "{run}: {report:?}");
-        if let Store::Memory(store) = &world.store
-            && world.late.is_zero()
-        {
-            assert_eq!(store.records(), 0, "{run}: records in the store");
-        }
+        let records = match &world.store {
+            Store::Memory(store) => store.records(),
+            Store::Fair(store) => store.records(),
+            Store::Sqlite(_) => 0,
+        };
+        assert!(records == 0 || !world.late.is_zero(), "{run}: {records} records in the store");
         stage.theirs.close(free_within).await;
         token
     }
 }
 
-/// The in-process store, as it is and behind all kinds of faults. For paused time.
+/// In-process stores, as they are and behind all kinds of faults. For paused time.
 pub(crate) fn paused() -> Vec<World> {
     let mut worlds = Vec::new();
     for handoff in [32, 0] {
@@ -321,6 +344,8 @@ pub(crate) fn paused() -> Vec<World> {
         for (name, faults) in passing_losses() {
             add(memory(name).faulty(faults).free(Free::Soon));
         }
+        let trouble = Some(Trouble::Distance(Duration::from_millis(10)));
+        add(World { trouble, ..memory("far away") });
         let after = Duration::from_millis(500);
         let trouble = Some(Trouble::LateAcquire(after));
         let world = memory("acquire fails and arrives later").free(Free::Soon).late(after);
@@ -332,6 +357,18 @@ pub(crate) fn paused() -> Vec<World> {
             let world = memory(&format!("chance {seed}")).faulty(chance(seed));
             add(world.free(Free::WithLease).late(LATE));
         }
+    }
+    let fair = |name: &str| World::new(name, Store::Fair(FairBackend::default()));
+    worlds.push(fair("fair"));
+    for (name, faults) in delays() {
+        worlds.push(fair(&format!("fair, {name}")).faulty(faults));
+    }
+    for (name, faults) in passing_losses() {
+        worlds.push(fair(&format!("fair, {name}")).faulty(faults).free(Free::Soon));
+    }
+    for (name, faults, late) in lasting_losses() {
+        let world = fair(&format!("fair, {name}")).faulty(faults);
+        worlds.push(world.free(Free::WithLease).late(late));
     }
     worlds
 }
@@ -475,52 +512,81 @@ fn chance(seed: u64) -> Faults {
     )
 }
 
-/// A store whose answer to an acquire can be a failure that is none: the request arrives all the same, later.
+/// The way to a store. What was sent arrives, even if the sender has stopped waiting; a broken connection is an error at
+/// once, and tells nothing about what is still on its way.
 #[derive(Debug)]
-struct LateBackend {
-    inner: Arc<dyn LockBackend>,
-    delay: Mutex<Option<Duration>>,
-    late: Mutex<JoinSet<()>>,
+struct Wire {
+    store: Arc<dyn LockBackend>,
+    latency: Mutex<Duration>,
+    breaks: Mutex<Option<Duration>>,
+    on_their_way: Mutex<JoinSet<()>>,
 }
 
-impl LateBackend {
-    fn over(inner: Arc<dyn LockBackend>) -> Self {
-        Self { inner, delay: Mutex::default(), late: Mutex::default() }
+impl Wire {
+    fn to(store: Arc<dyn LockBackend>) -> Self {
+        Self {
+            store,
+            latency: Mutex::default(),
+            breaks: Mutex::default(),
+            on_their_way: Mutex::default(),
+        }
     }
 
-    fn delay_next(&self, after: Duration) {
-        *self.delay.lock().unwrap() = Some(after);
+    /// Makes the next acquire fail and arrive `after` this time.
+    fn breaks_once(&self, after: Duration) {
+        *self.breaks.lock().unwrap() = Some(after);
+    }
+
+    fn takes(&self, latency: Duration) {
+        *self.latency.lock().unwrap() = latency;
+    }
+
+    async fn send<T: Send + 'static>(
+        &self,
+        request: impl Future<Output = T> + Send + 'static,
+    ) -> T {
+        let latency = *self.latency.lock().unwrap();
+        let (reply, replied) = oneshot::channel();
+        self.on_their_way.lock().unwrap().spawn(async move {
+            tokio::time::sleep(latency).await;
+            let answer = request.await;
+            tokio::time::sleep(latency).await;
+            drop(reply.send(answer));
+        });
+        replied.await.unwrap()
     }
 }
 
 #[async_trait]
-impl LockBackend for LateBackend {
+impl LockBackend for Wire {
     fn capabilities(&self) -> Capabilities {
-        self.inner.capabilities()
+        self.store.capabilities()
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        let delay = self.delay.lock().unwrap().take();
-        let Some(delay) = delay else {
-            return self.inner.try_acquire(claim).await;
+        let (store, claim) = (Arc::clone(&self.store), claim.clone());
+        let arrives_late = self.breaks.lock().unwrap().take();
+        let Some(delay) = arrives_late else {
+            return self.send(async move { store.try_acquire(&claim).await }).await;
         };
-        let (inner, claim) = (Arc::clone(&self.inner), claim.clone());
-        self.late.lock().unwrap().spawn(async move {
+        self.on_their_way.lock().unwrap().spawn(async move {
             tokio::time::sleep(delay).await;
-            drop(inner.try_acquire(&claim).await);
+            drop(store.try_acquire(&claim).await);
         });
         Err(BackendError::transient("the connection broke on purpose"))
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
-        self.inner.renew(claims).await
+        let (store, claims) = (Arc::clone(&self.store), claims.to_vec());
+        self.send(async move { store.renew(&claims).await }).await
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
-        self.inner.release(claim).await
+        let (store, claim) = (Arc::clone(&self.store), claim.clone());
+        self.send(async move { store.release(&claim).await }).await
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
-        self.inner.wait(claim, busy).await;
+        self.store.wait(claim, busy).await;
     }
 }

@@ -70,5 +70,6 @@ fn take_terminal() {
 }
 
 fn tell(message: &str) {
-    crate::say::line_to_stderr(&format!("lockreg: error: {message}"));
+    // There is no later: the command takes our place.
+    crate::say::line_to_stderr_at_once(&format!("lockreg: error: {message}"));
 }

@@ -61,12 +61,20 @@ impl Watchdog {
         self.order(format_args!("mine"));
     }
 
-    /// Dismisses it.
+    /// Dismisses it. One that does not go, because it is stopped, is killed.
     pub(crate) fn dismiss(mut self) {
         self.order(format_args!("done"));
         let Self { mut process, orders } = self;
         drop(orders);
-        let _ = process.wait();
+        let until = now().saturating_add(DISMISSAL);
+        while matches!(process.try_wait(), Ok(None)) {
+            if now() >= until {
+                let _ = process.kill();
+                let _ = process.wait();
+                return;
+            }
+            std::thread::sleep(DISMISSAL / 50);
+        }
     }
 
     fn order(&mut self, order: std::fmt::Arguments<'_>) {
@@ -82,6 +90,7 @@ pub(crate) fn main() -> u8 {
     let _ = setsid();
     let _ = SigSet::all().thread_block();
     watch(Orders::new(io::stdin()));
+    crate::say::flush_stderr();
     0
 }
 
@@ -152,17 +161,16 @@ fn watch(mut orders: Orders<impl AsFd>) {
             News::Order(order) => charge.obey(&order),
             News::End => {
                 let Some(group) = charge.group else { return };
-                tell("lockreg was killed; its command gets SIGTERM");
                 let lease = charge.until.map_or(Duration::MAX, |until| until.saturating_sub(now()));
-                return end(group, charge.grace.min(lease));
+                let why = "lockreg was killed; its command gets SIGTERM";
+                return end(group, charge.grace.min(lease), why);
             }
             News::None => {
                 charge.until = None;
                 let Some(group) = charge.group else { continue };
-                tell(
-                    "the lock's lease is over and lockreg does not react; its command gets SIGTERM",
-                );
-                end(group, charge.grace);
+                let why =
+                    "the lock's lease is over and lockreg does not react; its command gets SIGTERM";
+                end(group, charge.grace, why);
             }
         }
     }
@@ -186,10 +194,11 @@ impl Charge {
     }
 }
 
-/// Asks the group to end, and kills it when `limit` is over.
-fn end(group: Pid, limit: Duration) {
+/// Asks the group to end, tells why, and kills it when `limit` is over.
+fn end(group: Pid, limit: Duration, why: &str) {
     let _ = killpg(group, Signal::SIGTERM);
     let _ = killpg(group, Signal::SIGCONT);
+    tell(why);
     let until = now().saturating_add(limit);
     while is_anybody_left(group) && now() < until {
         std::thread::sleep(LOOK.min(until.saturating_sub(now())));
@@ -214,6 +223,8 @@ fn now() -> Duration {
 
 /// How long `lockreg` has to react to the end of the lease before the watchdog does.
 const MARGIN: Duration = Duration::from_millis(100);
+/// How long it has to go when it is dismissed.
+const DISMISSAL: Duration = Duration::from_millis(100);
 /// How often it looks whether the command has ended. Nobody tells one process of the end of another's child.
 const LOOK: Duration = Duration::from_millis(20);
 
