@@ -15,7 +15,7 @@ use crate::exit::{self, Failure};
 use crate::say::{Say, json_to_stdout, millis, printable};
 use crate::signals::{Signals, asks_to_end};
 use crate::store::Store;
-use crate::take::{Ear, Taken, close, take, warn_of_short_reach};
+use crate::take::{Ear, Taken, close_after, take, warn_of_short_reach};
 
 /// `lockreg hold`, checked: nothing was touched yet.
 #[derive(Debug)]
@@ -61,7 +61,7 @@ impl Hold {
             Ok(Taken::Guard(guard)) => hold(guard, &mut signals, say).await,
             Err(failure) => Err(failure),
         };
-        close(&registry, &status).await;
+        close_after(&registry, &status).await;
         status
     }
 }

@@ -25,7 +25,7 @@ use crate::exit::{self, Failure, causes};
 use crate::say::{Say, printable};
 use crate::signals::{Signals, asks_to_end};
 use crate::store::Store;
-use crate::take::{Ear, Taken, close, take, warn_of_short_reach};
+use crate::take::{Ear, Taken, close_after, take, warn_of_short_reach};
 
 /// `lockreg run`, checked: nothing was touched yet.
 #[derive(Debug)]
@@ -65,7 +65,7 @@ impl Run {
             }
             Err(failure) => Err(failure),
         };
-        close(&registry, &status).await;
+        close_after(&registry, &status).await;
         status
     }
 }
@@ -142,9 +142,15 @@ impl Held<'_> {
             ("LOCKREG_FENCING_TOKEN", self.guard.fencing_token().map(|token| token.to_string())),
         ];
         match Running::start(self.program, environment, terminal.is_ours_alone()).await {
-            Ok(running) => {
+            Ok(mut running) => {
                 watchdog.guard(running.group(), self.grace);
                 watchdog.held_for(self.guard.valid_for());
+                // We may have been stopped once more. From here on the watchdog sees to it.
+                if let Err(error) = self.guard.protect(std::future::ready(())).await {
+                    watchdog.dismiss();
+                    return Err(error.into());
+                }
+                running.begin();
                 Ok((running, watchdog, terminal))
             }
             Err(error) => {

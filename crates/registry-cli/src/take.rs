@@ -1,6 +1,7 @@
 //! Takes a lock for `run` and `hold`, and tells who has it while that takes time.
 
 use std::sync::Arc;
+use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressStyle};
@@ -131,8 +132,13 @@ pub(crate) fn warn_of_short_reach(registry: &Registry, say: Say) {
     }
 }
 
-/// Gives back what is left of a registry that is not needed any more, now that `status` is known.
-pub(crate) async fn close(registry: &Registry, status: &Result<u8, Failure>) {
+/// Gives back what is left of a registry that is not needed any more.
+pub(crate) async fn close(registry: &Registry) {
+    registry.close(CLOSE_LIMIT).await;
+}
+
+/// Does the same when `status` is what came of a lock.
+pub(crate) async fn close_after(registry: &Registry, status: &Result<u8, Failure>) {
     let status = status.as_ref().map_or_else(Failure::status, |status| *status);
     // After a loss there is nothing to give back, and whoever started us should know soon.
     let limit = if status == LOST { Duration::ZERO } else { CLOSE_LIMIT };
@@ -143,6 +149,8 @@ pub(crate) async fn close(registry: &Registry, status: &Result<u8, Failure>) {
 const LOOK: Duration = Duration::from_millis(200);
 /// How often a log is reminded that we still wait.
 const REMIND: Duration = Duration::from_secs(60);
+/// How long a live line has to vanish.
+const CLEAR_LIMIT: Duration = Duration::from_millis(100);
 const CLOSE_LIMIT: Duration = Duration::from_secs(5);
 
 /// Tells who has the lock: in one live line on a terminal, in lines of their own otherwise.
@@ -152,7 +160,7 @@ struct Telling<'a> {
     began: Instant,
     /// A single attempt is told about when it has failed.
     wanted: bool,
-    live: Option<ProgressBar>,
+    live: Option<LiveLine>,
     /// The grant that was last told of, and when.
     told: Option<(Option<FencingToken>, Instant)>,
 }
@@ -174,9 +182,8 @@ impl<'a> Telling<'a> {
         );
         let waited = self.began.elapsed();
         if self.say.is_live() {
-            let live = self.live.get_or_insert_with(live_line);
-            live.set_message(format!("{text}, waited {}", coarse(waited)));
-            live.tick();
+            let live = self.live.get_or_insert_with(LiveLine::start);
+            live.show(format!("{text}, waited {}", coarse(waited)));
             return;
         }
         let token = holder.as_ref().and_then(|holder| holder.token);
@@ -194,15 +201,46 @@ impl<'a> Telling<'a> {
     }
 }
 
-impl Drop for Telling<'_> {
-    fn drop(&mut self) {
-        if let Some(live) = &self.live {
+/// A line on the terminal that is redrawn, by a thread of its own: a terminal that was halted must not halt us.
+struct LiveLine {
+    texts: Option<SyncSender<String>>,
+    ended: Receiver<()>,
+}
+
+impl LiveLine {
+    fn start() -> Self {
+        let (texts, queue) = sync_channel::<String>(1);
+        let (tell_ended, ended) = channel();
+        // Without the thread nothing is shown, and nothing else is missing.
+        let _ = std::thread::Builder::new().name("live line".to_owned()).spawn(move || {
+            let live = progress_bar();
+            for text in queue {
+                live.set_message(text);
+                live.tick();
+            }
             live.finish_and_clear();
+            let _ = tell_ended.send(());
+        });
+        Self { texts: Some(texts), ended }
+    }
+
+    fn show(&self, text: String) {
+        if let Some(texts) = &self.texts {
+            // Fails when the last one is still being drawn: then there will be a newer one.
+            let _ = texts.try_send(text);
         }
     }
 }
 
-fn live_line() -> ProgressBar {
+impl Drop for LiveLine {
+    /// Waits a little, so that the line is gone before anybody else writes.
+    fn drop(&mut self) {
+        self.texts = None;
+        let _ = self.ended.recv_timeout(CLEAR_LIMIT);
+    }
+}
+
+fn progress_bar() -> ProgressBar {
     let style = ProgressStyle::with_template("{spinner} lockreg: {wide_msg}")
         .unwrap_or_else(|_| ProgressStyle::default_spinner());
     // Draws to stderr.

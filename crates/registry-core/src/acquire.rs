@@ -167,7 +167,7 @@ impl Contest<'_> {
     async fn wait(&self, claim: Claim, busy: Busy) -> Result<Woken, LockError> {
         let engine = self.engine;
         let now = Moment::now();
-        let poll = engine.defaults.poll.mul_f64(0.75 + fastrand::f64() / 2.0);
+        let poll = engine.defaults.poll.mul_f64(1.0 + fastrand::f64() / 4.0);
         let pause =
             busy.retry_after.map_or(poll, |left| left.saturating_add(AFTER_LEASE).min(poll));
         let pause =

@@ -187,6 +187,8 @@ async fn finish_and_give_back(
         // Nothing is there unless an earlier attempt left it.
         Ok(Attempt::Busy(_)) if giving.stray_attempts == 0 && !queued => return,
         Err(error) if error.refused() && giving.stray_attempts == 0 && !queued => return,
+        // Every attempt may have caused a grant of its own, one after the release of the other.
+        Ok(Attempt::Granted(_)) if giving.stray_attempts > 0 => giving.stray_attempts += 1,
         Ok(_) => {}
         Err(_) => giving.stray_attempts += 1,
     }

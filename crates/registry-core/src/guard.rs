@@ -92,7 +92,7 @@ impl LockGuard {
     pub fn lost(&self) -> impl Future<Output = LostReason> + Send + 'static + use<> {
         let hold = Arc::clone(self.hold());
         async move {
-            loop {
+            while !hold.is_over() {
                 let hint = hold.held().lost_hint();
                 tokio::pin!(hint);
                 // Listening starts before the look, or a loss could slip through in between.
@@ -101,7 +101,7 @@ impl LockGuard {
                     return reason;
                 }
                 if hold.is_over() {
-                    return std::future::pending().await;
+                    break;
                 }
                 // The keeper tells of a loss, but the deadline holds even if the keeper's runtime is gone.
                 let deadline = hold.held().valid_until();
@@ -111,6 +111,9 @@ impl LockGuard {
                     () = hold.held().engine().sleep_until(deadline) => {}
                 }
             }
+            // A watcher that stays must not keep the slot of a lock that was let go.
+            drop(hold);
+            std::future::pending().await
         }
     }
 

@@ -219,6 +219,8 @@ impl HeldClaim {
         }
         let turn = state.turn.take();
         drop(state);
+        // Those who watch for a loss need not watch any longer.
+        self.lost.notify_waiters();
         Ok(Ending { held: Some(Arc::clone(self)), turn, since: now })
     }
 

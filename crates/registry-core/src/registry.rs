@@ -260,14 +260,21 @@ impl LockRegistry for Registry {
             engine.held.none_left().await;
             engine.janitor.idle().await;
         };
-        if tokio::time::timeout(limit, orderly).await.is_err() {
+        let in_order = tokio::time::timeout(limit, orderly).await.is_ok();
+        if !in_order {
             // The holders' time is over; the store still gets its own to answer.
             let _ = tokio::time::timeout(engine.defaults.answer_limit, self.lose_all()).await;
         }
         let lost = closing.lost.load(Ordering::Acquire);
-        // What is being given back counts as held and is the janitor's.
-        let left = engine.held.alive().max(engine.janitor.pending()) + engine.contending.alive();
-        let gone = lost + engine.held.alive();
+        // What is being given back counts as held and is the janitor's. A caller that comes to its turn only now is
+        // counted for a moment, but asks the store for nothing.
+        let held = engine.held.alive();
+        let left = if in_order {
+            0
+        } else {
+            held.max(engine.janitor.pending()) + engine.contending.alive()
+        };
+        let gone = lost + held;
         let report = CloseReport {
             released: closing.held_at_start.load(Ordering::Acquire).saturating_sub(gone),
             lost,
@@ -319,7 +326,7 @@ impl RegistryBuilder {
         self
     }
 
-    /// How often a waiter looks by itself, at the most; wake-ups by the store shorten the wait. Jittered by a quarter.
+    /// How often a waiter looks by itself, at the most; wake-ups by the store shorten the wait. Jittered upwards by up to a quarter.
     /// Default: 250 ms. Between 1 ms and one hour.
     pub fn poll(mut self, poll: Duration) -> Self {
         self.defaults.poll = poll;

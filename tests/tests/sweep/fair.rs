@@ -92,7 +92,7 @@ impl LockBackend for FairBackend {
             None if claim.queue() => state.queue.push_back(Place { claim: claim.id(), until }),
             None => {}
         }
-        let ahead = state.holder.as_ref().or(state.queue.front());
+        let ahead = state.holder.as_ref().or_else(|| state.queue.front());
         let left = ahead.map_or(Duration::ZERO, |ahead| ahead.until - Instant::now());
         Ok(Attempt::Busy(Busy::new().with_retry_after(left).with_mark(state.changes)))
     }

@@ -1,12 +1,13 @@
 //! The command of `run` as a process: how it is started, what becomes of it, how its group is signalled.
 
 use std::ffi::OsString;
-use std::io;
+use std::io::{self, PipeWriter, Write as _};
 use std::os::unix::process::CommandExt as _;
 use std::path::PathBuf;
 use std::process::{Child, Command};
 
 use nix::errno::Errno;
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::sys::wait::{WaitPidFlag, WaitStatus, waitpid};
 use nix::unistd::Pid;
@@ -20,6 +21,8 @@ use crate::exit::by_signal;
 #[derive(Debug)]
 pub(crate) struct Running {
     pid: Pid,
+    /// What the command waits for before it begins.
+    gate: Option<PipeWriter>,
     changes: mpsc::UnboundedReceiver<Change>,
 }
 
@@ -57,13 +60,17 @@ impl std::fmt::Display for Ending {
 }
 
 impl Running {
-    /// Starts `program` with these additions to its environment; with the terminal in its hands, if `foreground`.
+    /// Starts `program` with these additions to its environment; with the terminal in its hands, if `foreground`. It takes
+    /// no step of its own before [`Running::begin`], and none at all if that is never called.
     pub(crate) async fn start(
         program: &Program,
         environment: Vec<(&'static str, Option<String>)>,
         foreground: bool,
     ) -> io::Result<Self> {
-        let mut command = exec::shim(program, foreground);
+        let (waits_at, gate) = io::pipe()?;
+        // The child needs it; the child closes it.
+        fcntl(&waits_at, FcntlArg::F_SETFD(FdFlag::empty()))?;
+        let mut command = exec::shim(program, foreground, &waits_at);
         for (name, value) in environment {
             match value {
                 Some(value) => command.env(name, value),
@@ -87,7 +94,15 @@ impl Running {
             }
         })?;
         let pid = started.await.map_err(io::Error::other)??;
-        Ok(Self { pid, changes })
+        Ok(Self { pid, gate: Some(gate), changes })
+    }
+
+    /// Lets the command begin.
+    pub(crate) fn begin(&mut self) {
+        if let Some(mut gate) = self.gate.take() {
+            // Fails when it was killed meanwhile.
+            let _ = gate.write_all(exec::BEGIN);
+        }
     }
 
     /// The process group of the command.

@@ -3,12 +3,15 @@
 //! `lockreg` cannot do this for its child without `unsafe` code between fork and exec; a program of its own can.
 
 use std::ffi::OsString;
+use std::fs::File;
+use std::io::{self, PipeReader, Read as _};
+use std::os::fd::{AsRawFd as _, RawFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::process::CommandExt as _;
 use std::process::Command;
 
 use nix::sys::signal::Signal;
-use nix::unistd::{Pid, getpgrp, getppid, tcsetpgrp};
+use nix::unistd::{Pid, close, getpgrp, getppid, tcsetpgrp};
 
 use super::child::own_program;
 use super::command::Program;
@@ -17,14 +20,20 @@ use crate::signals;
 
 pub(crate) const ROLE: &str = "__exec";
 
+/// What is written into the gate to let the command begin. The end of the stream without it tells it not to.
+pub(super) const BEGIN: &[u8] = b"!";
+
 const FOREGROUND: &str = "foreground";
 const BACKGROUND: &str = "background";
 
 /// What starts `program` by way of this role.
-pub(super) fn shim(program: &Program, foreground: bool) -> Command {
+///
+/// It waits until [`BEGIN`] can be read from `gate`, which it must inherit.
+pub(super) fn shim(program: &Program, foreground: bool, gate: &PipeReader) -> Command {
     let mut command = own_program(ROLE);
     command
         .arg(std::process::id().to_string())
+        .arg(gate.as_raw_fd().to_string())
         .arg(if foreground { FOREGROUND } else { BACKGROUND })
         .arg(&program.path)
         .args(&program.argv);
@@ -34,9 +43,10 @@ pub(super) fn shim(program: &Program, foreground: bool) -> Command {
 /// Plays the role. Returns the exit status if the command could not be executed.
 pub(crate) fn main(mut arguments: impl Iterator<Item = OsString>) -> u8 {
     let parent = arguments.next().and_then(|pid| pid.to_str()?.parse().ok()).map(Pid::from_raw);
+    let gate = arguments.next().and_then(|gate| gate.to_str()?.parse().ok());
     let terminal = arguments.next();
-    let (Some(parent), Some(terminal), Some(path), Some(name)) =
-        (parent, terminal, arguments.next(), arguments.next())
+    let (Some(parent), Some(gate), Some(terminal), Some(path), Some(name)) =
+        (parent, gate, terminal, arguments.next(), arguments.next())
     else {
         return USAGE;
     };
@@ -48,6 +58,13 @@ pub(crate) fn main(mut arguments: impl Iterator<Item = OsString>) -> u8 {
         // It died before we were tied to it.
         return by_signal(Signal::SIGTERM as i32);
     }
+    match may_begin(gate) {
+        Ok(true) => {}
+        // It is gone, or the lock is.
+        Ok(false) => return by_signal(Signal::SIGTERM as i32),
+        // Then the command runs as it would without a gate.
+        Err(error) => tell(&format!("cannot wait for lockreg: {error}")),
+    }
     if terminal.as_bytes() == FOREGROUND.as_bytes() {
         take_terminal();
     }
@@ -57,14 +74,28 @@ pub(crate) fn main(mut arguments: impl Iterator<Item = OsString>) -> u8 {
     let error = Command::new(path).arg0(&name).args(arguments).exec();
     tell(&format!("cannot execute {name:?}: {error}"));
     match error.kind() {
-        std::io::ErrorKind::NotFound => 127,
+        io::ErrorKind::NotFound => 127,
         _ => 126,
+    }
+}
+
+/// Waits until `lockreg` has made sure that the lock is held and that the watchdog knows us.
+fn may_begin(gate: RawFd) -> io::Result<bool> {
+    // Opened by its name: to take over the number itself needs `unsafe`.
+    let opened = File::open(format!("/dev/fd/{gate}"));
+    // The command must not inherit it.
+    let _ = close(gate);
+    let mut word = [0; BEGIN.len()];
+    match opened?.read_exact(&mut word) {
+        Ok(()) => Ok(true),
+        Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(false),
+        Err(error) => Err(error),
     }
 }
 
 fn take_terminal() {
     // The terminal would stop us for this, had we not inherited its signal as blocked.
-    if let Ok(tty) = std::fs::File::open("/dev/tty") {
+    if let Ok(tty) = File::open("/dev/tty") {
         let _ = tcsetpgrp(tty, getpgrp());
     }
 }

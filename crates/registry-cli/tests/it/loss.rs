@@ -1,10 +1,12 @@
 //! What happens when the lock, or `lockreg` itself, is lost while the command runs.
 
+use std::io::{BufRead as _, BufReader};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 
-use crate::support::{Store, is_alive, until};
+use crate::support::{Store, full_pipe, is_alive, until};
 
 /// Tells its own id and that of a process that it started; neither ends when it is asked to.
 const STUBBORN: &str = r#"
@@ -140,4 +142,63 @@ fn hold_that_was_stopped_beyond_its_lease_tells_of_loss_at_once() {
     assert_eq!(holder.wait(), 76);
     assert_eq!(store.holder("job"), token);
     assert_eq!(successor.finish(), 0);
+}
+
+#[test]
+fn a_command_whose_lock_is_lost_ends_even_if_nobody_reads_what_is_told() {
+    let store = Store::new();
+    let (_unread, full) = full_pipe();
+    let mut holder = store
+        .lockreg(["run", "--lease", "3s", "job", "--", "sh", "-c", "echo $$; exec sleep 1000"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .stderr(full)
+        .spawn()
+        .unwrap();
+    let mut pid = String::new();
+    BufReader::new(holder.stdout.take().unwrap()).read_line(&mut pid).unwrap();
+    assert_eq!(store.done(["break", "job", "--yes"]).status, 0);
+    until("the command to be gone", || !is_alive(pid.trim()));
+    until("lockreg to end", || holder.try_wait().unwrap().is_some());
+    assert_eq!(holder.wait().unwrap().code(), Some(76));
+}
+
+#[test]
+fn hold_tells_of_loss_by_its_status_if_nobody_reads_stdout() {
+    let store = Store::new();
+    let mut holder = store
+        .lockreg(["hold", "--lease", "3s", "job"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut held = String::new();
+    // The reader is dropped at the end of the line.
+    BufReader::new(holder.stdout.take().unwrap()).read_line(&mut held).unwrap();
+    // Kept open: its end would be a reason of its own to end.
+    let _stdin = holder.stdin.take();
+    assert_eq!(store.done(["break", "job", "--yes"]).status, 0);
+    until("lockreg to end", || holder.try_wait().unwrap().is_some());
+    let done = holder.wait_with_output().unwrap();
+    assert_eq!(done.status.code(), Some(76));
+    let told = String::from_utf8(done.stderr).unwrap();
+    assert!(told.contains("job was lost"), "{told}");
+}
+
+#[test]
+fn hold_that_cannot_tell_that_it_holds_ends_when_it_is_asked_to() {
+    let store = Store::new();
+    let (_unread, full) = full_pipe();
+    let mut holder = store
+        .lockreg(["hold", "job"])
+        .stdin(Stdio::piped())
+        .stdout(full)
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap();
+    until("the lock to be held", || store.holder("job").is_some());
+    drop(holder.stdin.take());
+    until("lockreg to end", || holder.try_wait().unwrap().is_some());
+    assert_eq!(store.holder("job"), None);
 }

@@ -1,12 +1,13 @@
 //! A store of its own for each test, and processes that can be waited for, signalled and read line by line.
 
 use std::fs;
-use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::io::{BufRead as _, BufReader, PipeReader, PipeWriter, Read as _, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, Command, ExitStatus, Output, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
+use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use tempfile::TempDir;
@@ -239,6 +240,17 @@ pub(crate) fn is_alive(pid: &str) -> bool {
     // The name, in brackets, may hold anything.
     let state = stat.rsplit_once(") ").map_or("", |(_, rest)| rest);
     !state.starts_with('Z') && !state.starts_with('X')
+}
+
+/// Both ends of a pipe that takes nothing more.
+pub(crate) fn full_pipe() -> (PipeReader, PipeWriter) {
+    let (reader, mut writer) = std::io::pipe().unwrap();
+    fcntl(&writer, FcntlArg::F_SETFL(OFlag::O_NONBLOCK)).unwrap();
+    for chunk in [&[b'x'; 4_096][..], b"x"] {
+        while writer.write(chunk).is_ok() {}
+    }
+    fcntl(&writer, FcntlArg::F_SETFL(OFlag::empty())).unwrap();
+    (reader, writer)
 }
 
 /// All that a file holds.

@@ -1,0 +1,76 @@
+//! Requests that failed for their caller may still arrive. Whatever they cause is ended by the janitor, not by the lease.
+
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use registry_core::{
+    Attempt, BackendError, Capabilities, Claim, LockBackend, LockRegistry, MemoryBackend, Registry,
+    Release, Renewal,
+};
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
+
+/// Fails the first acquire at once and delivers it later; answers all others after a while.
+#[derive(Debug)]
+struct StrayBackend {
+    inner: MemoryBackend,
+    acquires: AtomicUsize,
+    stray: Mutex<JoinSet<()>>,
+}
+
+const ARRIVES_AFTER: Duration = Duration::from_millis(500);
+const ANSWERS_AFTER: Duration = Duration::from_millis(100);
+
+#[async_trait]
+impl LockBackend for StrayBackend {
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
+    }
+
+    async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        if self.acquires.fetch_add(1, Ordering::SeqCst) > 0 {
+            let answer = self.inner.try_acquire(claim).await;
+            sleep(ANSWERS_AFTER).await;
+            return answer;
+        }
+        let (inner, claim) = (self.inner.clone(), claim.clone());
+        self.stray.lock().unwrap().spawn(async move {
+            sleep(ARRIVES_AFTER).await;
+            drop(inner.try_acquire(&claim).await);
+        });
+        Err(BackendError::transient("the connection broke on purpose"))
+    }
+
+    async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
+        self.inner.renew(claims).await
+    }
+
+    async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+        self.inner.release(claim).await
+    }
+}
+
+/// The caller leaves while its second attempt is on its way. That one is granted and given back; the first one arrives
+/// afterwards and is granted once more.
+#[tokio::test(start_paused = true)]
+async fn a_stray_acquire_is_hunted_although_a_later_one_was_given_back() {
+    let store = MemoryBackend::new();
+    let backend = StrayBackend {
+        inner: store.clone(),
+        acquires: AtomicUsize::new(0),
+        stray: Mutex::default(),
+    };
+    let ours = Registry::builder(Arc::new(backend)).build().unwrap();
+    let theirs = Registry::builder(Arc::new(store)).build().unwrap();
+    let lock = ours.obtain("k");
+    let cut_off = timeout(Duration::from_millis(50), lock.lock()).await;
+    assert!(cut_off.is_err(), "the second attempt is answered after 100 ms");
+    sleep(ARRIVES_AFTER).await;
+    // Far below the lease of 30 s, far above the pauses of the hunt.
+    let next = theirs.obtain("k").try_lock_for(Duration::from_secs(5)).await.unwrap();
+    assert!(next.is_some(), "left to its lease, although the store answers");
+}
