@@ -1,7 +1,7 @@
 //! The local half of a lock under a model checker: one slot per key whoever obtains and drops handles when, one turn at a
 //! time, nobody in line forgotten.
 //!
-//! `RUSTFLAGS="--cfg shuttle" cargo test -p registry-core --test slots_shuttle --release`
+//! `RUSTFLAGS="--cfg shuttle" cargo test -p registry-core --test slots_shuttle`
 //!
 //! The code that runs is the engine's own; the checker chooses at each [point](../src/interleave.rs) which thread goes on.
 //! The store grants everything to everybody, so that only the slots keep callers apart. A failure prints a schedule that
