@@ -2,7 +2,7 @@
 //! over SQLite and behind faults. Whenever it was dropped, the key is free again: within a second where no reply was lost,
 //! within the lease in any case. Nobody who shares the lock or the registry suffers, and nothing is left behind.
 //!
-//! The scenes are here; the stores, the faults and the checks are in `sweep/worlds.rs`, and a store that queues in `sweep/fair.rs`.
+//! The scenes are here; the stores, what befalls them and what is checked are in the folder `sweep`.
 
 #![expect(
     clippy::unwrap_used,
@@ -17,10 +17,17 @@ use registry_core::{
     DistributedLock, LockGuard, LockOptions, LockRegistry, LockRegistryExt as _, Owner,
 };
 
-#[path = "sweep/fair.rs"]
-mod fair;
 #[path = "sweep/worlds.rs"]
 mod worlds;
+
+#[path = "sweep/faults.rs"]
+mod faults;
+
+#[path = "sweep/wire.rs"]
+mod wire;
+
+#[path = "sweep/fair.rs"]
+mod fair;
 
 use worlds::{KEY, Scene, Stage, World};
 

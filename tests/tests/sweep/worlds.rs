@@ -1,26 +1,25 @@
-//! The stores that the cancellation sweep runs over, the faults in front of them, and what must be true after a future
+//! The stores that the cancellation sweep runs over, the trouble in front of them, and what must be true after a future
 //! was dropped. Knows nothing of what is dropped: see the scenes in `sweep.rs`.
 
 use std::cell::{Cell, RefCell};
 use std::fmt;
 use std::path::PathBuf;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 
-use async_trait::async_trait;
 use registry_conformance::sweep::{Swept, sweep};
 use registry_conformance::{Fault, Faults, FaultyBackend, Operation};
 use registry_core::{
-    Attempt, BackendError, Busy, Capabilities, Claim, FencingToken, LockBackend, LockError,
-    LockGuard, LockRegistry, MemoryBackend, Registry, Release, Renewal,
+    FencingToken, LockBackend, LockError, LockGuard, LockRegistry, MemoryBackend, Registry,
 };
 use registry_jdbc::{SqliteBackend, SqliteConfig};
-use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout};
 
 use crate::fair::FairBackend;
+use crate::faults::{LATE, chance, delays, lasting_losses, passing_losses};
+use crate::wire::Wire;
 
 /// The one key that everybody is after.
 pub(crate) const KEY: &str = "orders/42";
@@ -403,190 +402,4 @@ pub(crate) fn sqlite(folder: &tempfile::TempDir) -> Vec<World> {
         lossy("release unheard", Faults::none().at(Operation::Release, 1, Fault::LoseReply)),
         lossy("release lost", Faults::none().at(Operation::Release, 1, Fault::LoseRequest)),
     ]
-}
-
-/// Nothing is lost, but everything takes its time or happens twice.
-fn delays() -> Vec<(&'static str, Faults)> {
-    let ms = Duration::from_millis;
-    let all = |fault| {
-        [Operation::Acquire, Operation::Renew, Operation::Release]
-            .into_iter()
-            .fold(Faults::none(), |faults, operation| faults.always(operation, fault))
-    };
-    vec![
-        ("slow requests", all(Fault::DelayRequest(ms(20)))),
-        ("slow replies", all(Fault::DelayReply(ms(20)))),
-        ("slow acquire", Faults::none().at(Operation::Acquire, 1, Fault::DelayReply(ms(300)))),
-        ("repeated at once", all(Fault::Repeat)),
-        ("acquire refused once", Faults::none().at(Operation::Acquire, 1, Fault::Refuse)),
-        (
-            "acquire refused twice, then slow",
-            Faults::none()
-                .at(Operation::Acquire, 1, Fault::Refuse)
-                .at(Operation::Acquire, 2, Fault::Refuse)
-                .at(Operation::Acquire, 3, Fault::DelayRequest(ms(50))),
-        ),
-        ("release refused once", Faults::none().at(Operation::Release, 1, Fault::Refuse)),
-        ("no wake-ups", Faults::none().always(Operation::Wait, Fault::LoseWake)),
-        ("early wake-ups", Faults::none().always(Operation::Wait, Fault::WakeEarly(ms(3)))),
-    ]
-}
-
-/// Something is lost now and then, but the store is there.
-fn passing_losses() -> Vec<(&'static str, Faults)> {
-    let none = Faults::none;
-    vec![
-        ("acquire unheard", none().at(Operation::Acquire, 1, Fault::LoseReply)),
-        ("acquire lost", none().at(Operation::Acquire, 1, Fault::LoseRequest)),
-        (
-            "acquire unheard thrice",
-            (1..=3).fold(none(), |faults, n| faults.at(Operation::Acquire, n, Fault::LoseReply)),
-        ),
-        ("release unheard", none().at(Operation::Release, 1, Fault::LoseReply)),
-        ("release lost", none().at(Operation::Release, 1, Fault::LoseRequest)),
-        (
-            "acquire and release unheard",
-            none().at(Operation::Acquire, 1, Fault::LoseReply).at(
-                Operation::Release,
-                1,
-                Fault::LoseReply,
-            ),
-        ),
-    ]
-}
-
-/// How long a late request may linger. Longer than the engine listens.
-const LATE: Duration = Duration::from_secs(12);
-
-/// Requests and replies are lost for good, or come when nobody waits for them any more.
-fn lasting_losses() -> Vec<(&'static str, Faults, Duration)> {
-    let none = Faults::none;
-    let zero = Duration::ZERO;
-    vec![
-        ("no release arrives", none().always(Operation::Release, Fault::LoseRequest), zero),
-        ("no release is heard of", none().always(Operation::Release, Fault::LoseReply), zero),
-        ("no renewal arrives", none().always(Operation::Renew, Fault::LoseRequest), zero),
-        ("no renewal is heard of", none().always(Operation::Renew, Fault::LoseReply), zero),
-        ("acquire arrives late", none().at(Operation::Acquire, 1, Fault::DelayRequest(LATE)), LATE),
-        ("acquire answers late", none().at(Operation::Acquire, 1, Fault::DelayReply(LATE)), LATE),
-        ("release arrives late", none().at(Operation::Release, 1, Fault::DelayRequest(LATE)), LATE),
-        ("release answers late", none().at(Operation::Release, 1, Fault::DelayReply(LATE)), LATE),
-        ("renewal arrives late", none().at(Operation::Renew, 1, Fault::DelayRequest(LATE)), LATE),
-        // Longer than the lease lasts.
-        (
-            "a grant that is over when it arrives",
-            none().at(Operation::Acquire, 1, Fault::DelayReply(Duration::from_secs(31))),
-            Duration::from_secs(31),
-        ),
-        (
-            "a double of the acquire comes late",
-            none().at(Operation::Acquire, 1, Fault::RepeatLate(Duration::from_millis(200))),
-            Duration::from_millis(200),
-        ),
-        (
-            "a double of the release comes late",
-            none().at(Operation::Release, 1, Fault::RepeatLate(LATE)),
-            LATE,
-        ),
-    ]
-}
-
-/// Anything may happen.
-fn chance(seed: u64) -> Faults {
-    let mut faults = Faults::seeded(seed);
-    for operation in [Operation::Acquire, Operation::Renew, Operation::Release] {
-        faults = faults
-            .sometimes(operation, 0.15, Fault::LoseRequest)
-            .sometimes(operation, 0.15, Fault::LoseReply)
-            .sometimes(operation, 0.1, Fault::Refuse)
-            .sometimes(operation, 0.1, Fault::Repeat)
-            .sometimes(operation, 0.3, Fault::DelayRequest(Duration::from_millis(100)))
-            .sometimes(operation, 0.3, Fault::DelayReply(Duration::from_millis(100)))
-            .sometimes(operation, 0.05, Fault::DelayReply(Duration::from_secs(4)))
-            .sometimes(operation, 0.05, Fault::DelayRequest(Duration::from_secs(4)));
-    }
-    faults.sometimes(Operation::Wait, 0.3, Fault::LoseWake).sometimes(
-        Operation::Wait,
-        0.3,
-        Fault::WakeEarly(Duration::from_millis(50)),
-    )
-}
-
-/// The way to a store. What was sent arrives, even if the sender has stopped waiting; a broken connection is an error at
-/// once, and tells nothing about what is still on its way.
-#[derive(Debug)]
-struct Wire {
-    store: Arc<dyn LockBackend>,
-    latency: Mutex<Duration>,
-    breaks: Mutex<Option<Duration>>,
-    on_their_way: Mutex<JoinSet<()>>,
-}
-
-impl Wire {
-    fn to(store: Arc<dyn LockBackend>) -> Self {
-        Self {
-            store,
-            latency: Mutex::default(),
-            breaks: Mutex::default(),
-            on_their_way: Mutex::default(),
-        }
-    }
-
-    /// Makes the next acquire fail and arrive `after` this time.
-    fn breaks_once(&self, after: Duration) {
-        *self.breaks.lock().unwrap() = Some(after);
-    }
-
-    fn takes(&self, latency: Duration) {
-        *self.latency.lock().unwrap() = latency;
-    }
-
-    async fn send<T: Send + 'static>(
-        &self,
-        request: impl Future<Output = T> + Send + 'static,
-    ) -> T {
-        let latency = *self.latency.lock().unwrap();
-        let (reply, replied) = oneshot::channel();
-        self.on_their_way.lock().unwrap().spawn(async move {
-            tokio::time::sleep(latency).await;
-            let answer = request.await;
-            tokio::time::sleep(latency).await;
-            drop(reply.send(answer));
-        });
-        replied.await.unwrap()
-    }
-}
-
-#[async_trait]
-impl LockBackend for Wire {
-    fn capabilities(&self) -> Capabilities {
-        self.store.capabilities()
-    }
-
-    async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        let (store, claim) = (Arc::clone(&self.store), claim.clone());
-        let arrives_late = self.breaks.lock().unwrap().take();
-        let Some(delay) = arrives_late else {
-            return self.send(async move { store.try_acquire(&claim).await }).await;
-        };
-        self.on_their_way.lock().unwrap().spawn(async move {
-            tokio::time::sleep(delay).await;
-            drop(store.try_acquire(&claim).await);
-        });
-        Err(BackendError::transient("the connection broke on purpose"))
-    }
-
-    async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
-        let (store, claims) = (Arc::clone(&self.store), claims.to_vec());
-        self.send(async move { store.renew(&claims).await }).await
-    }
-
-    async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
-        let (store, claim) = (Arc::clone(&self.store), claim.clone());
-        self.send(async move { store.release(&claim).await }).await
-    }
-
-    async fn wait(&self, claim: &Claim, busy: &Busy) {
-        self.store.wait(claim, busy).await;
-    }
 }

@@ -1,0 +1,113 @@
+//! What befalls requests in the sweep, as plans for the faulty backend. How soon a key must be free in spite of it says
+//! `worlds`.
+
+use std::time::Duration;
+
+use registry_conformance::{Fault, Faults, Operation};
+
+/// Nothing is lost, but everything takes its time or happens twice.
+pub(crate) fn delays() -> Vec<(&'static str, Faults)> {
+    let ms = Duration::from_millis;
+    let all = |fault| {
+        [Operation::Acquire, Operation::Renew, Operation::Release]
+            .into_iter()
+            .fold(Faults::none(), |faults, operation| faults.always(operation, fault))
+    };
+    vec![
+        ("slow requests", all(Fault::DelayRequest(ms(20)))),
+        ("slow replies", all(Fault::DelayReply(ms(20)))),
+        ("slow acquire", Faults::none().at(Operation::Acquire, 1, Fault::DelayReply(ms(300)))),
+        ("repeated at once", all(Fault::Repeat)),
+        ("acquire refused once", Faults::none().at(Operation::Acquire, 1, Fault::Refuse)),
+        (
+            "acquire refused twice, then slow",
+            Faults::none()
+                .at(Operation::Acquire, 1, Fault::Refuse)
+                .at(Operation::Acquire, 2, Fault::Refuse)
+                .at(Operation::Acquire, 3, Fault::DelayRequest(ms(50))),
+        ),
+        ("release refused once", Faults::none().at(Operation::Release, 1, Fault::Refuse)),
+        ("no wake-ups", Faults::none().always(Operation::Wait, Fault::LoseWake)),
+        ("early wake-ups", Faults::none().always(Operation::Wait, Fault::WakeEarly(ms(3)))),
+    ]
+}
+
+/// Something is lost now and then, but the store is there.
+pub(crate) fn passing_losses() -> Vec<(&'static str, Faults)> {
+    let none = Faults::none;
+    vec![
+        ("acquire unheard", none().at(Operation::Acquire, 1, Fault::LoseReply)),
+        ("acquire lost", none().at(Operation::Acquire, 1, Fault::LoseRequest)),
+        (
+            "acquire unheard thrice",
+            (1..=3).fold(none(), |faults, n| faults.at(Operation::Acquire, n, Fault::LoseReply)),
+        ),
+        ("release unheard", none().at(Operation::Release, 1, Fault::LoseReply)),
+        ("release lost", none().at(Operation::Release, 1, Fault::LoseRequest)),
+        (
+            "acquire and release unheard",
+            none().at(Operation::Acquire, 1, Fault::LoseReply).at(
+                Operation::Release,
+                1,
+                Fault::LoseReply,
+            ),
+        ),
+    ]
+}
+
+/// How long a late request may linger. Longer than the engine listens.
+pub(crate) const LATE: Duration = Duration::from_secs(12);
+
+/// Requests and replies are lost for good, or come when nobody waits for them any more.
+pub(crate) fn lasting_losses() -> Vec<(&'static str, Faults, Duration)> {
+    let none = Faults::none;
+    let zero = Duration::ZERO;
+    vec![
+        ("no release arrives", none().always(Operation::Release, Fault::LoseRequest), zero),
+        ("no release is heard of", none().always(Operation::Release, Fault::LoseReply), zero),
+        ("no renewal arrives", none().always(Operation::Renew, Fault::LoseRequest), zero),
+        ("no renewal is heard of", none().always(Operation::Renew, Fault::LoseReply), zero),
+        ("acquire arrives late", none().at(Operation::Acquire, 1, Fault::DelayRequest(LATE)), LATE),
+        ("acquire answers late", none().at(Operation::Acquire, 1, Fault::DelayReply(LATE)), LATE),
+        ("release arrives late", none().at(Operation::Release, 1, Fault::DelayRequest(LATE)), LATE),
+        ("release answers late", none().at(Operation::Release, 1, Fault::DelayReply(LATE)), LATE),
+        ("renewal arrives late", none().at(Operation::Renew, 1, Fault::DelayRequest(LATE)), LATE),
+        // Longer than the lease lasts.
+        (
+            "a grant that is over when it arrives",
+            none().at(Operation::Acquire, 1, Fault::DelayReply(Duration::from_secs(31))),
+            Duration::from_secs(31),
+        ),
+        (
+            "a double of the acquire comes late",
+            none().at(Operation::Acquire, 1, Fault::RepeatLate(Duration::from_millis(200))),
+            Duration::from_millis(200),
+        ),
+        (
+            "a double of the release comes late",
+            none().at(Operation::Release, 1, Fault::RepeatLate(LATE)),
+            LATE,
+        ),
+    ]
+}
+
+/// Anything may happen.
+pub(crate) fn chance(seed: u64) -> Faults {
+    let mut faults = Faults::seeded(seed);
+    for operation in [Operation::Acquire, Operation::Renew, Operation::Release] {
+        faults = faults
+            .sometimes(operation, 0.15, Fault::LoseRequest)
+            .sometimes(operation, 0.15, Fault::LoseReply)
+            .sometimes(operation, 0.1, Fault::Refuse)
+            .sometimes(operation, 0.1, Fault::Repeat)
+            .sometimes(operation, 0.3, Fault::DelayRequest(Duration::from_millis(100)))
+            .sometimes(operation, 0.3, Fault::DelayReply(Duration::from_millis(100)))
+            .sometimes(operation, 0.05, Fault::DelayReply(Duration::from_secs(4)))
+            .sometimes(operation, 0.05, Fault::DelayRequest(Duration::from_secs(4)));
+    }
+    faults.sometimes(Operation::Wait, 0.3, Fault::LoseWake).sometimes(
+        Operation::Wait,
+        0.3,
+        Fault::WakeEarly(Duration::from_millis(50)),
+    )
+}

@@ -1,0 +1,89 @@
+//! A store that is some way off. What is sent arrives, even if the sender has stopped waiting.
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use registry_core::{
+    Attempt, BackendError, Busy, Capabilities, Claim, LockBackend, Release, Renewal,
+};
+use tokio::sync::oneshot;
+use tokio::task::JoinSet;
+
+/// The way to a store. A broken connection is an error at once, and tells nothing about what is still on its way.
+#[derive(Debug)]
+pub(crate) struct Wire {
+    store: Arc<dyn LockBackend>,
+    latency: Mutex<Duration>,
+    breaks: Mutex<Option<Duration>>,
+    on_their_way: Mutex<JoinSet<()>>,
+}
+
+impl Wire {
+    pub(crate) fn to(store: Arc<dyn LockBackend>) -> Self {
+        Self {
+            store,
+            latency: Mutex::default(),
+            breaks: Mutex::default(),
+            on_their_way: Mutex::default(),
+        }
+    }
+
+    /// Makes the next acquire fail and arrive `after` this time.
+    pub(crate) fn breaks_once(&self, after: Duration) {
+        *self.breaks.lock().unwrap() = Some(after);
+    }
+
+    pub(crate) fn takes(&self, latency: Duration) {
+        *self.latency.lock().unwrap() = latency;
+    }
+
+    async fn send<T: Send + 'static>(
+        &self,
+        request: impl Future<Output = T> + Send + 'static,
+    ) -> T {
+        let latency = *self.latency.lock().unwrap();
+        let (reply, replied) = oneshot::channel();
+        self.on_their_way.lock().unwrap().spawn(async move {
+            tokio::time::sleep(latency).await;
+            let answer = request.await;
+            tokio::time::sleep(latency).await;
+            drop(reply.send(answer));
+        });
+        replied.await.unwrap()
+    }
+}
+
+#[async_trait]
+impl LockBackend for Wire {
+    fn capabilities(&self) -> Capabilities {
+        self.store.capabilities()
+    }
+
+    async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        let (store, claim) = (Arc::clone(&self.store), claim.clone());
+        let arrives_late = self.breaks.lock().unwrap().take();
+        let Some(delay) = arrives_late else {
+            return self.send(async move { store.try_acquire(&claim).await }).await;
+        };
+        self.on_their_way.lock().unwrap().spawn(async move {
+            tokio::time::sleep(delay).await;
+            drop(store.try_acquire(&claim).await);
+        });
+        Err(BackendError::transient("the connection broke on purpose"))
+    }
+
+    async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
+        let (store, claims) = (Arc::clone(&self.store), claims.to_vec());
+        self.send(async move { store.renew(&claims).await }).await
+    }
+
+    async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+        let (store, claim) = (Arc::clone(&self.store), claim.clone());
+        self.send(async move { store.release(&claim).await }).await
+    }
+
+    async fn wait(&self, claim: &Claim, busy: &Busy) {
+        self.store.wait(claim, busy).await;
+    }
+}
