@@ -1,7 +1,5 @@
 //! Closing in the middle of a crowd: no request reaches the store after it was closed, and a clean report is true.
 
-#![expect(clippy::unwrap_used, reason = "a test may panic")]
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
