@@ -185,16 +185,6 @@ fn a_lock_outlives_its_registry() {
 }
 
 #[test]
-fn a_guard_dropped_last_is_free_within_its_lease() {
-    let store = MemoryBackend::new();
-    let theirs = over(&store);
-    let options = LockOptions::new().lease(Duration::from_millis(300));
-    // Its runtime ends with it, so that nobody may be there to give it back.
-    drop(over(&store).obtain("k").lock_with(options).unwrap().unwrap());
-    theirs.obtain("k").try_lock_for(LONG).unwrap().unwrap().unlock().unwrap();
-}
-
-#[test]
 fn a_panicking_thread_lets_go() {
     let ours = over(&MemoryBackend::new());
     let panicked = thread::spawn({
@@ -228,4 +218,26 @@ fn bad_input_is_refused_as_in_the_async_registry() {
     assert!(matches!(ours.obtain("k").lock_with(options), Err(LockError::InvalidOption(_))));
     let outside = Registry::in_memory();
     assert!(matches!(outside, Err(ConfigError::NoRuntime)), "{outside:?}");
+}
+
+/// Nobody is left to wait for the store's answer but the drop itself.
+#[test]
+fn the_last_guard_of_a_blocking_registry_is_given_back() {
+    let store = MemoryBackend::new();
+    let long = || LockOptions::new().lease(Duration::from_secs(3_600));
+    for inside in [false, true] {
+        for _ in 0..20 {
+            let ours = over_in_a_thread(&store);
+            let guard = thread::spawn(move || ours.obtain("k").lock_with(long()).unwrap().unwrap())
+                .join()
+                .unwrap();
+            if inside {
+                runtime().block_on(async move { drop(guard) });
+            } else {
+                drop(guard);
+            }
+            let next = over(&store).obtain("k").try_lock_for(LONG).unwrap();
+            assert!(next.is_some(), "dropped inside a runtime: {inside}");
+        }
+    }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use registry_conformance::{Fault, Faults, FaultyBackend, Operation};
-use registry_core::{LockBackend, LockError, LockRegistry, MemoryBackend, Registry};
+use registry_core::{LockBackend, LockError, LockOptions, LockRegistry, MemoryBackend, Registry};
 use tokio::time::advance;
 
 /// An `unlock` in mid-flight is neither held any more nor the janitor's yet. `close` must not close the store under it.
@@ -72,4 +72,40 @@ async fn waiters_are_sent_away_before_the_limit() {
     held.unlock().await.unwrap();
     assert!(closing.await.unwrap().is_clean());
     elsewhere.unlock().await.unwrap();
+}
+
+/// A key that must stay taken does so without the registry; waiting for it would only use up the time of whoever closes.
+#[tokio::test(start_paused = true)]
+async fn a_key_that_is_kept_for_its_min_hold_does_not_hold_up_the_close() {
+    let store = MemoryBackend::new();
+    let ours = Registry::builder(Arc::new(store.clone())).build().unwrap();
+    let theirs = Registry::builder(Arc::new(store)).build().unwrap();
+    let kept = LockOptions::new().min_hold(Duration::from_secs(3_600));
+    let guard = ours.obtain("k").lock_with(kept).await.unwrap().unwrap();
+    guard.unlock().await.unwrap();
+    let began = tokio::time::Instant::now();
+    let report = ours.close(Duration::from_millis(50)).await;
+    assert!(began.elapsed() < Duration::from_millis(500), "it took {:?}", began.elapsed());
+    assert_eq!((report.released, report.lost, report.abandoned), (0, 0, 1));
+    tokio::time::sleep(Duration::from_secs(3_500)).await;
+    assert!(theirs.obtain("k").try_lock().await.unwrap().is_none(), "its min_hold is not over");
+    tokio::time::sleep(Duration::from_secs(200)).await;
+    assert!(theirs.obtain("k").try_lock().await.unwrap().is_some());
+}
+
+/// A store that refuses a release leaves the key taken. That is no clean end.
+#[tokio::test(start_paused = true)]
+async fn a_release_that_the_store_refused_is_reported() {
+    let refuses = Faults::none().always(Operation::Release, Fault::Deny);
+    let faulty = FaultyBackend::new(Arc::new(MemoryBackend::new()), refuses);
+    let ours = Registry::builder(Arc::new(faulty)).build().unwrap();
+    let guard = ours.obtain("k").lock().await.unwrap();
+    let report = {
+        let closing = ours.close(Duration::from_secs(60));
+        tokio::pin!(closing);
+        assert!(futures_util::poll!(closing.as_mut()).is_pending());
+        drop(guard);
+        closing.await
+    };
+    assert_eq!((report.released, report.lost, report.abandoned), (0, 0, 1), "{report:?}");
 }

@@ -1,9 +1,10 @@
-//! Somebody who watches for the loss of a lock that was let go waits for nothing. That must cost nothing either.
+//! Watching for the loss of a lock: a loss is told whenever somebody looks, what was let go is never lost, and waiting for
+//! nothing costs nothing.
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use registry_core::{LockRegistry, MemoryBackend, Registry};
+use registry_core::{LockError, LockOptions, LockRegistry, LostReason, MemoryBackend, Registry};
 
 /// `lost` never resolves once the lock was let go, so a task that awaits it is there for ever. It must not keep the slot, and
 /// with it the whole engine, alive.
@@ -14,7 +15,6 @@ async fn a_watcher_of_a_lock_that_was_let_go_keeps_no_slot() {
     let watcher = tokio::spawn(guard.lost());
     tokio::task::yield_now().await;
     guard.unlock().await.unwrap();
-    // The watcher looks again when the lease would have ended.
     tokio::time::sleep(Duration::from_secs(60)).await;
     assert!(!watcher.is_finished(), "nothing was lost");
     assert_eq!(registry.slots(), 0);
@@ -31,4 +31,44 @@ async fn a_watcher_that_begins_after_the_end_keeps_no_slot() {
     tokio::time::sleep(Duration::from_secs(60)).await;
     assert!(!watcher.is_finished(), "nothing was lost");
     assert_eq!(registry.slots(), 0);
+}
+
+/// A supervisor may be busy while its worker's lock is lost and the worker's guard dropped.
+#[tokio::test(start_paused = true)]
+async fn a_loss_is_told_to_whoever_looks_after_the_guard_is_gone() {
+    let registry = Registry::in_memory().unwrap();
+    let options = || LockOptions::new().renew(false).lease(Duration::from_secs(1));
+    for unlock in [false, true] {
+        let guard = registry.obtain("k").lock_with(options()).await.unwrap().unwrap();
+        let lost = guard.lost();
+        tokio::time::sleep(Duration::from_secs(2)).await;
+        if unlock {
+            assert!(matches!(guard.unlock().await, Err(LockError::Lost { .. })));
+        } else {
+            drop(guard);
+        }
+        let told = tokio::time::timeout(Duration::from_secs(60), lost).await;
+        assert_eq!(told, Ok(LostReason::Expired), "unlocked: {unlock}");
+    }
+}
+
+/// The claim lives on under the next local caller. What is lost then is not the first one's.
+#[tokio::test(start_paused = true)]
+async fn a_loss_after_a_hand_over_is_not_told_to_the_first_holder() {
+    let registry = Registry::in_memory().unwrap();
+    let options = || LockOptions::new().renew(false).lease(Duration::from_secs(3));
+    let first = registry.obtain("k").lock_with(options()).await.unwrap().unwrap();
+    let (lost, early) = (first.lost(), tokio::spawn(first.lost()));
+    let second = tokio::spawn({
+        let lock = registry.obtain("k");
+        async move { lock.lock_with(options()).await.unwrap().unwrap() }
+    });
+    tokio::task::yield_now().await;
+    let token = first.fencing_token().unwrap();
+    first.unlock().await.unwrap();
+    let second = second.await.unwrap();
+    assert_eq!(second.fencing_token(), token.checked_add(1), "the claim was handed over");
+    assert_eq!(second.lost().await, LostReason::Expired);
+    let told = tokio::time::timeout(Duration::from_secs(60), lost).await;
+    assert!(told.is_err() && !early.is_finished(), "the first holder let go in time");
 }

@@ -103,9 +103,7 @@ impl Contest<'_> {
                                 // Too late to start anything; dropping the guard gives the claim back.
                                 return Err(LockError::Closed);
                             }
-                            if let Some(hold) = guard.hold_arc() {
-                                hold.held().slot().held_by(&hold);
-                            }
+                            guard.hold().held().slot().held_by(guard.hold());
                             self.engine.tell(|| LockEvent::Granted {
                                 key: key.as_str(),
                                 token,
@@ -176,7 +174,7 @@ impl Contest<'_> {
         let until = now.after(pause).min(self.deadline.unwrap_or(Moment::FUTURE));
         tokio::select! {
             biased;
-            () = engine.close_begins() => Err(LockError::Closed),
+            () = engine.closing.given() => Err(LockError::Closed),
             () = engine.backend.wait(&claim, &busy) => Ok(Woken::Early),
             () = engine.sleep_until(until) => Ok(Woken::ByTime),
         }
@@ -203,7 +201,7 @@ impl Contest<'_> {
         failures.count += 1;
         tokio::select! {
             biased;
-            () = engine.close_begins() => Err(LockError::Closed),
+            () = engine.closing.given() => Err(LockError::Closed),
             () = engine.sleep_until(retry_at) => Ok(()),
         }
     }

@@ -5,7 +5,8 @@
 
 use std::fmt;
 use std::future::Future;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use tokio::runtime::{Handle, Runtime};
@@ -20,6 +21,9 @@ use crate::options::LockOptions;
 use crate::registry::{CloseReport, LockRegistry, Registry};
 
 /// A registry with a runtime of its own, for threads that are not async. Clones are the same registry.
+///
+/// Whoever drops the last clone, lock or guard waits until what was let go is given back, at most for the operation time-out;
+/// inside a runtime, a thread of its own does this.
 ///
 /// # Examples
 /// ```
@@ -37,23 +41,51 @@ pub struct BlockingRegistry {
     home: Arc<Home>,
 }
 
-/// The runtime. Dropping it in the wrong place panics, so it is dropped with care.
-struct Home(Option<Runtime>);
+/// The runtime and the registry in it. Dropping a runtime in the wrong place panics, so it is dropped with care.
+struct Home {
+    runtime: Option<Runtime>,
+    registry: Registry,
+}
 
 impl Home {
     fn block_on<F: Future>(&self, work: F) -> Result<F::Output, LockError> {
         if Handle::try_current().is_ok() {
             return Err(LockError::InsideRuntime);
         }
-        let runtime = self.0.as_ref().ok_or(LockError::Closed)?;
+        let runtime = self.runtime.as_ref().ok_or(LockError::Closed)?;
         Ok(runtime.block_on(work))
     }
 }
 
+/// Ends a runtime when the registry in it has given back what its guards left, or has had time enough for it.
+fn end(runtime: Runtime, registry: &Registry) {
+    let limit = registry.answer_limit();
+    let _ = runtime.block_on(async { tokio::time::timeout(limit, registry.idle()).await });
+    runtime.shutdown_background();
+}
+
 impl Drop for Home {
     fn drop(&mut self) {
-        if let Some(runtime) = self.0.take() {
-            // The ordinary drop blocks, and panics if this thread runs async tasks.
+        let Some(runtime) = self.runtime.take() else { return };
+        if Handle::try_current().is_err_and(|error| error.is_missing_context()) {
+            end(runtime, &self.registry);
+            return;
+        }
+        // This thread runs async tasks, or is at its end, and cannot wait; another can.
+        let registry = self.registry.clone();
+        let runtime = Arc::new(Mutex::new(Some(runtime)));
+        let take = |runtime: &Mutex<Option<Runtime>>| {
+            runtime.lock().unwrap_or_else(PoisonError::into_inner).take()
+        };
+        let theirs = Arc::clone(&runtime);
+        let waits = thread::Builder::new().name("lock-registry-end".into()).spawn(move || {
+            if let Some(runtime) = take(&theirs) {
+                end(runtime, &registry);
+            }
+        });
+        if waits.is_err()
+            && let Some(runtime) = take(&runtime)
+        {
             runtime.shutdown_background();
         }
     }
@@ -78,7 +110,8 @@ impl BlockingRegistry {
             .build()
             .map_err(|error| ConfigError::Invalid(format!("cannot start a runtime: {error}")))?;
         let registry = runtime.block_on(open)?;
-        Ok(Self { registry, home: Arc::new(Home(Some(runtime))) })
+        let home = Arc::new(Home { runtime: Some(runtime), registry: registry.clone() });
+        Ok(Self { registry, home })
     }
 
     /// The lock of `key`. See [`LockRegistry::obtain`].

@@ -2,10 +2,8 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
-
-use tokio::sync::Notify;
 
 use crate::backend::{Attempt, Claim, LockBackend, Release, Renewal};
 use crate::call::{Call, CallFuture};
@@ -18,6 +16,7 @@ use crate::janitor::Janitor;
 use crate::keeper::Keeper;
 use crate::key::Key;
 use crate::options::{Defaults, LockOptions, Terms};
+use crate::signal::Signal;
 use crate::slot::SlotTable;
 
 pub(crate) struct Engine {
@@ -33,8 +32,14 @@ pub(crate) struct Engine {
     pub(crate) held: Gauge,
     /// Callers that have or may have a request on its way to the store.
     pub(crate) contending: Gauge,
-    pub(crate) closing: AtomicBool,
-    pub(crate) close_began: Notify,
+    /// Nothing new is begun.
+    pub(crate) closing: Signal,
+    /// What keeps closing from its end is to be left as it is.
+    pub(crate) out_of_time: Signal,
+    /// Claims that were left to the end of their lease.
+    pub(crate) left_to_lease: AtomicUsize,
+    /// Those of them that their holder had let go.
+    pub(crate) endings_left: AtomicUsize,
     pub(crate) slots: SlotTable,
 }
 
@@ -61,9 +66,8 @@ impl Engine {
 
     /// Sends all waiters away, now and from now on. True for whoever does it first.
     pub(crate) fn begin_to_close(&self) -> bool {
-        let first = !self.closing.swap(true, Ordering::SeqCst);
+        let first = self.closing.give();
         if first {
-            self.close_began.notify_waiters();
             for slot in self.slots.all() {
                 slot.close();
             }
@@ -72,7 +76,7 @@ impl Engine {
     }
 
     pub(crate) fn is_closing(&self) -> bool {
-        self.closing.load(Ordering::SeqCst)
+        self.closing.is_given()
     }
 
     /// Refuses work that nobody would finish.
@@ -91,14 +95,10 @@ impl Engine {
         Err(LockError::Unsupported { capability: "inspect", store: self.capabilities.store })
     }
 
-    /// Returns when the registry begins to close.
-    pub(crate) async fn close_begins(&self) {
-        let began = self.close_began.notified();
-        tokio::pin!(began);
-        began.as_mut().enable();
-        if !self.is_closing() {
-            began.await;
-        }
+    /// Notes that only the store's clock frees a claim now.
+    pub(crate) fn leave_to_lease(&self, key: &Key) {
+        self.left_to_lease.fetch_add(1, Ordering::AcqRel);
+        self.tell(|| LockEvent::LeftToLease { key: key.as_str() });
     }
 
     pub(crate) fn acquire(&self, claim: &Claim) -> Call<Result<Attempt, BackendError>> {

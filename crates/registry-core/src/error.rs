@@ -246,7 +246,7 @@ pub enum ConfigError {
         source: BackendError,
     },
     /// A registry needs a tokio runtime with time enabled to live in.
-    #[error("a lock registry must be opened inside a tokio runtime")]
+    #[error("a lock registry must be opened inside a tokio runtime that has time enabled")]
     NoRuntime,
 }
 

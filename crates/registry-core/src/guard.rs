@@ -15,7 +15,7 @@ use crate::error::{BackendError, LockError, LostReason};
 use crate::event::LockEvent;
 use crate::fencing::FencingToken;
 use crate::held::{Ending, HeldClaim};
-use crate::hold::Hold;
+use crate::hold::{Fate, Hold};
 use crate::janitor::Janitor;
 use crate::key::Key;
 use crate::mutant::{Mutant, mutated};
@@ -84,7 +84,8 @@ impl LockGuard {
 
     /// Waits until the lock is lost, and tells why. Never resolves if the lock is let go properly.
     ///
-    /// The future does not borrow the guard, so it can be watched elsewhere. It resolves no later than
+    /// The future does not borrow the guard, so it can be watched elsewhere, and tells of a loss even if it is looked at only
+    /// after the guard is gone. It resolves no later than
     /// [`valid_until`](Self::valid_until), whatever the network does; on a process that was paused, at its first poll.
     ///
     /// # Cancel safety
@@ -92,16 +93,15 @@ impl LockGuard {
     pub fn lost(&self) -> impl Future<Output = LostReason> + Send + 'static + use<> {
         let hold = Arc::clone(self.hold());
         async move {
-            while !hold.is_over() {
+            loop {
                 let hint = hold.held().lost_hint();
                 tokio::pin!(hint);
                 // Listening starts before the look, or a loss could slip through in between.
                 hint.as_mut().enable();
-                if let Some(reason) = hold.loss() {
-                    return reason;
-                }
-                if hold.is_over() {
-                    break;
+                match hold.fate() {
+                    Fate::Held => {}
+                    Fate::Lost(reason) => return reason,
+                    Fate::LetGo => break,
                 }
                 // The keeper tells of a loss, but the deadline holds even if the keeper's runtime is gone.
                 let deadline = hold.held().valid_until();
@@ -207,14 +207,14 @@ impl LockGuard {
         let Some(hold) = self.hold.take() else {
             return Ok(());
         };
-        if !hold.leave() {
+        let Some(ended) = hold.leave() else {
             let held = hold.held();
             return held.loss().map_or(Ok(()), |reason| Err(lost(held.claim().key(), reason)));
-        }
+        };
         let held = Arc::clone(hold.held());
         drop(hold);
         let key = held.claim().key();
-        let ending = held.end().map_err(|reason| lost(key, reason))?;
+        let ending = ended.map_err(|reason| lost(key, reason))?;
         let Some(ending) = ending.hand_over() else {
             return Ok(());
         };
@@ -254,16 +254,7 @@ impl LockGuard {
         backend.downcast_ref()
     }
 
-    /// Empties the guard without letting go. Whoever does this has other plans for the claim.
-    pub(crate) fn disarm(mut self) {
-        self.hold = None;
-    }
-
-    pub(crate) fn hold_arc(&self) -> Option<Arc<Hold>> {
-        self.hold.clone()
-    }
-
-    fn hold(&self) -> &Arc<Hold> {
+    pub(crate) fn hold(&self) -> &Arc<Hold> {
         self.hold.as_ref().expect("a guard has its hold until it is consumed")
     }
 
@@ -288,14 +279,10 @@ impl fmt::Debug for LockGuard {
 impl Drop for LockGuard {
     fn drop(&mut self) {
         let Some(hold) = self.hold.take() else { return };
-        if !hold.leave() {
-            return;
-        }
-        let held = Arc::clone(hold.held());
         // A claim that was lost has been dealt with by whoever noticed.
-        if let Ok(ending) = held.end() {
-            let engine = Arc::clone(held.engine());
-            drop(held);
+        if let Some(Ok(ending)) = hold.leave() {
+            let engine = Arc::clone(hold.held().engine());
+            drop(hold);
             drop(LettingGo::new(&engine, let_go(ending)));
         }
     }
@@ -365,8 +352,12 @@ async fn give_held_back(
     let held = Arc::clone(ending.held());
     let engine = Arc::clone(held.engine());
     let min_hold_left = held.min_hold_left();
-    if !min_hold_left.is_zero() {
-        keep_for(&held, &engine, min_hold_left).await;
+    if !min_hold_left.is_zero() && !keep_for(&held, &engine, min_hold_left).await {
+        ending.left_to_lease();
+        engine.leave_to_lease(held.claim().key());
+        return GivenBack::Unknown(BackendError::transient(
+            "the registry was closed before the end of min_hold",
+        ));
     }
     let outcome = give_back(GivingBack {
         engine: Arc::clone(&engine),
@@ -377,8 +368,10 @@ async fn give_held_back(
         under_way,
     })
     .await;
-    if matches!(outcome, GivenBack::Freed) {
-        tell_released(&held);
+    match &outcome {
+        GivenBack::Freed => tell_released(&held),
+        GivenBack::NotHeld => {}
+        GivenBack::Unknown(_) => ending.left_to_lease(),
     }
     outcome
 }
@@ -390,8 +383,8 @@ fn tell_released(held: &HeldClaim) {
     });
 }
 
-/// Keeps a claim that nobody uses any more until its `min_hold` is over.
-async fn keep_for(held: &HeldClaim, engine: &Engine, left: Duration) {
+/// Keeps a claim that nobody uses any more until its `min_hold` is over. False if closing could not wait for that.
+async fn keep_for(held: &HeldClaim, engine: &Engine, left: Duration) -> bool {
     let end = Moment::now().after(left);
     if held.valid_until() < end {
         let lease = left.max(engine.capabilities.lease_min);
@@ -399,5 +392,9 @@ async fn keep_for(held: &HeldClaim, engine: &Engine, left: Duration) {
         // Best effort: a process that dies cannot keep anything either.
         let _ = engine.renew(claim).answer_within(engine.defaults.answer_limit).await;
     }
-    engine.sleep_until(end).await;
+    tokio::select! {
+        biased;
+        () = engine.sleep_until(end) => true,
+        () = engine.out_of_time.given() => false,
+    }
 }

@@ -3,7 +3,6 @@
 //! It ends exactly once: by the last guard ([`HeldClaim::end`]) or by loss ([`HeldClaim::lose`]), whichever comes first.
 //! Handing over is an end that is taken back in favour of the next local caller.
 
-use std::cell::RefCell;
 use std::fmt;
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -161,6 +160,11 @@ impl HeldClaim {
         self.lost.notified()
     }
 
+    /// Lets those who watch for a loss look again.
+    pub(crate) fn hint_loss(&self) {
+        self.lost.notify_waiters();
+    }
+
     /// Ends the claim by loss: tells the holder first, and only then lets anybody else at the key. False if it had ended.
     pub(crate) fn lose(self: &Arc<Self>, reason: LostReason) -> bool {
         let (turn, lease_length) = {
@@ -219,8 +223,6 @@ impl HeldClaim {
         }
         let turn = state.turn.take();
         drop(state);
-        // Those who watch for a loss need not watch any longer.
-        self.lost.notify_waiters();
         Ok(Ending { held: Some(Arc::clone(self)), turn, since: now })
     }
 
@@ -392,22 +394,10 @@ impl Ending {
     /// comes back, and the keeper has nothing to do with it any more.
     pub(crate) fn hand_over(mut self) -> Option<Self> {
         let held = self.held.take()?;
-        if held.may_be_handed_over(self.since) {
-            // One place for both closures, which never run at the same time.
-            let turn = RefCell::new(&mut self.turn);
-            let taken = held.slot.hand_over(
-                &held.terms,
-                |owner| held.begin_again(turn.borrow_mut().take(), owner),
-                |guard| {
-                    guard.disarm();
-                    let mut state = held.state();
-                    state.phase = Phase::Ending;
-                    **turn.borrow_mut() = state.turn.take();
-                },
-            );
-            if taken {
-                return None;
-            }
+        if held.may_be_handed_over(self.since)
+            && held.slot.hand_over(&held.terms, |owner| held.begin_again(self.turn.take(), owner))
+        {
+            return None;
         }
         held.unseat_for_good();
         self.held = Some(held);
@@ -417,6 +407,11 @@ impl Ending {
     /// The turn, to be passed on when the store has answered.
     pub(crate) fn take_turn(&mut self) -> Option<Turn> {
         self.turn.take()
+    }
+
+    /// Notes that the store could not be made to free the claim.
+    pub(crate) fn left_to_lease(&self) {
+        self.held().engine().endings_left.fetch_add(1, Ordering::AcqRel);
     }
 
     pub(crate) fn held(&self) -> &Arc<HeldClaim> {

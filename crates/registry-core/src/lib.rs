@@ -28,6 +28,7 @@ mod janitor;
 mod engine;
 mod event;
 mod gauge;
+mod signal;
 mod clock;
 mod interleave;
 // Values.

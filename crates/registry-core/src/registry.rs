@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -21,6 +21,7 @@ use crate::key::Key;
 use crate::lock::DistributedLock;
 use crate::memory::MemoryBackend;
 use crate::options::{Defaults, LockOptions, Terms};
+use crate::signal::Signal;
 use crate::slot::{Slot, SlotTable};
 
 /// Gives out locks by key, whatever store they live in. Framework code holds an `Arc<dyn LockRegistry>`.
@@ -64,7 +65,7 @@ impl<R: LockRegistry + ?Sized> LockRegistry for Arc<R> {
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct CloseReport {
-    /// Guards that were let go within the limit.
+    /// Locks that were let go within the limit and given back.
     pub released: usize,
     /// Guards that were still alive at the limit, and have been told that their lock is lost.
     pub lost: usize,
@@ -104,8 +105,16 @@ struct Closing {
     keeper: tokio::sync::Mutex<Option<JoinHandle<()>>>,
     /// The janitor's task. Ends by itself when the registry is gone and nothing is left to do.
     _janitor: JoinHandle<()>,
-    held_at_start: AtomicUsize,
+    start: OnceLock<Start>,
     lost: AtomicUsize,
+}
+
+/// The engine's counts when closing began.
+#[derive(Clone, Copy)]
+struct Start {
+    held: usize,
+    left_to_lease: usize,
+    endings_left: usize,
 }
 
 impl Registry {
@@ -207,6 +216,12 @@ impl Registry {
 }
 
 impl Registry {
+    /// How long a store operation may stay unanswered.
+    #[cfg(feature = "blocking")]
+    pub(crate) fn answer_limit(&self) -> Duration {
+        self.engine.defaults.answer_limit
+    }
+
     /// Tells all holders that their lock is lost, and gives back what they had.
     async fn lose_all(&self) {
         let engine = &self.engine;
@@ -249,9 +264,12 @@ impl LockRegistry for Registry {
     async fn close(&self, limit: Duration) -> CloseReport {
         let engine = &self.engine;
         let closing = &self.closing;
-        let held = engine.held.alive();
+        let start = *closing.start.get_or_init(|| Start {
+            held: engine.held.alive(),
+            left_to_lease: engine.left_to_lease.load(Ordering::Acquire),
+            endings_left: engine.endings_left.load(Ordering::Acquire),
+        });
         if engine.begin_to_close() {
-            closing.held_at_start.store(held, Ordering::Release);
             engine.tell(|| LockEvent::Closing);
         }
         let orderly = async {
@@ -263,22 +281,24 @@ impl LockRegistry for Registry {
         let in_order = tokio::time::timeout(limit, orderly).await.is_ok();
         if !in_order {
             // The holders' time is over; the store still gets its own to answer.
+            engine.out_of_time.give();
             let _ = tokio::time::timeout(engine.defaults.answer_limit, self.lose_all()).await;
         }
         let lost = closing.lost.load(Ordering::Acquire);
         // What is being given back counts as held and is the janitor's. A caller that comes to its turn only now is
         // counted for a moment, but asks the store for nothing.
         let held = engine.held.alive();
-        let left = if in_order {
+        let under_way = if in_order {
             0
         } else {
             held.max(engine.janitor.pending()) + engine.contending.alive()
         };
-        let gone = lost + held;
+        let left = engine.left_to_lease.load(Ordering::Acquire) - start.left_to_lease;
+        let endings_left = engine.endings_left.load(Ordering::Acquire) - start.endings_left;
         let report = CloseReport {
-            released: closing.held_at_start.load(Ordering::Acquire).saturating_sub(gone),
+            released: start.held.saturating_sub(lost + held + endings_left),
             lost,
-            abandoned: left,
+            abandoned: under_way + left,
         };
         engine.keeper.stop();
         let mut keeper = closing.keeper.lock().await;
@@ -361,9 +381,12 @@ impl RegistryBuilder {
     /// Opens the registry in the current tokio runtime, which must have time enabled.
     ///
     /// # Errors
-    /// [`ConfigError::NoRuntime`] outside a runtime; [`ConfigError::Invalid`] for values out of range.
+    /// [`ConfigError::NoRuntime`] outside a runtime, or in one without time; [`ConfigError::Invalid`] for values out of range.
     pub fn build(self) -> Result<Registry, ConfigError> {
         let runtime = Handle::try_current().map_err(|_| ConfigError::NoRuntime)?;
+        // The only way to ask a runtime whether it has time; without it, waiting would panic later.
+        std::panic::catch_unwind(|| drop(tokio::time::sleep(Duration::ZERO)))
+            .map_err(|_| ConfigError::NoRuntime)?;
         let Self { backend, defaults, observers } = self;
         let capabilities = backend.capabilities();
         check_range("poll", defaults.poll, POLL_MIN, POLL_MAX)?;
@@ -389,8 +412,10 @@ impl RegistryBuilder {
             janitor,
             held: Gauge::default(),
             contending: Gauge::default(),
-            closing: false.into(),
-            close_began: tokio::sync::Notify::new(),
+            closing: Signal::default(),
+            out_of_time: Signal::default(),
+            left_to_lease: 0.into(),
+            endings_left: 0.into(),
             slots: SlotTable::new(),
         });
         let closing = Closing {
@@ -402,7 +427,7 @@ impl RegistryBuilder {
                     drop(home);
                 }
             }),
-            held_at_start: AtomicUsize::new(0),
+            start: OnceLock::new(),
             lost: AtomicUsize::new(0),
         };
         Ok(Registry { engine, closing: Arc::new(closing) })

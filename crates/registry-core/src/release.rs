@@ -55,8 +55,7 @@ pub(crate) async fn give_back(mut giving: GivingBack) -> GivenBack {
     if let GivenBack::Unknown(_) = outcome {
         // The store is out of reach, or says no. Only its clock frees the key now; local callers must not be kept
         // from finding that out for themselves.
-        let key = giving.claim.key().as_str();
-        giving.engine.tell(|| LockEvent::LeftToLease { key });
+        giving.engine.leave_to_lease(giving.claim.key());
     }
     giving.turn = None;
     let freed = u32::from(matches!(outcome, GivenBack::Freed));

@@ -201,41 +201,27 @@ impl Slot {
     pub(crate) fn hand_over(
         &self,
         terms: &Terms,
-        mut make: impl FnMut(Option<Owner>) -> LockGuard,
-        mut unmake: impl FnMut(LockGuard),
+        make: impl FnOnce(Option<Owner>) -> LockGuard,
     ) -> bool {
-        loop {
-            let mut line = self.line();
-            if line.closed {
-                return false;
-            }
-            // Strictly the first in line: passing over it would break the order.
-            let Some(first) = line.waiters.first_entry() else {
-                return false;
-            };
-            if *first.get().terms != *terms {
-                return false;
-            }
-            let waiter = first.remove();
-            let guard = make(waiter.owner);
-            let hold = guard.hold_arc();
-            match waiter.door.send(Entry::HandedOver(guard)) {
-                Ok(()) => {
-                    // Before the line is unlocked: the taker may be done by then, and the next one's hold begun.
-                    let unclaimed = hold.map(|hold| line.begin_hold(&hold));
-                    drop(line);
-                    drop(unclaimed);
-                    return true;
-                }
-                Err(entry) => {
-                    drop(line);
-                    drop(hold);
-                    if let Entry::HandedOver(guard) = entry {
-                        unmake(guard);
-                    }
-                }
-            }
+        let mut line = self.line();
+        if line.closed {
+            return false;
         }
+        // Strictly the first in line: passing over it would break the order.
+        let Some(first) = line.waiters.first_entry() else {
+            return false;
+        };
+        if *first.get().terms != *terms {
+            return false;
+        }
+        let waiter = first.remove();
+        let guard = make(waiter.owner);
+        // Before the line is unlocked: the taker may be done by then, and the next one's hold begun.
+        let unclaimed = line.begin_hold(guard.hold());
+        let undelivered = waiter.door.send(Entry::HandedOver(guard)).err();
+        drop(line);
+        drop((unclaimed, undelivered));
+        true
     }
 
     /// Sends everybody away, now and from now on.
@@ -250,16 +236,15 @@ impl Slot {
     fn pass_on(self: &Arc<Self>) {
         let mut line = self.line();
         line.reentrant = Weak::new();
-        while let Some((_, waiter)) = line.waiters.pop_first() {
+        let next = line.waiters.pop_first();
+        line.taken = next.is_some();
+        let undelivered = next.and_then(|(_, waiter)| {
             let turn = Turn { slot: Some(Arc::clone(self)) };
-            match waiter.door.send(Entry::Turn(turn)) {
-                Ok(()) => return,
-                // Its caller is gone. The turn must not be passed on by its own `Drop` while the line is locked.
-                Err(Entry::Turn(turn)) => turn.forget(),
-                Err(_) => {}
-            }
-        }
-        line.taken = false;
+            waiter.door.send(Entry::Turn(turn)).err()
+        });
+        drop(line);
+        // Nobody who is in the line has left it, so there is none. If there was, its drop would go on from here.
+        drop(undelivered);
     }
 
     fn line(&self) -> MutexGuard<'_, Line> {
@@ -330,10 +315,6 @@ impl Turn {
             let slot = self.slot();
             slot.engine.slots().evict(&slot.key);
         }
-    }
-
-    fn forget(mut self) {
-        self.slot = None;
     }
 }
 

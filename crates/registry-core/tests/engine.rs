@@ -10,8 +10,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use registry_core::{
-    LockError, LockOptions, LockRegistry, LockRegistryExt, LostReason, MemoryBackend, Owner,
-    Registry,
+    ConfigError, LockError, LockOptions, LockRegistry, LockRegistryExt, LostReason, MemoryBackend,
+    Owner, Registry,
 };
 use tokio::time::advance;
 
@@ -198,4 +198,11 @@ async fn options_out_of_range_are_refused_before_any_io() {
     for key in ["", &"k".repeat(4_097)] {
         assert!(matches!(ours.obtain(key).lock().await, Err(LockError::InvalidKey(_))));
     }
+}
+
+#[test]
+fn a_runtime_without_time_is_refused_when_the_registry_is_built() {
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    let refused = runtime.block_on(async { Registry::in_memory() });
+    assert!(matches!(refused, Err(ConfigError::NoRuntime)), "{refused:?}");
 }
