@@ -65,6 +65,9 @@ pub struct RegistryConfig {
 }
 
 impl RegistryConfig {
+    /// The longest namespace, in bytes.
+    pub const NAMESPACE_BYTES_MAX: usize = 255;
+
     /// A configuration in which nothing is set yet.
     pub fn new() -> Self {
         Self::default()

@@ -5,8 +5,9 @@ use std::fmt;
 use std::str::FromStr;
 use std::time::Duration;
 
-use registry_core::{Capabilities, ConfigError, LockOptions};
+use registry_core::{Capabilities, ConfigError, LockOptions, RegistryBuilder};
 
+use crate::config::RegistryConfig;
 use crate::nearest::nearest;
 use crate::store_url::UrlText;
 
@@ -167,9 +168,9 @@ impl Layer {
         };
         let spans = [
             ("lease", self.lease, Capabilities::LEASE_MIN, Capabilities::LEASE_MAX),
-            ("poll", self.poll, POLL_MIN, POLL_MAX),
-            ("timeout", self.timeout, TIMEOUT_MIN, TIMEOUT_MAX),
-            ("busy_timeout", self.busy_timeout, Duration::ZERO, TIMEOUT_MAX),
+            ("poll", self.poll, RegistryBuilder::POLL_MIN, RegistryBuilder::POLL_MAX),
+            ("timeout", self.timeout, RegistryBuilder::TIMEOUT_MIN, RegistryBuilder::TIMEOUT_MAX),
+            ("busy_timeout", self.busy_timeout, Duration::ZERO, RegistryBuilder::TIMEOUT_MAX),
             ("purge_after", self.purge_after, Duration::ZERO, PURGE_AFTER_MAX),
         ];
         for (option, given, min, max) in spans {
@@ -190,16 +191,16 @@ impl Layer {
             }
         }
         match self.handoff {
-            Some(handoff) if handoff > HANDOFF_MAX => {
+            Some(handoff) if handoff > RegistryBuilder::HANDOFF_MAX => {
                 return wrong(
                     "handoff",
-                    format!("is {handoff}, more than the most, {HANDOFF_MAX}"),
+                    format!("is {handoff}, more than the most, {}", RegistryBuilder::HANDOFF_MAX),
                 );
             }
             _ => {}
         }
         let texts = [
-            ("namespace", &self.namespace, NAMESPACE_BYTES_MAX),
+            ("namespace", &self.namespace, RegistryConfig::NAMESPACE_BYTES_MAX),
             ("label", &self.label, LockOptions::LABEL_BYTES_MAX),
         ];
         for (option, given, bytes_max) in texts {
@@ -217,13 +218,7 @@ impl Layer {
     }
 }
 
-const POLL_MIN: Duration = Duration::from_millis(1);
-const POLL_MAX: Duration = Duration::from_secs(60 * 60);
-const TIMEOUT_MIN: Duration = Duration::from_millis(10);
-const TIMEOUT_MAX: Duration = Duration::from_secs(60 * 60);
-const HANDOFF_MAX: u32 = 10_000;
 const PURGE_AFTER_MAX: Duration = LockOptions::WAIT_MAX;
-const NAMESPACE_BYTES_MAX: usize = 255;
 
 fn unknown_option(origin: Origin, name: &str) -> ConfigError {
     let names = OPTIONS

@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
-use lock_registry::{Key, LockOptions, parse_duration};
+use lock_registry::{Capabilities, Key, LockOptions, parse_duration};
 
 use crate::exit::Failure;
 
@@ -110,7 +110,7 @@ pub(crate) struct Taking {
     #[arg(long)]
     pub(crate) no_wait: bool,
     /// How long the key stays taken if this process dies; renewed while it lives [default: 30s]
-    #[arg(long, value_name = "TIME", value_parser = span, allow_hyphen_values = true)]
+    #[arg(long, value_name = "TIME", value_parser = lease, allow_hyphen_values = true)]
     pub(crate) lease: Option<Duration>,
     /// What others see when they ask who holds the lock [default: host:pid]
     #[arg(long, value_name = "TEXT")]
@@ -177,6 +177,20 @@ fn span(text: &str) -> Result<Duration, String> {
 
 fn wait(text: &str) -> Result<Duration, String> {
     bounded(text, LockOptions::WAIT_MAX, "leave --wait out to wait for ever")
+}
+
+fn lease(text: &str) -> Result<Duration, String> {
+    let given = span(text)?;
+    let limit = |limit: Duration| humantime::format_duration(limit);
+    match given {
+        given if given < Capabilities::LEASE_MIN => {
+            Err(format!("it is less than the least, {}", limit(Capabilities::LEASE_MIN)))
+        }
+        given if given > Capabilities::LEASE_MAX => {
+            Err(format!("it is more than the most, {}", limit(Capabilities::LEASE_MAX)))
+        }
+        given => Ok(given),
+    }
 }
 
 fn grace(text: &str) -> Result<Duration, String> {

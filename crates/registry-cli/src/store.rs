@@ -7,7 +7,7 @@ use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use lock_registry::{Observer, Registry, RegistryConfig, Setting};
+use lock_registry::{LockOptions, Observer, Registry, RegistryConfig, Setting};
 
 use crate::args::{Global, Taking};
 use crate::exit::Failure;
@@ -33,6 +33,7 @@ impl Store {
             folder = Some(state);
         }
         if let Some(namespace) = &global.namespace {
+            at_most(RegistryConfig::NAMESPACE_BYTES_MAX, "--namespace", namespace)?;
             config = config.namespace(namespace);
         }
         config.check()?;
@@ -45,6 +46,7 @@ impl Store {
             self.config = self.config.lease(lease);
         }
         if let Some(label) = &taking.label {
+            at_most(LockOptions::LABEL_BYTES_MAX, "--label", label)?;
             self.config = self.config.label(label);
         }
         if !self.settings()?.iter().any(|setting| setting.name == "label") {
@@ -77,6 +79,15 @@ impl Store {
         }
         Ok(self.config.connect().await?)
     }
+}
+
+/// Refuses a text that is too long, by the name that whoever gave it knows: to the configuration, a flag is code.
+fn at_most(bytes_max: usize, flag: &str, text: &str) -> Result<(), Failure> {
+    if text.len() > bytes_max {
+        let bytes = text.len();
+        return Err(Failure::usage(format!("{flag} has {bytes} bytes, more than {bytes_max}")));
+    }
+    Ok(())
 }
 
 /// Where the XDG base directory specification puts what must outlive a reboot but is nobody's data.

@@ -334,6 +334,18 @@ pub struct RegistryBuilder {
 }
 
 impl RegistryBuilder {
+    /// The shortest poll that can be asked for.
+    pub const POLL_MIN: Duration = Duration::from_millis(1);
+    /// The longest poll that can be asked for: one hour.
+    pub const POLL_MAX: Duration = Duration::from_secs(60 * 60);
+    /// The shortest time that a store operation can be given.
+    pub const TIMEOUT_MIN: Duration = Duration::from_millis(10);
+    /// The longest time that a store operation can be given: one hour.
+    pub const TIMEOUT_MAX: Duration = Duration::from_secs(60 * 60);
+    /// How many hand-overs in a row can be asked for. Keeps the reserved blocks of tokens small against the microseconds that
+    /// they count.
+    pub const HANDOFF_MAX: u32 = 10_000;
+
     /// How long a key stays taken when its holder dies. Default: 30 s.
     pub fn lease(mut self, lease: Duration) -> Self {
         self.defaults.lease = lease;
@@ -347,20 +359,21 @@ impl RegistryBuilder {
     }
 
     /// How often a waiter looks by itself, at the most; wake-ups by the store shorten the wait. Jittered upwards by up to a quarter.
-    /// Default: 250 ms. Between 1 ms and one hour.
+    /// Default: 250 ms. Between [`POLL_MIN`](Self::POLL_MIN) and [`POLL_MAX`](Self::POLL_MAX).
     pub fn poll(mut self, poll: Duration) -> Self {
         self.defaults.poll = poll;
         self
     }
 
     /// How many times in a row a claim may pass to the next caller of this process without asking the store. Zero switches
-    /// it off. Default: 32.
+    /// it off. Default: 32. At most [`HANDOFF_MAX`](Self::HANDOFF_MAX).
     pub fn handoff(mut self, times: u32) -> Self {
         self.defaults.handoffs_max = times;
         self
     }
 
-    /// How long a store operation may stay unanswered before its outcome counts as unknown. Default: 3 s. At least 10 ms.
+    /// How long a store operation may stay unanswered before its outcome counts as unknown. Default: 3 s. Between
+    /// [`TIMEOUT_MIN`](Self::TIMEOUT_MIN) and [`TIMEOUT_MAX`](Self::TIMEOUT_MAX).
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.defaults.answer_limit = timeout;
         self
@@ -389,12 +402,13 @@ impl RegistryBuilder {
             .map_err(|_| ConfigError::NoRuntime)?;
         let Self { backend, defaults, observers } = self;
         let capabilities = backend.capabilities();
-        check_range("poll", defaults.poll, POLL_MIN, POLL_MAX)?;
-        check_range("timeout", defaults.answer_limit, TIMEOUT_MIN, TIMEOUT_MAX)?;
-        if defaults.handoffs_max > HANDOFF_MAX {
+        check_range("poll", defaults.poll, Self::POLL_MIN, Self::POLL_MAX)?;
+        check_range("timeout", defaults.answer_limit, Self::TIMEOUT_MIN, Self::TIMEOUT_MAX)?;
+        if defaults.handoffs_max > Self::HANDOFF_MAX {
             return Err(ConfigError::Invalid(format!(
-                "handoff of {} is larger than {HANDOFF_MAX}",
-                defaults.handoffs_max
+                "handoff of {} is larger than {}",
+                defaults.handoffs_max,
+                Self::HANDOFF_MAX
             )));
         }
         let default_terms = Terms::resolve(&LockOptions::new(), &defaults, &capabilities)
@@ -458,10 +472,3 @@ fn check_range(
     let problem = format!("is not between {min:?} and {max:?}");
     Err(ConfigError::Invalid(InvalidOption::new(option, given, problem).to_string()))
 }
-
-const POLL_MIN: Duration = Duration::from_millis(1);
-const POLL_MAX: Duration = Duration::from_secs(60 * 60);
-const TIMEOUT_MIN: Duration = Duration::from_millis(10);
-const TIMEOUT_MAX: Duration = Duration::from_secs(60 * 60);
-/// Keeps the reserved blocks of tokens small against the microseconds that they count.
-const HANDOFF_MAX: u32 = 10_000;
