@@ -63,6 +63,15 @@ impl OptionRow {
         OPTIONS.iter().find(|row| row.name == name)
     }
 
+    /// Whether `value` says something about the option that anybody may see.
+    pub(crate) fn is_harmless(&self, value: &str) -> bool {
+        // Plain, because a text can be anything; readable, because it may be no value at all but what is left of a password.
+        let plain = |c: char| c.is_alphanumeric() || "-._/ ".contains(c);
+        self.name != "url"
+            && value.chars().all(plain)
+            && (self.read)(&mut Layer::default(), value).is_ok()
+    }
+
     /// The option's value in `layer`, free of secrets; `None` if `layer` does not set it.
     pub(crate) fn shown_in(&self, layer: &Layer) -> Option<String> {
         (self.show)(layer)
@@ -148,7 +157,13 @@ impl Layer {
         if row.shown_in(self).is_some() {
             return Err(wrong("is given twice"));
         }
-        (row.read)(self, value).map_err(|Problem(problem)| wrong(&problem))
+        (row.read)(self, value).map_err(|Problem(problem)| match origin {
+            // Part of a password that was not percent-encoded can stand anywhere in a URL. A number that has lost its unit helps.
+            Origin::Url if value.parse::<f64>().is_err() => {
+                wrong(&format!("has a value {problem}"))
+            }
+            _ => wrong(&format!("is {value:?}, {problem}")),
+        })
     }
 
     /// Checks every value, and that the store named `store` knows each option that is set.
@@ -249,7 +264,7 @@ fn printable_name(name: &str) -> &str {
     if plain { name } else { "(not shown)" }
 }
 
-/// What is wrong with a value, as the rest of a sentence that starts with the option's name.
+/// What is wrong with a value, as the rest of a sentence about it. Does not repeat it.
 #[derive(Debug)]
 struct Problem(String);
 
@@ -259,24 +274,25 @@ fn put<T>(place: &mut Option<T>, value: Result<T, Problem>) -> Result<(), Proble
 }
 
 fn duration(text: &str) -> Result<Duration, Problem> {
-    parse_duration(text).map_err(|error| Problem(format!("is {error}")))
+    time(text).map_err(|problem| Problem(problem.to_owned()))
 }
 
 fn switch(text: &str) -> Result<bool, Problem> {
     match text {
         "true" => Ok(true),
         "false" => Ok(false),
-        _ => Err(Problem(format!("is {text:?}; write `true` or `false`"))),
+        _ => Err(Problem("which is no answer; write `true` or `false`".to_owned())),
     }
 }
 
 fn count(text: &str) -> Result<u32, Problem> {
-    text.parse()
-        .map_err(|_| Problem(format!("is {text:?}; write a whole number from 0 to {}", u32::MAX)))
+    text.parse().map_err(|_| {
+        Problem(format!("which is no count; write a whole number from 0 to {}", u32::MAX))
+    })
 }
 
 fn layout(text: &str) -> Result<Layout, Problem> {
-    text.parse().map_err(|error| Problem(format!("is {error}")))
+    text.parse().map_err(|_| Problem(NO_LAYOUT.to_owned()))
 }
 
 /// A time as people write it.
@@ -298,16 +314,22 @@ fn shown(span: Duration) -> String {
 /// # Ok::<(), lock_registry::ConfigError>(())
 /// ```
 pub fn parse_duration(text: &str) -> Result<Duration, ConfigError> {
-    const EXAMPLES: &str = "write a time such as `30s`, `1500ms` or `1m 30s`";
+    time(text).map_err(|problem| ConfigError::Invalid(format!("{text:?}, {problem}")))
+}
+
+/// Reads a time, or tells what is wrong with it.
+fn time(text: &str) -> Result<Duration, &'static str> {
     let trimmed = text.trim();
-    let problem = match humantime::parse_duration(trimmed) {
-        // It reads a bare `0`, the one number that needs no unit.
-        Ok(span) => return Ok(span),
-        Err(_) if trimmed.starts_with('-') => "which is negative",
-        Err(_) if trimmed.parse::<f64>().is_ok() => "which has no unit",
-        Err(_) => "which is no time",
-    };
-    Err(ConfigError::Invalid(format!("{text:?}, {problem}; {EXAMPLES}")))
+    // It reads a bare `0`, the one number that needs no unit.
+    humantime::parse_duration(trimmed).map_err(|_| {
+        if trimmed.starts_with('-') {
+            "which is negative; write a time such as `30s`, `1500ms` or `1m 30s`"
+        } else if trimmed.parse::<f64>().is_ok() {
+            "which has no unit; write a time such as `30s`, `1500ms` or `1m 30s`"
+        } else {
+            "which is no time; write a time such as `30s`, `1500ms` or `1m 30s`"
+        }
+    })
 }
 
 /// How a store lays out its records.
@@ -335,12 +357,12 @@ impl FromStr for Layout {
     fn from_str(text: &str) -> Result<Self, ConfigError> {
         match text {
             "native" => Ok(Self::Native),
-            _ => Err(ConfigError::Invalid(format!(
-                "{text:?}, which is no layout of this release; it has `native`"
-            ))),
+            _ => Err(ConfigError::Invalid(format!("{text:?}, {NO_LAYOUT}"))),
         }
     }
 }
+
+const NO_LAYOUT: &str = "which is no layout of this release; it has `native`";
 
 #[cfg(test)]
 mod tests {
@@ -394,6 +416,17 @@ mod tests {
         ] {
             let error = read(name, value).unwrap_err().to_string();
             assert!(error.contains(hint) && error.contains(name), "{name}={value}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_bad_value_is_repeated_unless_it_stands_in_a_url() {
+        for name in ["lease", "renew", "handoff", "layout"] {
+            let told =
+                |origin, value| Layer::default().read(origin, name, value).unwrap_err().to_string();
+            assert!(!told(Origin::Url, "secret").contains("secret"));
+            assert!(told(Origin::File, "secret").contains("is \"secret\", which is no "));
+            assert!(told(Origin::Url, "1.5").contains("is \"1.5\", which "));
         }
     }
 

@@ -49,6 +49,16 @@ impl Scheme {
     }
 }
 
+/// Whether `name` is one of ours, whatever this build can open.
+pub(crate) fn is_known(name: &str) -> bool {
+    SCHEMES.iter().any(|scheme| scheme.name == name)
+}
+
+/// Whether `name` is meant to be one of ours.
+pub(crate) fn is_like_known(name: &str) -> bool {
+    SCHEMES.iter().any(|scheme| strsim::normalized_damerau_levenshtein(name, scheme.name) >= 0.7)
+}
+
 impl Feature {
     fn remedy(&self) -> String {
         let line = |version: &str| {

@@ -5,6 +5,7 @@
 //! `.` and `..`, which changes what a path with symbolic links means.
 
 use std::fmt;
+use std::net::Ipv6Addr;
 use std::path::PathBuf;
 
 use percent_encoding::percent_decode_str;
@@ -59,6 +60,12 @@ impl StoreUrl {
                 &scheme::known(),
             ));
         };
+        if !parts.names_a_scheme() {
+            return Err(invalid(
+                "the store URL starts with no scheme that there is; for an SQLite file write `sqlite:PATH`; schemes are",
+                &scheme::known(),
+            ));
+        }
         let scheme = Scheme::find(&parts.scheme)?;
         if url.chars().any(char::is_control) {
             return Err(unusable(scheme, "holds a control character; percent-encode it"));
@@ -147,18 +154,20 @@ fn options(query: &str, scheme: &Scheme) -> Result<Vec<(String, String)>, Config
 
 /// Undoes percent-encoding, strictly: a lone `%` is more often a forgotten `%25` than meant.
 fn decoded(part: &str, scheme: &Scheme) -> Result<Vec<u8>, ConfigError> {
-    let encoded = part.as_bytes();
-    let well_formed =
-        encoded.iter().enumerate().filter(|(_, byte)| **byte == b'%').all(|(at, _)| {
-            encoded.get(at + 1..at + 3).is_some_and(|hex| hex.iter().all(u8::is_ascii_hexdigit))
-        });
-    if !well_formed {
+    if !is_well_encoded(part) {
         return Err(unusable(
             scheme,
             "holds a `%` without two hexadecimal digits; for the character itself write `%25`",
         ));
     }
     Ok(percent_decode_str(part).collect())
+}
+
+fn is_well_encoded(part: &str) -> bool {
+    let encoded = part.as_bytes();
+    encoded.iter().enumerate().filter(|(_, byte)| **byte == b'%').all(|(at, _)| {
+        encoded.get(at + 1..at + 3).is_some_and(|hex| hex.iter().all(u8::is_ascii_hexdigit))
+    })
 }
 
 #[cfg(unix)]
@@ -215,6 +224,11 @@ impl<'a> Parts<'a> {
         };
         Some(Self { scheme: scheme.to_ascii_lowercase(), authority, path, query, fragment })
     }
+
+    /// Whether what stands before the colon is meant as a scheme. Otherwise it may be a user, or a password.
+    fn names_a_scheme(&self) -> bool {
+        self.authority.is_some() || scheme::is_like_known(&self.scheme)
+    }
 }
 
 const SCHEME_BYTES_MAX: usize = 32;
@@ -228,7 +242,8 @@ fn split_at_first(text: &str, mark: char) -> (&str, Option<&str>) {
 
 /// Shows a store URL without its secrets, for logs and messages.
 ///
-/// User and password become `***`, and so does the value of every option that is not known to be harmless. A URL that cannot
+/// Shown is only what is known to be harmless: the scheme, if it is one of ours; hosts and ports; a path; options of ours with
+/// values that they can have. User and password become `***`, and so does the value of every other option. A URL that cannot
 /// be understood is not shown at all, but for its scheme: a password with an unescaped `/`, `?`, `#` or `@` may stand anywhere in it.
 ///
 /// # Examples
@@ -240,47 +255,63 @@ fn split_at_first(text: &str, mark: char) -> (&str, Option<&str>) {
 /// ```
 #[must_use]
 pub fn redact_url(url: &str) -> String {
-    let Some(parts) = Parts::cut(url) else {
-        return "***".to_owned();
+    let Some(parts) = Parts::cut(url).filter(|parts| scheme::is_known(&parts.scheme)) else {
+        return HIDDEN.to_owned();
     };
     let scheme = &parts.scheme;
-    if parts.fragment.is_some() {
-        return format!("{scheme}:***");
-    }
-    let place = match parts.authority {
-        Some(authority) => {
-            let (login, hosts) = match authority.rsplit_once('@') {
-                Some((_, hosts)) => ("***@", hosts),
-                None => ("", authority),
-            };
-            let strayed = [Some(parts.path), parts.query]
-                .into_iter()
-                .flatten()
-                .any(|part| part.contains('@'));
-            if strayed || !hosts.split(',').all(is_host) {
-                return format!("{scheme}://***");
-            }
-            format!("//{login}{hosts}{}", parts.path)
-        }
-        // Only these have a path without `//`; in all others something is missing.
-        None if ["memory", "sqlite"].contains(&scheme.as_str()) || parts.path.is_empty() => {
-            parts.path.to_owned()
-        }
-        None => return format!("{scheme}:***"),
+    let Some(place) = shown_place(&parts) else {
+        let slashes = if parts.authority.is_some() { "//" } else { "" };
+        return format!("{scheme}:{slashes}{HIDDEN}");
     };
     let Some(query) = parts.query else {
         return format!("{scheme}:{place}");
     };
-    let shown: Vec<String> = query
-        .split('&')
-        .map(|pair| match pair.split_once('=') {
-            Some((name, value)) if name != "url" && OptionRow::find(name).is_some() => {
-                format!("{name}={value}")
-            }
-            _ => "***".to_owned(),
-        })
-        .collect();
-    format!("{scheme}:{place}?{}", shown.join("&"))
+    let options: Vec<String> = query.split('&').map(shown_option).collect();
+    format!("{scheme}:{place}?{}", options.join("&"))
+}
+
+const HIDDEN: &str = "***";
+
+/// What stands between the scheme and the options, without the login. `None` if it cannot be told what is what.
+fn shown_place(parts: &Parts<'_>) -> Option<String> {
+    if parts.fragment.is_some() {
+        return None;
+    }
+    let path = parts.path;
+    match (parts.scheme.as_str(), parts.authority) {
+        ("memory", None) | ("sqlite", None) => is_plain_path(path).then(|| path.to_owned()),
+        ("sqlite", Some("")) => is_plain_path(path).then(|| format!("//{path}")),
+        ("pass-through", None) => path.is_empty().then(String::new),
+        // They have no hosts, so it is anybody's guess what this was to be.
+        ("memory" | "sqlite" | "pass-through", Some(_)) => None,
+        // In all others something is missing.
+        (_, None) => path.is_empty().then(String::new),
+        (_, Some(authority)) => {
+            let (login, hosts) = match authority.rsplit_once('@') {
+                Some((_, hosts)) => ("***@", hosts),
+                None => ("", authority),
+            };
+            let strayed =
+                path.contains('@') || parts.query.is_some_and(|query| query.contains('@'));
+            let understood = !strayed && hosts.split(',').all(is_host) && is_plain_path(path);
+            understood.then(|| format!("//{login}{hosts}{path}"))
+        }
+    }
+}
+
+/// One `name=value` of a query.
+fn shown_option(option: &str) -> String {
+    let Some((name, value)) = option.split_once('=') else { return HIDDEN.to_owned() };
+    let Some(row) = OptionRow::find(name) else { return HIDDEN.to_owned() };
+    let harmless = is_well_encoded(value)
+        && percent_decode_str(value).decode_utf8().is_ok_and(|value| row.is_harmless(&value));
+    if harmless { option.to_owned() } else { format!("{name}={HIDDEN}") }
+}
+
+/// Whether `path` holds nothing of a login or of options that went astray.
+fn is_plain_path(path: &str) -> bool {
+    let plain = |c: char| c.is_alphanumeric() || "-._~/+, ()%".contains(c);
+    path.chars().all(plain) && is_well_encoded(path)
 }
 
 /// A host with an optional port. `user:password` is none, unless the password is a port number.
@@ -292,12 +323,14 @@ fn is_host(host: &str) -> bool {
     };
     let plain = |c: char| c.is_ascii_alphanumeric() || "-._".contains(c);
     let named = match name.strip_prefix('[') {
-        Some(address) => address
-            .strip_suffix(']')
-            .is_some_and(|a| a.chars().all(|c| c.is_ascii_hexdigit() || ":.".contains(c))),
+        Some(address) => {
+            address.strip_suffix(']').is_some_and(|address| address.parse::<Ipv6Addr>().is_ok())
+        }
         None => name.chars().all(plain),
     };
-    named && port.is_none_or(|port| port.parse::<u16>().is_ok())
+    let numbered =
+        |port: &str| port.bytes().all(|byte| byte.is_ascii_digit()) && port.parse::<u16>().is_ok();
+    named && port.is_none_or(numbered)
 }
 
 /// A store URL as it was given: kept in full, shown without its secrets.
@@ -330,6 +363,7 @@ impl fmt::Debug for UrlText {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::RegistryConfig;
 
     fn store(url: &str) -> Store {
         StoreUrl::parse(url).unwrap().store
@@ -389,22 +423,10 @@ mod tests {
     }
 
     #[test]
-    fn no_error_repeats_a_password_however_the_url_is_malformed() {
+    fn a_malformed_url_is_refused_and_its_password_is_not_told() {
         for url in CANARIES {
-            let Err(error) = StoreUrl::parse(url) else { panic!("{url} was accepted") };
-            for shown in [error.to_string(), format!("{error:?}")] {
-                assert!(!shown.to_lowercase().contains("canary"), "{url}: {shown}");
-            }
-        }
-    }
-
-    #[test]
-    fn no_shown_url_holds_a_password_however_it_is_malformed() {
-        for url in CANARIES {
-            let text = UrlText::new(*url);
-            for shown in [text.to_string(), format!("{text:?}")] {
-                assert!(!shown.to_lowercase().contains("canary"), "{url}: {shown}");
-            }
+            assert!(StoreUrl::parse(url).is_err(), "{url} was accepted");
+            assert_silent(url);
         }
     }
 
@@ -417,10 +439,141 @@ mod tests {
             ),
             ("postgres://db.example:5432/locks", "postgres://db.example:5432/locks"),
             ("etcd://[::1]:2379", "etcd://[::1]:2379"),
-            ("memory:shared?url=redis:x", "memory:shared?***"),
+            ("memory:shared?url=redis:x", "memory:shared?url=***"),
             ("pass-through:?lease=1s", "pass-through:?lease=1s"),
+            (
+                "SQLITE:///srv/a%20b/ü.db?lease=1m%2030s&renew=false",
+                "sqlite:///srv/a%20b/ü.db?lease=1m%2030s&renew=false",
+            ),
+            ("memory:?label=worker%207&namespace=shop", "memory:?label=worker%207&namespace=shop"),
         ] {
             assert_eq!(redact_url(url), shown);
+        }
+    }
+
+    #[test]
+    fn what_is_not_known_to_be_harmless_is_hidden() {
+        for (url, shown) in [
+            ("memory:?lease=soon&renew=%zz&handoff=1e3", "memory:?lease=***&renew=***&handoff=***"),
+            ("memory:?label=redis://u:p@h&%6cease=1s&lease", "memory:?label=***&***&***"),
+            ("memory:?label=%ff&label=", "memory:?label=***&label="),
+            ("sqlite:a;password=x", "sqlite:***"),
+            ("sqlite:user:secret", "sqlite:***"),
+            ("sqlite://host/db", "sqlite://***"),
+            ("pass-through:x", "pass-through:***"),
+            ("redis://u:p@%2Frun%2Fredis.sock/0", "redis://***"),
+            ("redis://u:p@/run/redis.sock", "redis://***@/run/redis.sock"),
+            ("redis+unix://u:p@/run/redis.sock", "***"),
+            ("redis:///u:p", "redis://***"),
+            ("redis://h/0;password=x", "redis://***"),
+            ("redis://[facade]", "redis://***"),
+            ("redis://h:+1", "redis://***"),
+            ("s3cret:6379", "***"),
+            ("s3cret://h", "***"),
+            ("", "***"),
+        ] {
+            assert_eq!(redact_url(url), shown, "{url}");
+        }
+    }
+
+    /// Everything that is shown of `url`, or told of what is wrong with it.
+    fn told(url: &str) -> String {
+        let config = RegistryConfig::new().url(url);
+        let mut told = redact_url(url);
+        if let Err(error) = config.check() {
+            told = format!("{told} {error} {error:?}");
+        }
+        told
+    }
+
+    #[track_caller]
+    fn assert_silent(url: &str) {
+        let told = told(url);
+        assert!(!told.to_lowercase().contains("canary"), "{url:?}: {told}");
+    }
+
+    #[test]
+    fn no_mixture_of_parts_shows_a_secret() {
+        // One of each kind.
+        let schemes = ["memory", "SQLite", "pass-through", "redis+sentinel", "postgress", "bogus"];
+        let seams = ["://", ":///", ":/", ":", "//", ""];
+        let logins = [
+            "",
+            "user:canary@",
+            ":canary@",
+            "user:canary@canary@",
+            "user:canary/canary@",
+            "user:canary?canary@",
+            "user:canary#canary@",
+            "user:canary&lease=canary@",
+            "user:?lease=canary@",
+            "user:%zzcanary@",
+            "user:canary%4@",
+            "user:canary%40",
+            "user:1/canary@",
+            "[canary]@",
+            "user:\u{e9}canary\t@",
+        ];
+        let hosts = ["host:6379", "a:1,[::1]", "/run/a.sock", "%2Frun%2Fa.sock", ""];
+        let tails = [
+            "",
+            "/0",
+            "/0?lease=30s",
+            "?password=canary",
+            "/0?lease=30s&password=canary&poll=1s",
+            "?canary",
+            "?lease=canary",
+            "?lease=%zzcanary",
+            "?renew=canary&handoff=canary&layout=canary",
+            "?label=me@canary",
+            "?%6cease=canary",
+            "?url=redis://user:canary@host",
+            "#canary",
+            "/0;password=canary",
+        ];
+        for (scheme, seam) in schemes.iter().flat_map(|s| seams.map(|seam| (s, seam))) {
+            for (login, host) in logins.iter().flat_map(|l| hosts.map(|host| (l, host))) {
+                for tail in tails {
+                    assert_silent(&format!("{scheme}{seam}{login}{host}{tail}"));
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn no_slip_of_the_pen_shows_a_secret() {
+        // Long enough that half of it is left when the slip is in the middle of it.
+        for url in [
+            "redis://user:canarycanary@host:6379/0?lease=30s",
+            "rediss://:canarycanary@host",
+            "redis+sentinel://user:canarycanary@a:1,b:2/main?poll=1s",
+            "postgres://user:canarycanary@[::1]:5432/locks",
+            "postgres://user:canarycanary@%2Frun%2Fpostgresql/locks",
+            "mysql://host/locks?lease=30s&password=canarycanary",
+            "mysql://host/locks?password=canarycanary&lease=30s",
+            "redis://user:canarycanary@/run/redis.sock",
+            "redis+unix://user:canarycanary@/run/redis.sock?db=0",
+            "sqlite:///var/lib/locks.db?password=canarycanary",
+            "memory:shared?url=redis://user:canarycanary@host",
+        ] {
+            assert_silent(url);
+            let letters: Vec<char> = url.chars().collect();
+            for at in 0..=letters.len() {
+                let (before, after) = letters.split_at(at);
+                let slip = |before: &[char], inserted: &[char], after: &[char]| {
+                    assert_silent(&[before, inserted, after].concat().iter().collect::<String>());
+                };
+                slip(before, &[], &[]);
+                slip(&[], &[], after);
+                slip(before, &[], after.get(1..).unwrap_or_default());
+                if let [first, second, rest @ ..] = after {
+                    slip(before, &[*second, *first], rest);
+                }
+                for typed in ":/?#@&=%[],;.\\'\" \t\n+-_~1aé".chars() {
+                    slip(before, &[typed], after);
+                    slip(before, &[typed], after.get(1..).unwrap_or_default());
+                }
+            }
         }
     }
 

@@ -21,6 +21,7 @@ mod exit;
 mod log;
 mod say;
 
+use std::ffi::OsString;
 use std::future::Future;
 use std::process::ExitCode;
 
@@ -119,18 +120,27 @@ fn not_parsed(error: &clap::Error) -> u8 {
             exit::USAGE
         }
         _ => {
-            // A URL that stands where none belongs is repeated by the message.
-            let mut message = error.to_string();
-            for argument in
-                std::env::args_os().skip(1).filter_map(|argument| argument.into_string().ok())
-            {
-                let url = argument.split_once('=').map_or(argument.as_str(), |(_, value)| value);
-                for text in [argument.as_str(), url].into_iter().filter(|text| text.contains(':')) {
-                    message = message.replace(text, &lock_registry::redact_url(text));
-                }
-            }
+            // A URL that stands where none belongs would be repeated by the message, in parts or in other spellings. So it is
+            // the message about a command line without it.
+            let message = Cli::try_parse_from(std::env::args_os().map(without_url))
+                .map_or_else(|error| error.to_string(), |_| "error: an argument is not UTF-8".to_owned());
             say::line_to_stderr(&format!("lockreg: {}", message.trim_end()));
             exit::USAGE
         }
     }
+}
+
+/// `argument`, without the secrets of a URL in it.
+fn without_url(argument: OsString) -> OsString {
+    let text = argument.to_string_lossy();
+    if !text.contains([':', '@']) {
+        return argument;
+    }
+    match text.split_once('=') {
+        Some((name, value)) if name.starts_with('-') && !name.contains([':', '@']) => {
+            format!("{name}={}", lock_registry::redact_url(value))
+        }
+        _ => lock_registry::redact_url(&text),
+    }
+    .into()
 }

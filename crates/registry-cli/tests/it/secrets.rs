@@ -1,5 +1,8 @@
 //! The password of a URL is never printed, whatever is done with it.
 
+use std::ffi::OsStr;
+use std::os::unix::ffi::OsStrExt as _;
+
 use crate::support::{Done, Store};
 
 const URLS: &[&str] = &[
@@ -68,4 +71,26 @@ fn a_url_where_none_belongs_is_not_repeated() {
     let mut joined = store.lockreg([]);
     let done = Done::of(joined.args([&format!("--ulr={url}"), "list"]));
     assert!(!told(&done).contains("canary"), "{done:?}");
+}
+
+#[test]
+fn an_odd_url_where_none_belongs_is_not_repeated_either() {
+    let store = Store::new();
+    for url in [
+        &b"redis://user:canary\xff@localhost/0"[..],
+        b"redis://user:can'\"\\\tary-canary@localhost/0",
+        b"redis://user:x@y@canary\x1b[31m@localhost/0",
+        b"user:canary",
+        b"canary@localhost",
+        b"canary:canary",
+    ] {
+        let url = OsStr::from_bytes(url);
+        for arguments in [&["list"][..], &["--ulr"], &["run", "--wait"], &["bench", "--tasks"]] {
+            let mut command = store.lockreg([]);
+            // Part of the other one, and not to be taken for all of it.
+            let done = Done::of(command.args(arguments).arg(url).args(["user:", "redis:"]));
+            assert_eq!(done.status, 64, "{arguments:?}: {done:?}");
+            assert!(!told(&done).contains("canary"), "{arguments:?}: {done:?}");
+        }
+    }
 }
