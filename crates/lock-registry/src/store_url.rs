@@ -303,9 +303,13 @@ fn shown_place(parts: &Parts<'_>) -> Option<String> {
 fn shown_option(option: &str) -> String {
     let Some((name, value)) = option.split_once('=') else { return HIDDEN.to_owned() };
     let Some(row) = OptionRow::find(name) else { return HIDDEN.to_owned() };
-    let harmless = is_well_encoded(value)
-        && percent_decode_str(value).decode_utf8().is_ok_and(|value| row.is_harmless(&value));
-    if harmless { option.to_owned() } else { format!("{name}={HIDDEN}") }
+    // What is not well encoded keeps its `%`, which is not harmless.
+    let decoded = percent_decode_str(value).decode_utf8();
+    if decoded.is_ok_and(|value| row.is_harmless(&value)) {
+        option.to_owned()
+    } else {
+        format!("{name}={HIDDEN}")
+    }
 }
 
 /// Whether `path` holds nothing of a login or of options that went astray.
@@ -465,6 +469,7 @@ mod tests {
             ("redis://u:p@/run/redis.sock", "redis://***@/run/redis.sock"),
             ("redis+unix://u:p@/run/redis.sock", "***"),
             ("redis:///u:p", "redis://***"),
+            ("redis://u:1?label=s3cret&x@h", "redis://***"),
             ("redis://h/0;password=x", "redis://***"),
             ("redis://[facade]", "redis://***"),
             ("redis://h:+1", "redis://***"),
@@ -597,6 +602,8 @@ mod tests {
         ":canary@host",
         "canary@host:6379",
         "canary",
+        "canary:6379",
+        "canary:",
         "postgress://user:canary@host/db",
         "sqlite://user:canary@host/db",
         "memory://user:canary@host",

@@ -1,6 +1,7 @@
 //! The command line: what can be said, how it is explained, what is refused while it is read.
 
 use std::ffi::OsString;
+use std::os::unix::ffi::OsStrExt as _;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand};
@@ -75,17 +76,47 @@ pub(crate) enum Command {
 /// If the lock is lost while the command runs, the command gets SIGTERM and, after the grace time, SIGKILL; so do all
 /// processes that it started, unless they have left its process group. Signals are passed on to the command.
 #[derive(Debug, Args)]
+#[command(override_usage = RUN_USAGE)]
 pub(crate) struct Run {
     #[command(flatten)]
     pub(crate) taking: Taking,
     /// How long the command may take to end when it has to, before it is killed
     #[arg(long, value_name = "TIME", default_value = "10s", value_parser = grace)]
     pub(crate) grace: Duration,
-    /// The key of the lock
-    pub(crate) key: OsString,
+    /// The key of the lock; if it may begin with `-`, write `--` before it as well
+    // Required, but not always in this place: see `key_and_command`.
+    pub(crate) key: Option<OsString>,
     /// The command and its arguments
     #[arg(last = true, required = true, value_name = "COMMAND")]
-    pub(crate) command: Vec<OsString>,
+    pub(crate) words: Vec<OsString>,
+}
+
+const RUN_USAGE: &str = "lockreg run [OPTIONS] <KEY> -- <COMMAND>...
+       lockreg run [OPTIONS] -- <KEY> -- <COMMAND>...
+       lockreg run [OPTIONS] -- <-KEY> <COMMAND>...";
+
+impl Run {
+    /// The key, and the command with its arguments.
+    ///
+    /// Where no key stands before the first `--`, it stands behind it: if a second `--` follows it, or if it begins with `-`, as
+    /// no command does. Any other word there is the command of somebody who forgot the key. It must not become the key, with its
+    /// first argument as the command.
+    pub(crate) fn key_and_command(&self) -> Result<(&OsString, &[OsString]), Failure> {
+        let found = match (&self.key, &*self.words) {
+            (Some(key), command) => Some((key, command)),
+            (None, [key, mark, command @ ..]) if mark == "--" => Some((key, command)),
+            (None, [key, command @ ..]) if key != "--" && key.as_bytes().starts_with(b"-") => {
+                Some((key, command))
+            }
+            (None, _) => None,
+        };
+        found.filter(|(_, command)| !command.is_empty()).ok_or_else(|| {
+            Failure::usage(
+                "KEY or COMMAND is missing; write `lockreg run KEY -- COMMAND`, or `lockreg run -- KEY -- COMMAND` \
+                 if the key may begin with `-`",
+            )
+        })
+    }
 }
 
 /// Holds a lock until stdin ends or a signal comes
@@ -96,7 +127,7 @@ pub(crate) struct Run {
 pub(crate) struct Hold {
     #[command(flatten)]
     pub(crate) taking: Taking,
-    /// The key of the lock
+    /// The key of the lock; if it may begin with `-`, write `--` before it
     pub(crate) key: OsString,
 }
 
@@ -127,7 +158,7 @@ impl Taking {
 /// Tells who holds a lock; status 1 if nobody does
 #[derive(Debug, Args)]
 pub(crate) struct Show {
-    /// The key of the lock
+    /// The key of the lock; if it may begin with `-`, write `--` before it
     pub(crate) key: OsString,
 }
 
@@ -136,7 +167,7 @@ pub(crate) struct Show {
 /// The holder learns of it at its next renewal; until then both may work. Status 1 if nobody holds it.
 #[derive(Debug, Args)]
 pub(crate) struct Break {
-    /// The key of the lock
+    /// The key of the lock; if it may begin with `-`, write `--` before it
     pub(crate) key: OsString,
     /// Does it; without, it is only told what would be broken
     #[arg(long)]
@@ -222,5 +253,49 @@ mod tests {
     #[test]
     fn the_definition_is_sound() {
         Cli::command().debug_assert();
+    }
+
+    /// The key and the command that `words` after `lockreg run` mean, if they mean any.
+    fn meant(words: &[&str]) -> Option<(String, String)> {
+        let cli = Cli::try_parse_from(["lockreg", "run"].iter().chain(words)).ok()?;
+        let Command::Run(run) = cli.command else { panic!("{words:?} is no run") };
+        let (key, command) = run.key_and_command().ok()?;
+        let text = |word: &OsString| word.to_str().expect("it was UTF-8").to_owned();
+        Some((text(key), command.iter().map(text).collect::<Vec<_>>().join(" ")))
+    }
+
+    #[test]
+    fn a_key_may_stand_behind_the_mark_that_ends_the_options() {
+        for (words, key, command) in [
+            (&["key", "--", "a", "-b", "--", "c"][..], "key", "a -b -- c"),
+            (&["key", "--", "-a"], "key", "-a"),
+            (&["--", "-key-", "a", "-b"], "-key-", "a -b"),
+            (&["--", "-key-", "--", "a", "--", "-b"], "-key-", "a -- -b"),
+            (&["--no-wait", "--", "--no-wait", "--", "a"], "--no-wait", "a"),
+            (&["--", "key", "--", "a"], "key", "a"),
+            (&["--", "", "--", "a"], "", "a"),
+            (&["--", "-", "a"], "-", "a"),
+            (&["--", "--", "--", "a"], "--", "a"),
+        ] {
+            assert_eq!(meant(words), Some((key.to_owned(), command.to_owned())), "{words:?}");
+        }
+    }
+
+    #[test]
+    fn a_command_is_never_taken_for_a_key_that_was_forgotten() {
+        for words in [
+            &["--", "a"][..],
+            &["--", "a", "b"],
+            &["--", "a", "-b", "--", "c"],
+            &["--", "--", "a"],
+            &["--", "-key-"],
+            &["--", "-key-", "--"],
+            &["--", "key", "--"],
+            &["--"],
+            &["-key-", "--", "a"],
+            &["--wiat", "--", "a"],
+        ] {
+            assert_eq!(meant(words), None, "{words:?}");
+        }
     }
 }

@@ -71,7 +71,7 @@ fn lockreg() -> u8 {
 fn carry_out(global: &Global, command: Command, say: Say) -> Result<u8, Failure> {
     match command {
         Command::Run(run) => {
-            let run = Run::check(global, run)?;
+            let run = Run::check(global, &run)?;
             with_signals(|signals| run.carry_out(signals, say))
         }
         Command::Hold(hold) => {
@@ -122,8 +122,10 @@ fn not_parsed(error: &clap::Error) -> u8 {
         _ => {
             // A URL that stands where none belongs would be repeated by the message, in parts or in other spellings. So it is
             // the message about a command line without it.
-            let message = Cli::try_parse_from(std::env::args_os().map(without_url))
-                .map_or_else(|error| error.to_string(), |_| "error: an argument is not UTF-8".to_owned());
+            let message = Cli::try_parse_from(std::env::args_os().map(without_url)).map_or_else(
+                |error| error.to_string(),
+                |_| "error: an argument is not UTF-8".to_owned(),
+            );
             say::line_to_stderr(&format!("lockreg: {}", message.trim_end()));
             exit::USAGE
         }

@@ -38,11 +38,12 @@ pub(crate) struct Run {
 }
 
 impl Run {
-    pub(crate) fn check(global: &args::Global, run: args::Run) -> Result<Self, Failure> {
-        let key = args::key(&run.key)?;
+    pub(crate) fn check(global: &args::Global, run: &args::Run) -> Result<Self, Failure> {
+        let (key, command) = run.key_and_command()?;
+        let key = args::key(key)?;
         let store = Store::choose(global)?.taking(&run.taking)?;
         // Last: who gets everything else wrong gets 64, not the status of a command that was never meant to run.
-        let program = Program::find(run.command)?;
+        let program = Program::find(command.to_vec())?;
         Ok(Self { key, program, store, patience: run.taking.patience(), grace: run.grace })
     }
 

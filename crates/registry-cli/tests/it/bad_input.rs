@@ -102,12 +102,39 @@ fn odd_keys_are_keys_like_others() {
 }
 
 #[test]
+fn keys_that_look_like_options_are_keys_behind_two_dashes() {
+    let store = Store::new();
+    for key in ["-key-", "--json", "--", "-"] {
+        let script = ["sh", "-c", "printf %s \"$LOCKREG_KEY\"; exit 3"];
+        let mut command = store.lockreg(["run", "--", key, "--"]);
+        let done = Done::of(command.args(script));
+        assert_eq!((done.status, done.stdout.as_str()), (3, key), "{done:?}");
+
+        let mut held = store.start(["hold", "--no-wait", "--", key]);
+        assert_eq!(held.says_json()["key"], key);
+        assert_eq!(store.done(["show", "--", key]).status, 0);
+        assert_eq!(store.done(["break", "--yes", "--", key]).status, 0);
+        held.close_stdin();
+        assert_eq!(held.wait(), 76);
+    }
+    assert_eq!(store.done(["run", "--", "-key-", "sh", "-c", "exit 3"]).status, 3);
+    // Whoever forgets them is told.
+    for arguments in [&["run", "-k", "--", "true"][..], &["hold", "-k"], &["show", "-k"]] {
+        let mut command = store.lockreg([]);
+        let done = Done::of(command.args(arguments));
+        assert!(done.status == 64 && done.stderr.contains("use '-- -k'"), "{done:?}");
+    }
+}
+
+#[test]
 fn wrong_commands_are_usage_errors() {
     let store = Store::new();
     for (arguments, hint) in [
         (&["run", "key"][..], "COMMAND"),
         (&["run", "key", "--"], "COMMAND"),
         (&["run", "--", "true"], "KEY"),
+        (&["run", "--", "sudo", "true"], "KEY"),
+        (&["run", "--", "-key-"], "COMMAND"),
         (&["runn"], "run"),
         (&["show"], "KEY"),
         (&["list", "extra"], "extra"),
