@@ -186,10 +186,44 @@ fn judge(code: i32) -> Verdict {
     }
 }
 
-/// The file under the path is not the one that was opened.
-pub(crate) fn file_moved(path: &Path) -> BackendError {
-    let Verdict { kind, says, .. } = moved();
-    BackendError::new(kind, format!("sqlite file {path:?}: {says}")).as_refused()
+/// How a connection came to work beside the others instead of with them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum Detached {
+    #[error("the database under this name is not the one that is open")]
+    Database,
+    #[error("the write-ahead log under this name is not the one that is open")]
+    Log,
+    #[error("the shared memory under this name is not the one that is open")]
+    SharedMemory,
+    #[error("the database has more than one name")]
+    OtherName,
+}
+
+impl Detached {
+    /// The reason in an error that [`detached`] made.
+    pub(crate) fn of(error: &BackendError) -> Option<Self> {
+        std::error::Error::source(error)?.downcast_ref().copied()
+    }
+}
+
+/// The files under the path are not those that were opened, or may not be those of the others.
+pub(crate) fn detached(path: &Path, what: Detached) -> BackendError {
+    let says = match what {
+        Detached::Database => moved().says,
+        Detached::Log => {
+            "the log beside it (-wal) was removed or replaced while in use, so other processes may lock in another \
+             one; restart all processes that use it"
+        }
+        Detached::SharedMemory => {
+            "the file beside it that processes share (-shm) was removed or replaced while in use, so other \
+             processes may lock in another one; restart all processes that use it"
+        }
+        Detached::OtherName => {
+            "it has more than one name (a hard link), and processes that open it by another one would not meet this \
+             one's locks; leave it a single name, then restart all processes that use it"
+        }
+    };
+    BackendError::new(Misconfigured, format!("sqlite file {path:?}: {says}")).with_source(what)
 }
 
 const fn moved() -> Verdict {

@@ -138,7 +138,8 @@ impl Fence<Sqlite> for LockGuard {
         }
         // From here on nobody else can be granted the lock. But while the statement waited for its turn the guard may have been
         // told of its loss, and a holder that knows must not write.
-        if self.is_held() { Ok(()) } else { Err(FenceError::lost(self)) }
+        // And a row that others do not see, because the files were taken from under this process, keeps nobody out.
+        if self.is_held() && backend.is_in_place() { Ok(()) } else { Err(FenceError::lost(self)) }
     }
 }
 

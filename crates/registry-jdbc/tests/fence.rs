@@ -66,6 +66,19 @@ async fn lock(registry: &Registry) -> LockGuard {
 }
 
 #[tokio::test]
+async fn a_holder_whose_log_was_taken_away_does_not_commit() {
+    let shop = Shop::new().await;
+    let registry = shop.process().await;
+    let guard = lock(&registry).await;
+    let mut data = shop.data().await;
+    sell(&guard, &mut data).await.unwrap();
+    // Before the registry itself has looked: its next look is with the renewal.
+    std::fs::remove_file(shop.path.with_extension("db-wal")).unwrap();
+    let error = sell(&guard, &mut data).await.unwrap_err();
+    assert!(matches!(error, FenceError::Lost { .. }), "{error:?}");
+}
+
+#[tokio::test]
 async fn a_holder_commits() {
     let shop = Shop::new().await;
     let registry = shop.process().await;

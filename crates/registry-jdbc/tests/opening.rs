@@ -9,7 +9,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use registry_core::{Attempt, BackendError, BackendErrorKind, Claim, Key, LockBackend, Release};
+use registry_core::{
+    Attempt, BackendError, BackendErrorKind, Claim, Key, LockBackend, Release, Renewal,
+};
 use registry_jdbc::sqlx::sqlite::SqliteConnectOptions;
 use registry_jdbc::sqlx::{self, ConnectOptions, Executor, Row};
 use registry_jdbc::{SqliteBackend, SqliteConfig};
@@ -85,6 +87,82 @@ async fn a_link_leads_to_the_same_locks() {
     assert_eq!(direct.path(), linked.path());
     assert!(matches!(direct.try_acquire(&claim("k")).await.unwrap(), Attempt::Granted(_)));
     assert!(matches!(linked.try_acquire(&claim("k")).await.unwrap(), Attempt::Busy(_)));
+}
+
+#[tokio::test]
+async fn two_links_to_the_same_file_exclude_each_other() {
+    let folder = folder();
+    let at = |name: &str| folder.path().join(name);
+    fs::create_dir_all(at("data")).unwrap();
+    // One to the file, through a link to the folder; one to that link, in a third folder.
+    fs::create_dir_all(at("other")).unwrap();
+    std::os::unix::fs::symlink(at("data"), at("linked")).unwrap();
+    fs::write(at("data/locks.db"), "").unwrap();
+    std::os::unix::fs::symlink(at("linked/locks.db"), at("one")).unwrap();
+    std::os::unix::fs::symlink("../one", at("other/two")).unwrap();
+    let (one, two) = (open(at("one")).await.unwrap(), open(at("other/two")).await.unwrap());
+    assert!(matches!(one.try_acquire(&claim("k")).await.unwrap(), Attempt::Granted(_)));
+    assert!(matches!(two.try_acquire(&claim("k")).await.unwrap(), Attempt::Busy(_)));
+
+    // SQLite itself, which follows links too, sees the lock through any of them: its log is that of the file.
+    let mut data = SqliteConnectOptions::new().filename(at("other/two")).connect().await.unwrap();
+    let held = "SELECT count(*) FROM lock_registry_locks WHERE claim IS NOT NULL";
+    let row = sqlx::query(held).fetch_one(&mut data).await.unwrap();
+    assert_eq!(row.get::<i64, _>(0), 1);
+    let logs = [at(""), at("other"), at("data")].map(|folder| {
+        let names = fs::read_dir(folder).unwrap().map(|file| file.unwrap().file_name());
+        names.filter(|name| name.to_string_lossy().ends_with("-wal")).count()
+    });
+    assert_eq!(logs, [0, 0, 1]);
+}
+
+#[tokio::test]
+async fn a_file_with_a_hard_link_is_refused_under_either_name() {
+    let folder = folder();
+    let (file, second) = (folder.path().join("locks.db"), folder.path().join("second"));
+    open(&file).await.unwrap().close().await;
+    fs::hard_link(&file, &second).unwrap();
+    let link = folder.path().join("link");
+    std::os::unix::fs::symlink(&second, &link).unwrap();
+    let before = fs::read(&file).unwrap();
+    for path in [&file, &second, &link] {
+        assert!(refused(path, Misconfigured, "hard link").await.refused());
+    }
+    assert_eq!(fs::read(&file).unwrap(), before);
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 3, "no log was made");
+
+    fs::remove_file(&file).unwrap();
+    assert!(matches!(
+        open(&second).await.unwrap().try_acquire(&claim("k")).await.unwrap(),
+        Attempt::Granted(_)
+    ));
+}
+
+#[test]
+fn of_two_processes_the_one_whose_log_was_removed_holds_no_more() {
+    for lost in [&["-wal"][..], &["-shm"], &["-wal", "-shm"]] {
+        let folder = folder();
+        let path = folder.path().join("locks.db");
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let backend = open(&path).await.unwrap();
+            let held = claim("k");
+            assert!(matches!(backend.try_acquire(&held).await.unwrap(), Attempt::Granted(_)));
+            for suffix in lost {
+                fs::remove_file(folder.path().join(format!("locks.db{suffix}"))).unwrap();
+            }
+            // Without both it begins anew and is granted the lock. Without one it may find the rest unreadable.
+            let other = child("child_opens_and_locks", &path).output().unwrap();
+            let granted = String::from_utf8_lossy(&other.stdout).contains("GRANTED");
+            assert!(granted || lost.len() < 2, "{other:?}");
+            assert_eq!(
+                backend.renew(std::slice::from_ref(&held)).await.remove(0).unwrap(),
+                Renewal::Gone
+            );
+            assert!(backend.try_acquire(&claim("k")).await.is_err());
+            assert!(backend.try_acquire(&claim("other")).await.is_err());
+        });
+    }
 }
 
 #[tokio::test]

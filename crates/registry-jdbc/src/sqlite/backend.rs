@@ -15,14 +15,14 @@ use sqlx::Row;
 use sqlx::sqlite::SqliteRow;
 
 use super::clock::{Clock, HostClock, span};
-use super::file::{Identity, Place};
+use super::file::Place;
 use super::link::Link;
 use super::open::{self, Opened};
 use super::sql;
 use super::statement::{Statement, Statements};
 use super::wake::Wakes;
 use crate::config::SqliteConfig;
-use crate::error::explain;
+use crate::error::{Detached, explain};
 
 /// Locks in a SQLite file: they exclude the processes of one host that open the same file.
 ///
@@ -33,6 +33,10 @@ use crate::error::explain;
 /// The file is switched to SQLite's write-ahead log for good, and may hold the application's own tables beside those that begin
 /// with `lock_registry_`. It must be on a local disk: network file systems do not lock and share memory as SQLite needs
 /// it, and hosts have different boots. When a process of another boot opens the file, the others are told so by errors.
+///
+/// No answer is believed before a look at the file and the two beside it: when one of them was removed or replaced while in use, or
+/// when the file was given another name (a hard link), operations fail and grants are gone. A grant from before is gone at its next
+/// renewal only; until then somebody who opened the new files may be granted the same key.
 ///
 /// Two threads and two connections belong to a backend, however many locks are held or awaited.
 ///
@@ -57,7 +61,6 @@ use crate::error::explain;
 pub struct SqliteBackend {
     pub(super) config: SqliteConfig,
     pub(super) place: Place,
-    pub(super) identity: Identity,
     pub(super) store: Vec<u8>,
     pub(super) statements: Arc<Statements>,
     /// One more than the largest token that was granted here. As long as the wall clock is behind, it is no use asking for a
@@ -86,15 +89,13 @@ impl SqliteBackend {
         config: SqliteConfig,
         clock: Arc<dyn Clock>,
     ) -> Result<Self, BackendError> {
-        let Opened { writer, reader, place, identity, store } =
-            open::open(&config, clock.boot()).await?;
+        let Opened { writer, reader, place, store } = open::open(&config, clock.boot()).await?;
         let reader = Arc::new(reader);
         let statements = Arc::new(Statements::new(clock, &config.namespace));
         let wakes = Wakes::new(Arc::clone(&reader), Arc::clone(&statements), place.wal.clone());
         Ok(Self {
             config,
             place,
-            identity,
             store,
             statements,
             tokens_ahead: AtomicI64::new(0),
@@ -125,6 +126,11 @@ impl SqliteBackend {
     /// The statement that finds the claim's grant and keeps it as it is.
     pub(crate) fn fence_statement(&self, claim: &Claim, token: FencingToken) -> Statement {
         self.statements.fence(claim, token)
+    }
+
+    /// Whether what is locked here is locked for whoever opens the file.
+    pub(crate) fn is_in_place(&self) -> bool {
+        self.writer.check().is_ok()
     }
 
     /// Whether `store`, read from the meta table of some database, is the id of this one.
@@ -257,7 +263,6 @@ impl LockBackend for SqliteBackend {
         // Between a refusal and the look at who is there the key may come free, and again. Whoever is that unlucky
         // is told "busy" without a name and comes back at once.
         const TRIES_MAX: u32 = 3;
-        self.place.check(self.identity)?;
         for attempt in 0..TRIES_MAX {
             if let Some(token) = self.take(claim, attempt == 0).await? {
                 return Ok(Attempt::Granted(Grant::new(Some(token), claim.lease())));
@@ -284,13 +289,13 @@ impl LockBackend for SqliteBackend {
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
-        if self.place.check(self.identity).is_err() {
-            // As in a renewal: for everybody else the grant has ended with the file.
-            return Ok(Release::NotHeld);
-        }
         let statements = Arc::clone(&self.statements);
         let released = claim.clone();
-        let changes = self.writer.changes(move || statements.release(&released)).await?;
+        let changes = match self.writer.changes(move || statements.release(&released)).await {
+            // As in a renewal: for everybody else the grant has ended with the file.
+            Err(error) if Detached::of(&error).is_some() => return Ok(Release::NotHeld),
+            answer => answer?,
+        };
         self.purge_by_chance(claim).await;
         Ok(freed(changes))
     }
@@ -300,13 +305,11 @@ impl LockBackend for SqliteBackend {
     }
 
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
-        self.place.check(self.identity)?;
         let held = self.look(key).await?;
         Ok(held.map(|held| held.holder(self.statements.clock.now())))
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
-        self.place.check(self.identity)?;
         let statements = Arc::clone(&self.statements);
         let rows = self.reader.rows(move || statements.list()).await?;
         let now = self.statements.clock.now();
@@ -319,7 +322,6 @@ impl LockBackend for SqliteBackend {
     }
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
-        self.place.check(self.identity)?;
         let (statements, key) = (Arc::clone(&self.statements), key.clone());
         let changes = self.writer.changes(move || statements.force_release(&key)).await?;
         Ok(freed(changes))

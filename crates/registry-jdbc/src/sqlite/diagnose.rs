@@ -3,6 +3,7 @@
 use registry_core::{BackendError, Finding};
 
 use super::backend::SqliteBackend;
+use crate::error::Detached;
 
 /// A write-ahead log that is larger than this is not being folded back into the database.
 const LOG_BYTES_MAX: u64 = 64 * 1024 * 1024;
@@ -10,7 +11,13 @@ const LOG_BYTES_MAX: u64 = 64 * 1024 * 1024;
 impl SqliteBackend {
     /// Everything that [`diagnose`](registry_core::LockBackend::diagnose) finds.
     pub(super) async fn look_for_trouble(&self) -> Result<Vec<Finding>, BackendError> {
-        self.place.check(self.identity)?;
+        match self.writer.check() {
+            // It can be undone, unlike the others; nothing else can be looked at before.
+            Err(error) if Detached::of(&error) == Some(Detached::OtherName) => {
+                return Ok(vec![Finding::warning(error.to_string())]);
+            }
+            answer => answer?,
+        }
         let path = self.path();
         let mut findings = Vec::new();
 

@@ -1,23 +1,24 @@
-//! One connection, one statement at a time. Knows nothing of locks; the order of arrival is kept by `lane`.
+//! One connection, one statement at a time, on files that are still those of the others. Knows nothing of locks; the order of
+//! arrival is kept by `lane`.
 //!
 //! SQLite has one writer for all processes. While another one writes, a statement is refused at once and tried again here,
 //! instead of inside SQLite's own busy handler: so every try reads the clock anew, and a statement that had to wait never
 //! decides on a time that has passed.
 
 use std::fmt;
-use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use futures_util::TryStreamExt;
 use registry_core::{BackendError, BackendErrorKind};
 use sqlx::sqlite::{SqliteConnectOptions, SqliteRow, SqliteSynchronous};
-use sqlx::{ConnectOptions, Connection, Either, Executor, SqliteConnection};
+use sqlx::{ConnectOptions, Connection, Either, Executor, SqlSafeStr, SqliteConnection};
 use tokio::sync::OwnedMutexGuard;
 
+use super::file::{Files, Identity, Place};
 use super::lane::Lane;
 use super::statement::Statement;
-use crate::error::{explain, is_busy};
+use crate::error::{Detached, detached, explain, is_busy};
 
 /// How every connection of the store is set up.
 ///
@@ -40,10 +41,24 @@ pub(super) struct Link {
 }
 
 struct Setup {
-    path: PathBuf,
+    place: Place,
+    /// The database that was opened first; another one has other locks.
+    database: Identity,
     options: SqliteConnectOptions,
     busy_timeout: Duration,
+    /// The files that the connection has open. They change with the connection, under its turn.
+    opened: Mutex<Option<Opened>>,
 }
+
+#[derive(Clone, Copy)]
+struct Opened {
+    files: Files,
+    /// When they were found to be in their place.
+    seen_at: Instant,
+}
+
+/// How long the files may be taken to be in their place before a statement. After it they are looked at in any case.
+pub(super) const SEEN_FOR: Duration = Duration::from_millis(1);
 
 enum State {
     Open(SqliteConnection),
@@ -53,14 +68,16 @@ enum State {
 }
 
 impl Link {
-    pub(super) fn new(
-        path: PathBuf,
+    /// Connects to the `database` at `place`.
+    pub(super) async fn open(
+        place: Place,
+        database: Identity,
         options: SqliteConnectOptions,
         busy_timeout: Duration,
-        connection: SqliteConnection,
-    ) -> Self {
-        let setup = Setup { path, options, busy_timeout };
-        Self { setup: Arc::new(setup), lane: Lane::new(State::Open(connection)) }
+    ) -> Result<Self, BackendError> {
+        let setup = Setup { place, database, options, busy_timeout, opened: Mutex::default() };
+        let connection = setup.connect().await.map_err(BackendError::as_refused)?;
+        Ok(Self { setup: Arc::new(setup), lane: Lane::new(State::Open(connection)) })
     }
 
     /// Runs a statement that returns rows. `make` is called for every try.
@@ -87,10 +104,42 @@ impl Link {
         let work = async move |mut state: Turn| {
             let mut busy = Busy::new(setup.busy_timeout);
             loop {
-                match run_once(make(), setup.connection(&mut state).await?).await {
-                    Err(error) if busy.again(&error).await => {}
-                    result => return result.map_err(|error| setup.failed(&mut state, error)),
+                let connection = setup.connection(&mut state).await?;
+                // What is written to a log that is not the others' any more can damage theirs.
+                setup.check_before().map_err(BackendError::as_refused)?;
+                let result = run_once(make(), connection).await;
+                if let Err(error) = &result
+                    && busy.again(error).await
+                {
+                    continue;
                 }
+                // Before the answer is believed: if the files were taken away before the commit, whoever opens the new
+                // ones does not see it. It may be written all the same, so it is not "refused".
+                return match (setup.check(), result) {
+                    (Ok(()), result) => result.map_err(|error| setup.failed(&mut state, error)),
+                    (Err(detached), _) => Err(detached),
+                };
+            }
+        };
+        self.lane.call(work).await
+    }
+
+    /// Tells whether the files that the connection has open are still those that others find.
+    ///
+    /// # Errors
+    /// As [`Place::check`].
+    pub(super) fn check(&self) -> Result<(), BackendError> {
+        self.setup.check()
+    }
+
+    /// Compiles a statement, so that its first use is as fast as the others.
+    pub(super) async fn prepare(&self, statement: &'static str) -> Result<(), BackendError> {
+        let setup = Arc::clone(&self.setup);
+        let work = async move |mut state: Turn| {
+            let connection = setup.connection(&mut state).await?;
+            match connection.prepare(statement.into_sql_str()).await {
+                Ok(_) => Ok(()),
+                Err(error) => Err(setup.failed(&mut state, error)),
             }
         };
         self.lane.call(work).await
@@ -122,36 +171,93 @@ impl Setup {
         state: &'s mut State,
     ) -> Result<&'s mut SqliteConnection, BackendError> {
         if matches!(state, State::Broken) {
-            let connection = connect(&self.options, self.busy_timeout).await;
-            *state =
-                State::Open(connection.map_err(|error| explain(error, &self.path).as_refused())?);
+            *state = State::Open(self.connect().await.map_err(BackendError::as_refused)?);
         }
         match state {
             State::Open(connection) => Ok(connection),
             State::Broken | State::Closed => Err(BackendError::new(
                 BackendErrorKind::Misconfigured,
-                format!("sqlite file {:?}: the store is closed; open another", self.path),
+                format!("sqlite file {:?}: the store is closed; open another", self.place.path),
             )
             .as_refused()),
         }
+    }
+
+    /// Connects, and makes sure which files the connection has open.
+    ///
+    /// SQLite opens them by name and does not tell which it found. But if a file was under its name before and still is, it is
+    /// the one; it cannot have been removed and its inode used again, as the connection itself, or one before it, keeps it.
+    async fn connect(&self) -> Result<SqliteConnection, BackendError> {
+        // The very first connection makes log and index, so a second one must see them. The others that close may remove
+        // them once more.
+        const TRIES_MAX: u32 = 5;
+        let path = &self.place.path;
+        let mut kept = Vec::new();
+        let mut what = Detached::Log;
+        for _ in 0..TRIES_MAX {
+            let before = self.place.files();
+            let connection = connect(&self.options, self.busy_timeout).await;
+            let connection = connection.map_err(|error| explain(error, path))?;
+            let after = self.place.files()?;
+            if after.database != self.database {
+                return Err(detached(path, Detached::Database));
+            }
+            let is_same = before.is_ok_and(|before| before == after);
+            if is_same && self.place.shares_memory_by(&after) {
+                *self.opened() = Some(Opened { files: after, seen_at: Instant::now() });
+                return Ok(connection);
+            }
+            what = if is_same { Detached::SharedMemory } else { Detached::Log };
+            kept.push(connection);
+        }
+        Err(detached(path, what))
+    }
+
+    fn check(&self) -> Result<(), BackendError> {
+        let Some(opened) = *self.opened() else { return Ok(()) };
+        let now = Instant::now();
+        self.place.check(&opened.files)?;
+        if let Some(opened) = self.opened().as_mut() {
+            opened.seen_at = now;
+        }
+        Ok(())
+    }
+
+    fn check_before(&self) -> Result<(), BackendError> {
+        let seen_at = self.opened().as_ref().map(|opened| opened.seen_at);
+        if seen_at.is_some_and(|seen_at| seen_at.elapsed() < SEEN_FOR) {
+            Ok(())
+        } else {
+            self.check()
+        }
+    }
+
+    fn opened(&self) -> MutexGuard<'_, Option<Opened>> {
+        self.opened.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn failed(&self, state: &mut State, error: sqlx::Error) -> BackendError {
         if matches!(error, sqlx::Error::WorkerCrashed) {
             *state = State::Broken;
         }
-        explain(error, &self.path)
+        explain(error, &self.place.path)
     }
 }
 
-/// Connects, with patience: the last of other connections may be tidying up.
+/// Connects and opens the log, with patience: the last of other connections may be tidying up.
 pub(super) async fn connect(
     options: &SqliteConnectOptions,
     busy_timeout: Duration,
 ) -> sqlx::Result<SqliteConnection> {
     let mut busy = Busy::new(busy_timeout);
     loop {
-        match options.connect().await {
+        let connected = async {
+            let mut connection = options.connect().await?;
+            // Not before the first read.
+            connection.fetch_all("SELECT 1 FROM main.sqlite_schema LIMIT 1").await?;
+            Ok(connection)
+        };
+        match connected.await {
             Err(error) if busy.again(&error).await => {}
             result => return result,
         }
@@ -181,7 +287,7 @@ async fn run_once(
 
 impl fmt::Debug for Link {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Link").field("path", &self.setup.path).finish_non_exhaustive()
+        f.debug_struct("Link").field("path", &self.setup.place.path).finish_non_exhaustive()
     }
 }
 

@@ -6,7 +6,7 @@ use registry_core::{BackendError, BackendErrorKind};
 use sqlx::{ConnectOptions, Connection, Row, SqliteConnection};
 
 use super::clock::BootId;
-use super::file::{Identity, Place};
+use super::file::Place;
 use super::link::{self, Busy, Link};
 use super::sql;
 use crate::config::SqliteConfig;
@@ -18,7 +18,6 @@ pub(super) struct Opened {
     pub(super) writer: Link,
     pub(super) reader: Link,
     pub(super) place: Place,
-    pub(super) identity: Identity,
     /// The id that the file was given when its tables were made.
     pub(super) store: Vec<u8>,
 }
@@ -31,7 +30,7 @@ pub(super) async fn open(config: &SqliteConfig, boot: BootId) -> Result<Opened, 
     // Everything below works on connections that nobody else has: dropping this future drops them, and with them an
     // unfinished transaction.
     let mut busy = Busy::new(config.busy_timeout);
-    let (mut connection, store) = loop {
+    let (connection, store) = loop {
         match set_up(path, boot).await {
             Ok(done) => break done,
             Err(Trouble::Sqlite(error)) if busy.again(&error).await => {}
@@ -39,25 +38,19 @@ pub(super) async fn open(config: &SqliteConfig, boot: BootId) -> Result<Opened, 
             Err(Trouble::Refused(error)) => return Err(error),
         }
     };
-    let identity = place.identity()?;
+    let database = place.database().map_err(BackendError::as_refused)?;
 
-    let reader_options = link::options(path).create_if_missing(false).pragma("query_only", "ON");
-    let reader = link::connect(&reader_options, config.busy_timeout).await;
-    let reader = reader.map_err(|error| explain(error, path))?;
-    // Compiles the statements that everybody needs, so that the first acquisition is as fast as the others.
+    // The connection that made the tables stays until the others are there: so log and index stay the same.
+    let options = link::options(path).create_if_missing(false);
+    let link = |options| Link::open(place.clone(), database, options, config.busy_timeout);
+    let reader = link(options.clone().pragma("query_only", "ON")).await?;
+    let writer = link(options).await?;
+    // What can fail here is the checkpoint, which is made again.
+    let _ = connection.close().await;
     for statement in [sql::ACQUIRE_AT, sql::RELEASE] {
-        sqlx::Executor::prepare(&mut connection, sqlx::SqlSafeStr::into_sql_str(statement))
-            .await
-            .map_err(|error| explain(error, path))?;
+        writer.prepare(statement).await?;
     }
-    let writer_options = link::options(path).create_if_missing(false);
-    Ok(Opened {
-        writer: Link::new(path.to_owned(), writer_options, config.busy_timeout, connection),
-        reader: Link::new(path.to_owned(), reader_options, config.busy_timeout, reader),
-        identity,
-        store,
-        place,
-    })
+    Ok(Opened { writer, reader, store, place })
 }
 
 enum Trouble {

@@ -10,6 +10,7 @@ use super::backend::SqliteBackend;
 use super::clock::span;
 use super::sql;
 use super::statement::Statement;
+use crate::error::Detached;
 
 impl SqliteBackend {
     /// Answers for each claim, in their order.
@@ -27,6 +28,10 @@ impl SqliteBackend {
             }
             match self.renew_chunk(chunk).await {
                 Ok(renewals) => answers.extend(renewals.into_iter().map(Ok)),
+                // Whoever locks in the files that took these ones' place has been told that the keys are free.
+                Err(error) if Detached::of(&error).is_some() => {
+                    answers.extend(chunk.iter().map(|_| Ok(Renewal::Gone)));
+                }
                 Err(error) => {
                     answers.extend(chunk.iter().map(|_| Err(error.clone())));
                     file_is_locked = Some(error).filter(BackendError::is_retryable);
@@ -37,10 +42,6 @@ impl SqliteBackend {
     }
 
     async fn renew_chunk(&self, claims: &[Claim]) -> Result<Vec<Renewal>, BackendError> {
-        if self.place.check(self.identity).is_err() {
-            // Whoever locks in the file that took this one's place has been told that the keys are free.
-            return Ok(vec![Renewal::Gone; claims.len()]);
-        }
         let claims: Arc<[Claim]> = claims.into();
         if claims.len() > 1 {
             let changes = self.writer.changes(self.renewal(&*sql::RENEW, &claims)).await?;

@@ -7,9 +7,10 @@ use registry_core::{BackendErrorKind, LockBackend, Release, Renewal};
 use sqlx::{ConnectOptions, Executor, SqliteConnection};
 
 use super::{Folder, busy, claim, grant, key};
+use crate::error::Detached;
 use crate::sqlite::backend::SqliteBackend;
 use crate::sqlite::clock::ManualClock;
-use crate::sqlite::link;
+use crate::sqlite::link::{self, SEEN_FOR};
 
 /// A connection of somebody else that writes and does not end.
 pub(super) async fn write_lock(path: &Path) -> SqliteConnection {
@@ -122,6 +123,141 @@ async fn a_file_that_is_removed_or_replaced_ends_all_grants_in_it() {
     }
 }
 
+/// As by a careless hand, while the files are in use.
+fn remove(file: &Path) {
+    std::fs::remove_file(file).unwrap();
+}
+
+/// Another file under the same name, as of a restored copy.
+fn replace(file: &Path) {
+    let copy = file.with_extension("copy");
+    std::fs::copy(file, &copy).unwrap();
+    std::fs::rename(&copy, file).unwrap();
+}
+
+/// What is held ends, nothing is granted, and whoever asks is told why.
+async fn ends_all_grants(file: &str, damage: impl Fn(&Path), says: &str) {
+    let folder = Folder::new();
+    let backend = folder.process().await;
+    let (held, other) = (claim("k"), claim("other"));
+    grant(&backend, &held).await;
+    grant(&backend, &other).await;
+    damage(&folder.0.path().join(file));
+    tokio::time::sleep(SEEN_FOR).await;
+
+    let error = backend.try_acquire(&claim("free")).await.unwrap_err();
+    assert_eq!((error.kind(), error.refused()), (BackendErrorKind::Misconfigured, true));
+    assert!(error.to_string().contains(says), "{error}");
+    assert!(Detached::of(&error).is_some(), "{error:?}");
+    backend.try_acquire(&held).await.unwrap_err();
+    for renewal in backend.renew(&[held.clone(), other.clone()]).await {
+        assert_eq!(renewal.unwrap(), Renewal::Gone);
+    }
+    assert_eq!(backend.release(&held).await.unwrap(), Release::NotHeld);
+    backend.inspect(&key("k")).await.unwrap_err();
+    backend.list().await.unwrap_err();
+    backend.force_release(&key("k")).await.unwrap_err();
+    match backend.diagnose().await {
+        Ok(findings) => assert!(findings.iter().any(|finding| finding.message.contains(says))),
+        Err(error) => assert!(error.to_string().contains(says), "{error}"),
+    }
+}
+
+#[tokio::test]
+async fn a_log_that_is_removed_ends_all_grants() {
+    ends_all_grants("locks.db-wal", remove, "(-wal) was removed or replaced").await;
+}
+
+#[tokio::test]
+async fn a_log_that_is_replaced_ends_all_grants() {
+    ends_all_grants("locks.db-wal", replace, "(-wal) was removed or replaced").await;
+}
+
+#[tokio::test]
+async fn shared_memory_that_is_removed_ends_all_grants() {
+    ends_all_grants("locks.db-shm", remove, "(-shm) was removed or replaced").await;
+}
+
+#[tokio::test]
+async fn shared_memory_that_is_replaced_ends_all_grants() {
+    ends_all_grants("locks.db-shm", replace, "(-shm) was removed or replaced").await;
+}
+
+#[tokio::test]
+async fn a_hard_link_that_is_added_later_ends_all_grants() {
+    let link = |file: &Path| std::fs::hard_link(file, file.with_extension("second")).unwrap();
+    ends_all_grants("locks.db", link, "more than one name").await;
+}
+
+#[tokio::test]
+async fn a_hard_link_that_is_gone_again_is_no_hindrance() {
+    let folder = Folder::new();
+    let backend = folder.process().await;
+    let second = folder.file().with_extension("second");
+    std::fs::hard_link(folder.file(), &second).unwrap();
+    backend.try_acquire(&claim("k")).await.unwrap_err();
+    let findings = backend.diagnose().await.unwrap();
+    assert!(findings.iter().any(|finding| finding.message.contains("hard link")), "{findings:?}");
+    remove(&second);
+    grant(&backend, &claim("k")).await;
+}
+
+#[tokio::test]
+async fn a_statement_is_not_believed_when_the_files_were_taken_away_before_it() {
+    for name in ["locks.db", "locks.db-wal", "locks.db-shm"] {
+        let folder = Folder::new();
+        let backend = folder.process().await;
+        let file = folder.0.path().join(name);
+        // The statement is made after the look that comes before it.
+        let statement = move || {
+            remove(&file);
+            sqlx::query("UPDATE lock_registry_meta SET sweep_key = x'00'")
+        };
+        let error = backend.writer.changes(statement).await.unwrap_err();
+        assert!(Detached::of(&error).is_some(), "{name}: {error:?}");
+        assert!(!error.refused(), "{name}: it has been written, if only for nobody");
+    }
+}
+
+#[tokio::test]
+async fn what_sqlite_does_to_its_log_ends_no_grant() {
+    let folder = Folder::new();
+    let backend = folder.process().await;
+    let held = claim("k");
+    grant(&backend, &held).await;
+    for statement in [
+        "PRAGMA wal_checkpoint(PASSIVE)",
+        "PRAGMA wal_checkpoint(TRUNCATE)",
+        "VACUUM",
+        "PRAGMA wal_checkpoint(RESTART)",
+        "PRAGMA wal_checkpoint(TRUNCATE)",
+    ] {
+        let other = folder.process().await;
+        let mut data = link::options(&folder.file()).connect().await.unwrap();
+        data.execute(statement).await.unwrap();
+        // Nor can anybody turn the log off.
+        data.execute("PRAGMA journal_mode = DELETE").await.unwrap_err();
+        sqlx::Connection::close(data).await.unwrap();
+        other.close().await;
+        let renewed = backend.renew(std::slice::from_ref(&held)).await.remove(0);
+        assert!(matches!(renewed, Ok(Renewal::Renewed(_))), "{statement}: {renewed:?}");
+        busy(&backend, &claim("k")).await;
+    }
+    assert_eq!(backend.release(&held).await.unwrap(), Release::Freed);
+}
+
+#[tokio::test]
+async fn shared_memory_that_was_removed_is_noticed_by_who_opens_the_file_in_the_same_process() {
+    let folder = Folder::new();
+    let before = folder.process().await;
+    grant(&before, &claim("k")).await;
+    // All connections of a process share what the first one opened; to other processes it is lost.
+    replace(&folder.0.path().join("locks.db-shm"));
+    let error = SqliteBackend::open(folder.config()).await.unwrap_err();
+    assert_eq!(Detached::of(&error), Some(Detached::SharedMemory), "{error}");
+    drop(before);
+}
+
 #[tokio::test]
 async fn a_future_that_is_dropped_in_the_middle_poisons_nothing() {
     use std::future::Future;
@@ -191,6 +327,22 @@ async fn a_connection_that_broke_is_made_again() {
     let error = backend.writer.changes(|| sqlx::query("SELECT 1")).await.unwrap_err();
     assert!(error.refused(), "{error:?}");
     assert!(!folder.file().exists());
+}
+
+#[tokio::test]
+async fn connections_that_broke_together_are_made_again_with_a_log_of_their_own() {
+    let folder = Folder::new();
+    let backend = folder.process().await;
+    let held = claim("k");
+    grant(&backend, &held).await;
+    for _ in 0..20 {
+        // The last one to go takes the log with it, as nobody else has the file open.
+        tokio::join!(backend.writer.break_connection(), backend.reader.break_connection());
+        let renewed = backend.renew(std::slice::from_ref(&held)).await.remove(0);
+        assert!(matches!(renewed, Ok(Renewal::Renewed(_))), "{renewed:?}");
+        busy(&backend, &claim("k")).await;
+    }
+    assert_eq!(backend.release(&held).await.unwrap(), Release::Freed);
 }
 
 #[tokio::test]
