@@ -19,7 +19,8 @@ pub(crate) const USAGE: u8 = 64;
 const UNAVAILABLE: u8 = 69;
 /// A bug of ours: `EX_SOFTWARE`.
 pub(crate) const INTERNAL: u8 = 70;
-const OS: u8 = 71;
+/// The operating system refused something that normally works: `EX_OSERR`.
+pub(crate) const OS: u8 = 71;
 const OUTPUT: u8 = 74;
 const NOT_EXECUTABLE: u8 = 126;
 const NOT_FOUND: u8 = 127;

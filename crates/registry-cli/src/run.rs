@@ -218,6 +218,12 @@ impl Watch<'_> {
             tokio::select! {
                 biased;
                 reason = &mut lost, if self.lost.is_none() => self.on_lost(reason),
+                // What does not end at one signal may at the next.
+                signal = signals.next() => {
+                    if asks_to_end(signal) {
+                        self.ask_to_end(signal);
+                    }
+                }
                 // The watchdog would take silence for our end, and the lease for over.
                 Ok(()) = renewals.changed(), if self.lost.is_none() => {
                     self.watchdog.held_for(self.guard.valid_for());

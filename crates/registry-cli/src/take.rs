@@ -12,7 +12,7 @@ use lock_registry::{
 use nix::sys::signal::Signal;
 use serde_json::json;
 use tokio::sync::watch;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 
 use crate::exit::{Failure, LOST};
 use crate::say::{HolderView, Say, coarse, holder_phrase, millis, printable};
@@ -140,9 +140,12 @@ pub(crate) async fn close(registry: &Registry) {
 /// Does the same when `status` is what came of a lock.
 pub(crate) async fn close_after(registry: &Registry, status: &Result<u8, Failure>) {
     let status = status.as_ref().map_or_else(Failure::status, |status| *status);
-    // After a loss there is nothing to give back, and whoever started us should know soon.
-    let limit = if status == LOST { Duration::ZERO } else { CLOSE_LIMIT };
-    registry.close(limit).await;
+    if status == LOST {
+        // There is nothing to give back, and whoever started us should know soon. The store has had its chance to answer.
+        let _ = timeout(CLOSE_LIMIT_AFTER_LOSS, registry.close(Duration::ZERO)).await;
+    } else {
+        close(registry).await;
+    }
 }
 
 /// How often the live line is redrawn.
@@ -152,6 +155,7 @@ const REMIND: Duration = Duration::from_secs(60);
 /// How long a live line has to vanish.
 const CLEAR_LIMIT: Duration = Duration::from_millis(100);
 const CLOSE_LIMIT: Duration = Duration::from_secs(5);
+const CLOSE_LIMIT_AFTER_LOSS: Duration = Duration::from_secs(1);
 
 /// Tells who has the lock: in one live line on a terminal, in lines of their own otherwise.
 struct Telling<'a> {

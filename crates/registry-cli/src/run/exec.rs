@@ -15,7 +15,7 @@ use nix::unistd::{Pid, close, getpgrp, getppid, tcsetpgrp};
 
 use super::child::own_program;
 use super::command::Program;
-use crate::exit::{USAGE, by_signal};
+use crate::exit::{OS, USAGE, by_signal};
 use crate::signals;
 
 pub(crate) const ROLE: &str = "__exec";
@@ -62,8 +62,11 @@ pub(crate) fn main(mut arguments: impl Iterator<Item = OsString>) -> u8 {
         Ok(true) => {}
         // It is gone, or the lock is.
         Ok(false) => return by_signal(Signal::SIGTERM as i32),
-        // Then the command runs as it would without a gate.
-        Err(error) => tell(&format!("cannot wait for lockreg: {error}")),
+        // Nobody has said that the lock is held.
+        Err(error) => {
+            tell(&format!("cannot wait for lockreg: {error}"));
+            return OS;
+        }
     }
     if terminal.as_bytes() == FOREGROUND.as_bytes() {
         take_terminal();

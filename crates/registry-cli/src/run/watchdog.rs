@@ -230,6 +230,11 @@ const LOOK: Duration = Duration::from_millis(20);
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read as _;
+    use std::os::unix::process::ExitStatusExt as _;
+    use std::process::Command;
+    use std::thread;
+
     use super::*;
 
     #[test]
@@ -254,6 +259,88 @@ mod tests {
         let (pipe, mut writer) = io::pipe().unwrap();
         writer.write_all(b"guard 1 0\nuntil 99999999999999999\ndone\n").unwrap();
         watch(Orders::new(pipe));
+    }
+
+    /// A shell in a group of its own, which has said that it is up.
+    fn group(script: &str) -> (Child, Pid) {
+        let mut shell = Command::new("sh")
+            .args(["-c", script])
+            .process_group(0)
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut up = [0; 3];
+        shell.stdout.as_mut().unwrap().read_exact(&mut up).unwrap();
+        assert_eq!(&up, b"up\n");
+        let group = Pid::from_raw(shell.id().cast_signed());
+        (shell, group)
+    }
+
+    const STUBBORN: &str = "trap '' TERM; echo up; while :; do sleep 1; done";
+    const POLITE: &str = "trap 'exit 7' TERM; echo up; while :; do sleep 0.1; done";
+
+    fn in_ms(ms: u64) -> u128 {
+        now().saturating_add(Duration::from_millis(ms)).as_nanos()
+    }
+
+    #[test]
+    fn a_group_whose_lockreg_is_gone_is_killed_with_the_lease_however_long_its_grace() {
+        let (mut shell, group) = group(STUBBORN);
+        let (pipe, mut orders) = io::pipe().unwrap();
+        writeln!(orders, "guard {group} 3600000\nuntil {}", in_ms(200)).unwrap();
+        drop(orders);
+        let watching = thread::spawn(move || watch(Orders::new(pipe)));
+        assert_eq!(shell.wait().unwrap().signal(), Some(Signal::SIGKILL as i32));
+        watching.join().unwrap();
+    }
+
+    #[test]
+    fn a_group_whose_lockreg_is_gone_is_killed_after_the_grace_however_long_its_lease() {
+        let (mut shell, group) = group(STUBBORN);
+        let (pipe, mut orders) = io::pipe().unwrap();
+        writeln!(orders, "guard {group} 200\nuntil {}", in_ms(3_600_000)).unwrap();
+        drop(orders);
+        let watching = thread::spawn(move || watch(Orders::new(pipe)));
+        assert_eq!(shell.wait().unwrap().signal(), Some(Signal::SIGKILL as i32));
+        watching.join().unwrap();
+    }
+
+    #[test]
+    fn a_group_is_asked_to_end_before_it_is_killed() {
+        let (mut shell, group) = group(POLITE);
+        let (pipe, mut orders) = io::pipe().unwrap();
+        writeln!(orders, "guard {group} 3600000\nuntil {}", in_ms(3_600_000)).unwrap();
+        drop(orders);
+        let watching = thread::spawn(move || watch(Orders::new(pipe)));
+        assert_eq!(shell.wait().unwrap().code(), Some(7));
+        watching.join().unwrap();
+    }
+
+    #[test]
+    fn a_lease_that_ends_unheard_ends_the_group_and_the_watch_goes_on() {
+        let (mut shell, group) = group(POLITE);
+        let (pipe, mut orders) = io::pipe().unwrap();
+        writeln!(orders, "guard {group} 3600000\nuntil {}", in_ms(0)).unwrap();
+        let watching = thread::spawn(move || watch(Orders::new(pipe)));
+        assert_eq!(shell.wait().unwrap().code(), Some(7));
+        writeln!(orders, "done").unwrap();
+        watching.join().unwrap();
+    }
+
+    #[test]
+    fn a_lease_is_left_to_lockreg_that_ends_the_command_itself() {
+        let (mut shell, group) =
+            group("trap 'exit 7' TERM; echo up; while :; do sleep 0.1; echo on; done");
+        let (pipe, mut orders) = io::pipe().unwrap();
+        let watching = thread::spawn(move || watch(Orders::new(pipe)));
+        writeln!(orders, "guard {group} 3600000\nuntil {}\nmine", in_ms(300)).unwrap();
+        // It goes on for longer than the lease.
+        let mut on = [0; 30];
+        shell.stdout.as_mut().unwrap().read_exact(&mut on).unwrap();
+        writeln!(orders, "done").unwrap();
+        watching.join().unwrap();
+        shell.kill().unwrap();
+        assert_eq!(shell.wait().unwrap().signal(), Some(Signal::SIGKILL as i32));
     }
 
     #[test]

@@ -1,12 +1,12 @@
 //! What happens when the lock, or `lockreg` itself, is lost while the command runs.
 
 use std::io::{BufRead as _, BufReader};
-use std::process::Stdio;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::Signal;
 
-use crate::support::{Store, full_pipe, is_alive, until};
+use crate::support::{Process, Store, full_pipe, is_alive, until};
 
 /// Tells its own id and that of a process that it started; neither ends when it is asked to.
 const STUBBORN: &str = r#"
@@ -114,6 +114,37 @@ fn a_lock_that_was_broken_before_a_quick_command_ended_is_reported_lost() {
     assert_eq!(store.done(["break", "job", "--yes"]).status, 0);
     holder.close_stdin();
     assert_eq!(holder.wait(), 76);
+}
+
+#[cfg(feature = "sqlite")]
+#[test]
+fn a_loss_is_told_while_the_store_does_not_answer() {
+    use lock_registry::sqlx::{Connection as _, Executor as _, SqliteConnection};
+
+    let store = Store::new();
+    // As long as the store may take to answer, whoever needs to know of the loss cannot wait.
+    let start = |command: &mut Command| Process::start(command.env("LOCK_REGISTRY_TIMEOUT", "1h"));
+    let script = "echo $$; exec sleep 1000";
+    let mut run =
+        start(&mut store.lockreg(["run", "--lease", "2s", "job", "--", "sh", "-c", script]));
+    let pid = run.says();
+    let mut hold = start(&mut store.lockreg(["hold", "--lease", "2s", "other job"]));
+    hold.says();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let url = format!("sqlite:{}", store.path("lock-registry/locks.db").display());
+        let mut writer = SqliteConnection::connect(&url).await.unwrap();
+        // Nobody else can write until this is over.
+        writer.execute("BEGIN IMMEDIATE").await.unwrap();
+        run.complains("job was lost");
+        let told = Instant::now();
+        assert_eq!(run.wait(), 76);
+        assert!(told.elapsed() < Duration::from_secs(7), "{:?}", told.elapsed());
+        assert!(!is_alive(&pid));
+        assert_eq!(hold.says_json()["lost"], "expired");
+        assert_eq!(hold.wait(), 76);
+        writer.execute("ROLLBACK").await.unwrap();
+    });
 }
 
 #[test]

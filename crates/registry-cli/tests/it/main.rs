@@ -6,8 +6,10 @@ mod support;
 
 mod bad_input;
 mod exclusion;
+mod gate;
 mod loss;
 mod output;
 mod run;
 mod secrets;
 mod terminal;
+mod watchdog;

@@ -58,10 +58,19 @@ impl Store {
 
     /// Whether somebody holds `key`, and with which token.
     pub(crate) fn holder(&self, key: &str) -> Option<u64> {
+        self.shown(key)["token"].as_u64()
+    }
+
+    /// For how long the holder of `key` has held it.
+    pub(crate) fn held_for(&self, key: &str) -> Option<Duration> {
+        self.shown(key)["held_for_ms"].as_u64().map(Duration::from_millis)
+    }
+
+    fn shown(&self, key: &str) -> serde_json::Value {
         let done = self.done(["--json", "show", key]);
         let shown: serde_json::Value = serde_json::from_str(&done.stdout).unwrap();
         assert_eq!(shown["held"].as_bool(), Some(done.status == 0), "{done:?}");
-        shown["token"].as_u64()
+        shown
     }
 }
 
@@ -240,6 +249,19 @@ pub(crate) fn is_alive(pid: &str) -> bool {
     // The name, in brackets, may hold anything.
     let state = stat.rsplit_once(") ").map_or("", |(_, rest)| rest);
     !state.starts_with('Z') && !state.starts_with('X')
+}
+
+/// The processes that `parent` has started and not waited for.
+pub(crate) fn children(parent: Pid) -> Vec<String> {
+    let tasks = fs::read_dir(format!("/proc/{parent}/task")).into_iter().flatten().flatten();
+    let lists = tasks.filter_map(|task| fs::read_to_string(task.path().join("children")).ok());
+    lists.flat_map(|list| list.split_whitespace().map(str::to_owned).collect::<Vec<_>>()).collect()
+}
+
+/// Whether `pid` is `lockreg` in this role of its own.
+pub(crate) fn plays(pid: &str, role: &str) -> bool {
+    let arguments = fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    arguments.split('\0').nth(1) == Some(role)
 }
 
 /// Both ends of a pipe that takes nothing more.
