@@ -28,8 +28,12 @@ pub(crate) async fn acquire(
     let special_terms = engine.terms(options)?;
     let terms = special_terms.as_ref().unwrap_or(&engine.default_terms);
     let owner = options.owner.clone().or_else(Owner::current);
-    // Without a deadline nothing depends on it but what observers are told.
-    let began = if options.wait.is_some() { Moment::now() } else { Moment::about_now() };
+    let began = match options.wait {
+        Some(_) => Moment::now(),
+        // Only for observers.
+        None if engine.observers.is_empty() => Moment::PAST,
+        None => Moment::about_now(),
+    };
     // One budget for everything.
     let deadline = options.wait.map(|wait| began.after(wait));
 
@@ -78,8 +82,9 @@ struct Contest<'a> {
 
 impl Contest<'_> {
     async fn win(&self, turn: Turn, owner: Option<Owner>) -> Result<Option<LockGuard>, LockError> {
-        let key = turn.slot().key().clone();
-        let claim = self.fresh_claim(&key);
+        let slot = Arc::clone(turn.slot());
+        let key = slot.key();
+        let claim = self.fresh_claim(key);
         let mut contender = Contender::new(turn, claim, Arc::clone(self.terms));
         let mut attempts = 0;
         let mut failures = Failures::default();
@@ -103,7 +108,7 @@ impl Contest<'_> {
                                 // Too late to start anything; dropping the guard gives the claim back.
                                 return Err(LockError::Closed);
                             }
-                            guard.hold().held().slot().held_by(guard.hold());
+                            slot.held_by(guard.hold());
                             self.engine.tell(|| LockEvent::Granted {
                                 key: key.as_str(),
                                 token,
@@ -118,7 +123,7 @@ impl Contest<'_> {
                             let error = BackendError::transient(
                                 "the store's grant arrived after its lease was over",
                             );
-                            self.endure(&key, &mut failures, error).await?;
+                            self.endure(key, &mut failures, error).await?;
                             contender = *late;
                         }
                     }
@@ -141,12 +146,12 @@ impl Contest<'_> {
                     }
                 }
                 Answer::Answered(_, Err(error)) => {
-                    self.endure(&key, &mut failures, error).await?;
+                    self.endure(key, &mut failures, error).await?;
                 }
                 Answer::Unanswered => {
-                    self.endure(&key, &mut failures, self.engine.unanswered()).await?;
+                    self.endure(key, &mut failures, self.engine.unanswered()).await?;
                     // The unanswered claim belongs to the janitor now.
-                    let fresh = self.fresh_claim(&key);
+                    let fresh = self.fresh_claim(key);
                     contender.start_over(fresh);
                 }
             }

@@ -3,8 +3,10 @@
 //! The clean-up is armed before the first request leaves: whoever drops a [`Contender`] in mid-flight leaves to the
 //! janitor a claim that is carried to its end and given back.
 
+use std::future::poll_fn;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
+use std::task::Poll;
 
 use futures_util::future::FutureExt as _;
 
@@ -55,6 +57,10 @@ impl Contender {
         }
     }
 
+    fn engine(&self) -> &Arc<Engine> {
+        self.parts.as_ref().expect("the turn is here until a grant is taken").0.slot().engine()
+    }
+
     pub(crate) fn claim(&self) -> &Claim {
         &self.parts.as_ref().expect("the claim is here until a grant is taken").1
     }
@@ -67,10 +73,21 @@ impl Contender {
         // Taken before the request leaves. The store's lease starts at an unknown moment between send and
         // reply; counting from the reply would let us trust a lease that is already over.
         let sent_at = Moment::now();
-        let call = engine.acquire(self.claim());
-        let answer = self.in_flight.insert(call).answer_within(engine.defaults.answer_limit).await;
-        let Some(answer) = answer else {
-            return Answer::Unanswered;
+        let mut request = engine.acquiring(self.claim());
+        // For a backend that panics right here. All else that can go wrong finds the request in flight.
+        self.stray_attempts += 1;
+        let at_once = poll_fn(|cx| Poll::Ready(request.as_mut().poll(cx))).await;
+        self.stray_attempts -= 1;
+        let answer = match at_once {
+            Poll::Ready(answer) => answer,
+            Poll::Pending => {
+                let call = Call::new(&engine.janitor, request);
+                let limit = engine.defaults.answer_limit;
+                match self.in_flight.insert(call).answer_within(limit).await {
+                    Some(answer) => answer,
+                    None => return Answer::Unanswered,
+                }
+            }
         };
         self.in_flight = None;
         match &answer {
@@ -91,13 +108,12 @@ impl Contender {
     ) -> Result<Arc<HeldClaim>, Box<Self>> {
         let (turn, claim) = self.parts.take().expect("the claim is here until a grant is taken");
         let terms = Arc::clone(&self.terms);
-        let engine = Arc::clone(turn.slot().engine());
-        let taken =
-            HeldClaim::take(turn, claim.clone(), terms, grant, sent_at, self.stray_attempts);
-        let taken = taken.map_err(|turn| {
+        let taken = HeldClaim::take(turn, claim, terms, grant, sent_at, self.stray_attempts);
+        let taken = taken.map_err(|(turn, claim)| {
+            let engine = Arc::clone(turn.slot().engine());
             let fresh = claim.clone().with_id(crate::ClaimId::random());
             give_back_in_background(GivingBack {
-                engine: Arc::clone(&engine),
+                engine,
                 lease: claim.lease(),
                 claim,
                 turn: None,
@@ -107,7 +123,10 @@ impl Contender {
             Box::new(Self::new(turn, fresh, Arc::clone(&self.terms)))
         });
         // Only now, so that closing never sees nobody between two states of the same caller.
-        engine.contending.leave();
+        match &taken {
+            Ok(held) => held.engine().contending.leave(),
+            Err(late) => late.engine().contending.leave(),
+        }
         taken
     }
 

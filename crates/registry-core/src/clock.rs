@@ -21,30 +21,22 @@ impl Moment {
 
     /// The current moment.
     pub(crate) fn now() -> Self {
-        Self::running(suspended_ns())
+        // In this order: see `suspended`.
+        let boot = boot_ns();
+        let (running, origin) = running();
+        Self(running.saturating_add(suspended(boot, running, origin)))
     }
 
     /// The current moment, without a look at whether the host has just been suspended: then it is too early by that time.
     /// For moments that may be too early and come soon after an exact one.
     pub(crate) fn about_now() -> Self {
-        Self::running(SUSPENDED.load(Ordering::Relaxed))
+        Self(running().0.saturating_add(SUSPENDED.load(Ordering::Relaxed)))
     }
 
     /// The current moment, shortly after `recent`, which was exact. Looks for a suspend only if that is a while ago.
     pub(crate) fn now_after(recent: Self) -> Self {
         let now = Self::about_now();
         if now.since(recent) < Duration::from_millis(1) { now } else { Self::now() }
-    }
-
-    fn running(suspended: i64) -> Self {
-        let now = tokio::time::Instant::now().into_std();
-        let origin = *ORIGIN.get_or_init(|| now);
-        // A paused runtime may count from an instant before the origin.
-        let running = match now.checked_duration_since(origin) {
-            Some(after) => nanos(after),
-            None => -nanos(origin.saturating_duration_since(now)),
-        };
-        Self(running.saturating_add(suspended))
     }
 
     /// This moment and `span`; saturates some centuries from now.
@@ -82,40 +74,105 @@ fn nanos(span: Duration) -> i64 {
     i64::try_from(span.as_nanos()).unwrap_or(i64::MAX)
 }
 
-/// How long this host has been suspended, as far as known. Only grows.
-#[cfg(any(target_os = "linux", target_os = "android"))]
-fn suspended_ns() -> i64 {
-    use nix::time::{ClockId, clock_gettime};
+/// Where all moments are counted from.
+struct Origin {
+    /// On tokio's clock.
+    instant: Instant,
+    /// What the clock that counts suspend showed then.
+    boot: i64,
+    /// How far that clock was ahead of the one that does not.
+    ahead: i64,
+}
 
-    let read = |clock| {
-        clock_gettime(clock)
-            .map(|at| at.tv_sec().saturating_mul(1_000_000_000).saturating_add(at.tv_nsec()))
-    };
-    // Read in this order the difference is a lower bound of the truth, however long this thread is
-    // interrupted in between; so the largest difference ever seen is the best estimate, and it never errs
-    // towards a lease that ends too early.
-    let (Ok(boot), Ok(monotonic)) = (read(ClockId::CLOCK_BOOTTIME), read(ClockId::CLOCK_MONOTONIC))
-    else {
-        return SUSPENDED.load(Ordering::Relaxed);
-    };
-    let seen = boot.saturating_sub(monotonic);
-    let known = SUSPENDED.load(Ordering::Relaxed);
-    if seen > known {
-        // Two clock reads a few nanoseconds apart jitter by as much; only a real suspend moves the clock.
-        if seen - known > 1_000_000 {
-            SUSPENDED.fetch_max(seen, Ordering::Relaxed);
-            return seen.max(known);
+impl Origin {
+    #[expect(clippy::disallowed_methods, reason = "tokio's clock may stand still")]
+    fn new(instant: Instant) -> Self {
+        let mut closest = Duration::MAX;
+        let mut boot_then = 0;
+        let mut ahead = i64::MIN;
+        // Clocks must be read together. A thread that is interrupted in between has other tries.
+        for _ in 0..16 {
+            let before = Instant::now();
+            let boot = boot_ns();
+            let apart = before.elapsed();
+            if apart < closest {
+                closest = apart;
+                boot_then = boot.saturating_sub(nanos_between(instant, before));
+            }
+            ahead = ahead.max(boot_ahead_ns());
         }
+        Self { instant, boot: boot_then, ahead }
     }
-    known
+}
+
+fn origin(now: Instant) -> &'static Origin {
+    static ORIGIN: OnceLock<Origin> = OnceLock::new();
+
+    ORIGIN.get_or_init(|| Origin::new(now))
+}
+
+/// Tokio's clock, and where it is counted from.
+fn running() -> (i64, &'static Origin) {
+    let now = tokio::time::Instant::now().into_std();
+    let origin = origin(now);
+    (nanos_between(origin.instant, now), origin)
+}
+
+/// From `earlier` to `later`. A paused runtime may count from an instant before the origin.
+fn nanos_between(earlier: Instant, later: Instant) -> i64 {
+    match later.checked_duration_since(earlier) {
+        Some(after) => nanos(after),
+        None => -nanos(earlier.saturating_duration_since(later)),
+    }
+}
+
+/// How long this host has been suspended since the origin, as far as known, given what the clocks show. Only grows.
+fn suspended(boot: i64, running: i64, origin: &Origin) -> i64 {
+    let known = SUSPENDED.load(Ordering::Relaxed);
+    // Whatever else happens, the clocks do not drift apart. `boot` is the older of the two, so the difference errs
+    // towards no suspend, however long this thread is interrupted in between.
+    let apart = boot.saturating_sub(origin.boot).saturating_sub(running);
+    if apart.saturating_sub(known) <= JITTER {
+        return known;
+    }
+    // Tokio's clock may be paused; the system's tells.
+    let seen = boot_ahead_ns().saturating_sub(origin.ahead);
+    if seen - known <= JITTER {
+        return known;
+    }
+    SUSPENDED.fetch_max(seen, Ordering::Relaxed).max(seen)
+}
+
+/// How far the clock that counts suspend is ahead of the one that does not; at most that far.
+#[cfg(any(target_os = "linux", target_os = "android"))]
+fn boot_ahead_ns() -> i64 {
+    let boot = boot_ns();
+    boot.saturating_sub(clock_ns(nix::time::ClockId::CLOCK_MONOTONIC))
+}
+
+#[cfg(any(target_os = "linux", target_os = "android"))]
+fn boot_ns() -> i64 {
+    clock_ns(nix::time::ClockId::CLOCK_BOOTTIME)
+}
+
+#[cfg(any(target_os = "linux", target_os = "android"))]
+fn clock_ns(clock: nix::time::ClockId) -> i64 {
+    nix::time::clock_gettime(clock)
+        .map_or(0, |at| at.tv_sec().saturating_mul(1_000_000_000).saturating_add(at.tv_nsec()))
 }
 
 #[cfg(not(any(target_os = "linux", target_os = "android")))]
-fn suspended_ns() -> i64 {
+fn boot_ahead_ns() -> i64 {
     0
 }
 
-static ORIGIN: OnceLock<Instant> = OnceLock::new();
+#[cfg(not(any(target_os = "linux", target_os = "android")))]
+fn boot_ns() -> i64 {
+    0
+}
+
+/// Clocks that are read one after the other jitter; only a real suspend moves them further apart.
+const JITTER: i64 = 1_000_000;
 
 /// The longest time of suspend that was ever seen.
 static SUSPENDED: AtomicI64 = AtomicI64::new(0);

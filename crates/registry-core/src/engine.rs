@@ -101,14 +101,18 @@ impl Engine {
         self.tell(|| LockEvent::LeftToLease { key: key.as_str() });
     }
 
-    pub(crate) fn acquire(&self, claim: &Claim) -> Call<Result<Attempt, BackendError>> {
+    pub(crate) fn acquiring(&self, claim: &Claim) -> CallFuture<Result<Attempt, BackendError>> {
         let (backend, claim) = (Arc::clone(&self.backend), claim.clone());
-        self.call(Box::pin(async move { backend.try_acquire(&claim).await }))
+        Box::pin(async move { backend.try_acquire(&claim).await })
+    }
+
+    pub(crate) fn releasing(&self, claim: &Claim) -> CallFuture<Result<Release, BackendError>> {
+        let (backend, claim) = (Arc::clone(&self.backend), claim.clone());
+        Box::pin(async move { backend.release(&claim).await })
     }
 
     pub(crate) fn release(&self, claim: &Claim) -> Call<Result<Release, BackendError>> {
-        let (backend, claim) = (Arc::clone(&self.backend), claim.clone());
-        self.call(Box::pin(async move { backend.release(&claim).await }))
+        self.call(self.releasing(claim))
     }
 
     pub(crate) fn renew(&self, claim: Claim) -> Call<Result<Renewal, BackendError>> {

@@ -1,15 +1,17 @@
 //! A count of things alive, and a way to wait until there are none.
 //!
 //! Sequentially consistent: closing relies on "I count, then look at the flag" meeting "I set the flag, then look at the
-//! count".
+//! count"; and so do those who leave and those who wait for them.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use tokio::sync::Notify;
 
 #[derive(Debug, Default)]
 pub(crate) struct Gauge {
     alive: AtomicUsize,
+    /// Somebody has begun to wait. Never unset: that happens when a registry is closed.
+    watched: AtomicBool,
     none_left: Notify,
 }
 
@@ -19,7 +21,7 @@ impl Gauge {
     }
 
     pub(crate) fn leave(&self) {
-        if self.alive.fetch_sub(1, Ordering::SeqCst) == 1 {
+        if self.alive.fetch_sub(1, Ordering::SeqCst) == 1 && self.watched.load(Ordering::SeqCst) {
             self.none_left.notify_waiters();
         }
     }
@@ -29,6 +31,7 @@ impl Gauge {
     }
 
     pub(crate) async fn none_left(&self) {
+        self.watched.store(true, Ordering::SeqCst);
         loop {
             let none_left = self.none_left.notified();
             tokio::pin!(none_left);

@@ -2,7 +2,6 @@
 
 use std::fmt;
 use std::future::{Future, poll_fn};
-use std::pin::Pin;
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::{Duration, Instant};
@@ -98,6 +97,7 @@ impl LockGuard {
                 tokio::pin!(hint);
                 // Listening starts before the look, or a loss could slip through in between.
                 hint.as_mut().enable();
+                hold.held().announce_watcher();
                 match hold.fate() {
                     Fate::Held => {}
                     Fate::Lost(reason) => return reason,
@@ -211,31 +211,29 @@ impl LockGuard {
             let held = hold.held();
             return held.loss().map_or(Ok(()), |reason| Err(lost(held.claim().key(), reason)));
         };
-        let held = Arc::clone(hold.held());
+        let ending = ended.map_err(|reason| lost(hold.held().claim().key(), reason))?;
         drop(hold);
-        let key = held.claim().key();
-        let ending = ended.map_err(|reason| lost(key, reason))?;
         let Some(ending) = ending.hand_over() else {
             return Ok(());
         };
-        let engine = Arc::clone(held.engine());
+        let engine = ending.held().engine();
         if !min_hold_left.is_zero() {
+            let engine = Arc::clone(engine);
             drop(LettingGo::new(&engine, give_held_back(ending, None)));
             return Ok(());
         }
-        let mut release = engine.release(held.claim());
         // Most of the time of an in-process unlock would go into preparing for an answer that takes its time.
-        let answer = poll_fn(|cx| Poll::Ready(Pin::new(&mut release).poll(cx))).await;
+        let mut release = engine.releasing(ending.held().claim());
+        let answer = poll_fn(|cx| Poll::Ready(release.as_mut().poll(cx))).await;
         if let Poll::Ready(Ok(Release::Freed)) = answer
-            && held.stray_attempts_at_release() == 0
+            && ending.held().stray_attempts_at_release() == 0
         {
-            tell_released(&held);
+            tell_released(ending.held());
             return Ok(());
         }
-        let key = key.clone();
-        drop(held);
+        let (engine, key) = (Arc::clone(engine), ending.held().claim().key().clone());
         let release = match answer {
-            Poll::Pending => release,
+            Poll::Pending => Call::new(&engine.janitor, release),
             Poll::Ready(answer) => Call::answered(&engine.janitor, answer),
         };
         LettingGo::new(&engine, give_held_back(ending, Some(release))).outcome(&engine, &key).await

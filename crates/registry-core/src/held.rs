@@ -4,7 +4,7 @@
 //! Handing over is an end that is taken back in favour of the next local caller.
 
 use std::fmt;
-use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -37,6 +37,8 @@ pub(crate) struct HeldClaim {
     /// The lease's end, for readers that must not wait for a lock. `PAST` once it has ended.
     valid_until: AtomicI64,
     lost: Notify,
+    /// Somebody watches for a loss.
+    watched: AtomicBool,
     state: Mutex<State>,
 }
 
@@ -64,7 +66,7 @@ pub(crate) enum Tick {
 }
 
 impl HeldClaim {
-    /// Takes a grant into custody. Gives the turn back when the lease was over before the grant arrived.
+    /// Takes a grant into custody. Gives turn and claim back when the lease was over before the grant arrived.
     pub(crate) fn take(
         turn: Turn,
         claim: Claim,
@@ -72,11 +74,11 @@ impl HeldClaim {
         grant: Grant,
         sent_at: Moment,
         stray_attempts: u32,
-    ) -> Result<Arc<Self>, Turn> {
+    ) -> Result<Arc<Self>, (Turn, Claim)> {
         let now = Moment::now_after(sent_at);
         let lease = Lease::granted(terms.lease, sent_at, grant.lease, now);
         if matches!(lease.due(now), Due::Over(_)) {
-            return Err(turn);
+            return Err((turn, claim));
         }
         turn.taken();
         let slot = Arc::clone(turn.slot());
@@ -88,6 +90,7 @@ impl HeldClaim {
             stray_attempts,
             valid_until: AtomicI64::new(lease.valid_until().to_bits()),
             lost: Notify::new(),
+            watched: false.into(),
             state: Mutex::new(State {
                 phase: Phase::Held,
                 lease,
@@ -104,10 +107,6 @@ impl HeldClaim {
 
     pub(crate) fn claim(&self) -> &Claim {
         &self.claim
-    }
-
-    pub(crate) fn slot(&self) -> &Arc<Slot> {
-        &self.slot
     }
 
     pub(crate) fn engine(&self) -> &Arc<Engine> {
@@ -155,14 +154,23 @@ impl HeldClaim {
         }
     }
 
-    /// Resolves whenever something may have been lost. A hint to look at [`loss`](Self::loss).
+    /// Resolves whenever something may have been lost. A hint to look at [`loss`](Self::loss), to be enabled first and then
+    /// [announced](Self::announce_watcher).
     pub(crate) fn lost_hint(&self) -> tokio::sync::futures::Notified<'_> {
         self.lost.notified()
     }
 
+    /// Says that hints are wanted. What has changed before the last hint that did not reach the watcher is seen by its next
+    /// look: of these two exchanges one comes first, and the other one sees it.
+    pub(crate) fn announce_watcher(&self) {
+        self.watched.swap(true, Ordering::AcqRel);
+    }
+
     /// Lets those who watch for a loss look again.
     pub(crate) fn hint_loss(&self) {
-        self.lost.notify_waiters();
+        if self.watched.swap(false, Ordering::AcqRel) {
+            self.lost.notify_waiters();
+        }
     }
 
     /// Ends the claim by loss: tells the holder first, and only then lets anybody else at the key. False if it had ended.
@@ -177,7 +185,7 @@ impl HeldClaim {
             self.unseat(&mut state);
             (state.turn.take(), state.lease.length())
         };
-        self.lost.notify_waiters();
+        self.hint_loss();
         let engine = self.engine();
         engine.held.leave();
         engine.tell(|| LockEvent::Lost {
@@ -210,8 +218,8 @@ impl HeldClaim {
 
     /// Ends the claim by the holder's own will. The keeper starts no renewal from here on.
     pub(crate) fn end(self: &Arc<Self>) -> Result<Ending, LostReason> {
-        let now = Moment::now();
-        if let Some(reason) = self.loss_at(now) {
+        // Exact only where it decides: a store that frees the claim tells by itself whether it was still there.
+        if let Some(reason) = self.loss_at(Moment::about_now()) {
             return Err(reason);
         }
         let mut state = self.state();
@@ -223,20 +231,22 @@ impl HeldClaim {
         }
         let turn = state.turn.take();
         drop(state);
-        Ok(Ending { held: Some(Arc::clone(self)), turn, since: now })
+        Ok(Ending { held: Some(Arc::clone(self)), turn, seated: true })
     }
 
     /// Whether this claim may pass to another local caller as it is.
-    fn may_be_handed_over(&self, now: Moment) -> bool {
+    fn may_be_handed_over(&self) -> bool {
         let engine = self.engine();
+        if engine.capabilities.fair || self.terms.lease.max_hold.is_some() {
+            return false;
+        }
+        let now = Moment::now();
         let held_for = now.since(self.granted_at);
-        self.state().handovers < engine.defaults.handoffs_max
-            && !engine.capabilities.fair
-            && held_for < HANDOVER_SPAN
+        held_for < HANDOVER_SPAN
             && held_for >= self.terms.min_hold
-            && self.terms.lease.max_hold.is_none()
             // Enough of the lease must be left for the next one to get going before the keeper's next try.
             && self.valid_until().since(now) > self.terms.lease.length / 3
+            && self.state().handovers < engine.defaults.handoffs_max
     }
 
     /// Takes the end back, in favour of a hold of `owner`.
@@ -386,7 +396,8 @@ impl HeldClaim {
 pub(crate) struct Ending {
     held: Option<Arc<HeldClaim>>,
     turn: Option<Turn>,
-    since: Moment,
+    /// It may still be on the keeper's schedule.
+    seated: bool,
 }
 
 impl Ending {
@@ -394,12 +405,16 @@ impl Ending {
     /// comes back, and the keeper has nothing to do with it any more.
     pub(crate) fn hand_over(mut self) -> Option<Self> {
         let held = self.held.take()?;
-        if held.may_be_handed_over(self.since)
-            && held.slot.hand_over(&held.terms, |owner| held.begin_again(self.turn.take(), owner))
-        {
+        let handed_over = held.slot.hand_over(
+            &held.terms,
+            || held.may_be_handed_over(),
+            |owner| held.begin_again(self.turn.take(), owner),
+        );
+        if handed_over {
             return None;
         }
         held.unseat_for_good();
+        self.seated = false;
         self.held = Some(held);
         Some(self)
     }
@@ -423,7 +438,9 @@ impl Drop for Ending {
     fn drop(&mut self) {
         // Not handed over. Usually given back; without a runtime, left to its lease.
         if let Some(held) = self.held.take() {
-            held.unseat_for_good();
+            if self.seated {
+                held.unseat_for_good();
+            }
             held.engine().held.leave();
         }
     }

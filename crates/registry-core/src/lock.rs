@@ -67,7 +67,7 @@ impl DistributedLock {
     /// ```
     pub async fn lock(&self) -> Result<LockGuard, LockError> {
         // Without a deadline nothing but a guard or an error ends the wait.
-        self.lock_with(LockOptions::new()).await?.ok_or(LockError::Closed)
+        acquire(self.slot()?, &LockOptions::new()).await?.ok_or(LockError::Closed)
     }
 
     /// Takes this lock if nobody has it. `None` when somebody has.

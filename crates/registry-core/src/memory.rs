@@ -32,8 +32,9 @@ struct Store {
     last_token: AtomicU64,
     /// Microseconds since 1970 when the first token was given.
     epoch_us: OnceLock<u64>,
-    /// Expired records are swept out when this many are there.
-    sweep_at: AtomicU64,
+    /// Grants since expired records were swept out, and how many there may be until that is done again.
+    grants: AtomicU64,
+    sweep_after: AtomicU64,
 }
 
 struct Record {
@@ -86,11 +87,12 @@ impl Store {
 
     /// Drops the records of holders that never came back, now and then.
     fn sweep(&self, now: Moment) {
-        let len = self.held.len() as u64;
-        let sweep_at = self.sweep_at.load(Ordering::Relaxed).max(SWEEP_AT_MIN);
-        if len >= sweep_at {
+        // Counting the records would lock all of the map.
+        let grants = self.grants.fetch_add(1, Ordering::Relaxed);
+        if grants >= self.sweep_after.load(Ordering::Relaxed).max(SWEEP_AFTER_MIN) {
+            self.grants.store(0, Ordering::Relaxed);
             self.held.retain(|_, record| record.is_live(now));
-            self.sweep_at.store(2 * self.held.len() as u64, Ordering::Relaxed);
+            self.sweep_after.store(self.held.len() as u64, Ordering::Relaxed);
         }
     }
 }
@@ -262,4 +264,4 @@ fn epoch_us() -> u64 {
     u64::try_from(since.as_micros()).unwrap_or(0)
 }
 
-const SWEEP_AT_MIN: u64 = 1_024;
+const SWEEP_AFTER_MIN: u64 = 1_024;

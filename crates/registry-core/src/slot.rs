@@ -189,6 +189,9 @@ impl Slot {
     /// Notes that `hold` is the current one, and lets in those who wait under the same owner. Called by the holder, who
     /// still has the first guard.
     pub(crate) fn held_by(&self, hold: &Arc<Hold>) {
+        if hold.owner().is_none() {
+            return;
+        }
         let mut line = self.line();
         let unclaimed = line.begin_hold(hold);
         drop(line);
@@ -196,11 +199,12 @@ impl Slot {
         drop(unclaimed);
     }
 
-    /// Passes a claim that is still good to the next caller, if that one asked for the same. `make` makes its guard; the
-    /// turn stays with the claim. Returns false when there is nobody to take it.
+    /// Passes a claim to the next caller, if that one asked for the same and the claim `is_good` still. `make` makes its
+    /// guard; the turn stays with the claim. Returns false when there is nobody to take it.
     pub(crate) fn hand_over(
         &self,
         terms: &Terms,
+        is_good: impl FnOnce() -> bool,
         make: impl FnOnce(Option<Owner>) -> LockGuard,
     ) -> bool {
         let mut line = self.line();
@@ -211,7 +215,7 @@ impl Slot {
         let Some(first) = line.waiters.first_entry() else {
             return false;
         };
-        if *first.get().terms != *terms {
+        if *first.get().terms != *terms || !is_good() {
             return false;
         }
         let waiter = first.remove();
