@@ -7,8 +7,8 @@
 //!   free key is taken before the look, the others sleep on: of all waiters of the host, few storm a key that comes free.
 //! - The kernel tells of a commit as it is written, just before it can be read. So the first look may come too early, and
 //!   more looks follow.
-//! - It spends a tenth of the time on looking, and saves what it does not spend. A single release is seen at once; a database
-//!   that is busy with other things costs its waiters a tenth of a core.
+//! - It spends a tenth of the time on looking, and saves what it does not spend. A single release is seen at once; in a database
+//!   that is busy with other things, the looks are milliseconds apart and cost its waiters less than a tenth of a core.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -37,6 +37,11 @@ const LOOKS_AFTER: [Duration; 4] = [
 ];
 /// Of so many units of time, one may be spent on looking.
 const SHARE: u32 = 10;
+/// The least that a look is taken to cost, for each piece of it. What can be measured here is less than the whole: threads are woken
+/// for it, here and in SQLite's connection. So looks are 3 ms apart when commits never end.
+const PIECE_MIN: Duration = Duration::from_micros(300);
+/// The most. A look that took longer waited for a processor, and the next one is not to be late because of that.
+const PIECE_MAX: Duration = Duration::from_millis(1);
 /// The most time that can be saved for looking.
 const SAVED_MAX: Duration = Duration::from_millis(5);
 /// The longest rest after a look.
@@ -227,13 +232,15 @@ impl Shared {
     async fn look(&self, whom: Whom, budget: &mut Budget) {
         let started = std::time::Instant::now();
         let keys = self.keys(whom);
+        let mut pieces = 0;
         for chunk in keys.chunks(sql::largest(&*sql::HELD)) {
+            pieces += 1;
             // Trouble wakes nobody: the waiter's own attempt, at the next poll, will meet it and can tell it.
             if let Ok(held) = self.held(chunk).await {
                 self.wake(chunk, &held);
             }
         }
-        if let Some(rest) = budget.spend(started.elapsed()) {
+        if let Some(rest) = budget.spend(cost(started.elapsed(), pieces)) {
             sleep(rest).await;
         }
     }
@@ -314,6 +321,11 @@ impl Looks {
     }
 }
 
+/// What a look cost that took so long.
+fn cost(took: Duration, pieces: u32) -> Duration {
+    took.clamp(PIECE_MIN * pieces, PIECE_MAX * pieces)
+}
+
 /// The time that may be spent on looking.
 struct Budget {
     saved: Duration,
@@ -367,5 +379,19 @@ mod tests {
         // What was saved is spent; the rest of the second was paid for tenfold, less what this test itself took.
         assert!(rested > Duration::from_secs(8), "{rested:?}");
         assert!(budget.spend(Duration::from_secs(60)) <= Some(REST_MAX));
+    }
+
+    #[test]
+    fn looks_at_a_busy_database_are_milliseconds_apart_however_fast_or_slow() {
+        for took in [Duration::from_micros(30), Duration::from_secs(1)] {
+            let mut budget = Budget { saved: Duration::ZERO, ..Budget::new() };
+            let rest = budget.spend(cost(took, 1)).unwrap();
+            assert!(
+                rest > Duration::from_millis(1) && rest <= Duration::from_millis(10),
+                "{rest:?}"
+            );
+        }
+        assert_eq!(cost(Duration::from_secs(1), 20), Duration::from_millis(20));
+        assert_eq!(cost(Duration::from_micros(1), 0), Duration::ZERO);
     }
 }
