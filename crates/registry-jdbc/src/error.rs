@@ -100,6 +100,7 @@ const NOTADB: i32 = 26;
 
 const READONLY_DBMOVED: i32 = READONLY | 4 << 8;
 const CANTOPEN_ISDIR: i32 = CANTOPEN | 2 << 8;
+const IOERR_WRITE: i32 = IOERR | 3 << 8;
 const IOERR_RDLOCK: i32 = IOERR | 9 << 8;
 const IOERR_UNLOCK: i32 = IOERR | 8 << 8;
 const IOERR_NOMEM: i32 = IOERR | 12 << 8;
@@ -114,6 +115,13 @@ fn judge(code: i32) -> Verdict {
     // Extended codes first: they overrule their family.
     match code {
         READONLY_DBMOVED => return moved(),
+        IOERR_WRITE => {
+            return Verdict::of(
+                Protocol,
+                "it could not be written to: a quota or a limit on the size of files is reached, or the disk \
+                 failed; see the system's log",
+            );
+        }
         CANTOPEN_ISDIR => {
             return Verdict::of(Misconfigured, "this is a folder; name a file").refused();
         }
@@ -257,7 +265,7 @@ mod tests {
             (READONLY_DBMOVED, Misconfigured, true),
             (INTERRUPT, Transient, false),
             (IOERR, Protocol, false),
-            (IOERR | 3 << 8, Protocol, false),
+            (IOERR_WRITE, Protocol, false),
             (IOERR_RDLOCK, Transient, false),
             (IOERR_UNLOCK, Transient, false),
             (IOERR_NOMEM, Transient, false),
