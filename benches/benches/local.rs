@@ -64,19 +64,18 @@ fn contended(criterion: &mut Criterion) {
     let lock = registry.obtain("orders/42");
     let mutex = Arc::new(tokio::sync::Mutex::new(()));
 
-    async fn timed<F>(sections: u64, section: impl Fn() -> F) -> Duration
+    async fn timed<F>(sections: u64, section: impl Fn() -> F + Clone + Send + 'static) -> Duration
     where
-        F: Future<Output = ()> + Send + 'static,
+        F: Future<Output = ()> + Send,
     {
         let start = Instant::now();
         let mut tasks = JoinSet::new();
         for task in 0..TASKS {
             let mine = sections / TASKS + u64::from(task < sections % TASKS);
-            // The futures are made here, because a task outlives the borrow.
-            let sections: Vec<F> = (0..mine).map(|_| section()).collect();
+            let section = section.clone();
             tasks.spawn(async move {
-                for section in sections {
-                    section.await;
+                for _ in 0..mine {
+                    section().await;
                 }
             });
         }
@@ -92,7 +91,7 @@ fn contended(criterion: &mut Criterion) {
         bench.to_async(&runtime).iter_custom(|sections| {
             let mutex = Arc::clone(&mutex);
             async move {
-                timed(sections, || {
+                timed(sections, move || {
                     let mutex = Arc::clone(&mutex);
                     async move { drop(black_box(mutex.lock().await)) }
                 })
@@ -104,7 +103,7 @@ fn contended(criterion: &mut Criterion) {
         bench.to_async(&runtime).iter_custom(|sections| {
             let lock = lock.clone();
             async move {
-                timed(sections, || {
+                timed(sections, move || {
                     let lock = lock.clone();
                     async move { lock.lock().await.unwrap().unlock().await.unwrap() }
                 })

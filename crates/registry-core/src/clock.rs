@@ -71,7 +71,8 @@ impl Moment {
 }
 
 fn nanos(span: Duration) -> i64 {
-    i64::try_from(span.as_nanos()).unwrap_or(i64::MAX)
+    let secs = i64::try_from(span.as_secs()).unwrap_or(i64::MAX);
+    secs.saturating_mul(1_000_000_000).saturating_add(i64::from(span.subsec_nanos()))
 }
 
 /// Where all moments are counted from.

@@ -218,8 +218,10 @@ impl HeldClaim {
 
     /// Ends the claim by the holder's own will. The keeper starts no renewal from here on.
     pub(crate) fn end(self: &Arc<Self>) -> Result<Ending, LostReason> {
-        // Exact only where it decides: a store that frees the claim tells by itself whether it was still there.
-        if let Some(reason) = self.loss_at(Moment::about_now()) {
+        // Exact would not help: a store that frees the claim tells by itself whether it was still there, and a holder to
+        // whom it is handed over looks for himself.
+        let now = Moment::about_now();
+        if let Some(reason) = self.loss_at(now) {
             return Err(reason);
         }
         let mut state = self.state();
@@ -230,23 +232,22 @@ impl HeldClaim {
             state.phase = Phase::Ending;
         }
         let turn = state.turn.take();
+        let handovers = state.handovers;
         drop(state);
-        Ok(Ending { held: Some(Arc::clone(self)), turn, seated: true })
+        Ok(Ending { held: Some(Arc::clone(self)), turn, since: now, handovers, seated: true })
     }
 
     /// Whether this claim may pass to another local caller as it is.
-    fn may_be_handed_over(&self) -> bool {
+    fn may_be_handed_over(&self, now: Moment, handovers: u32) -> bool {
         let engine = self.engine();
-        if engine.capabilities.fair || self.terms.lease.max_hold.is_some() {
-            return false;
-        }
-        let now = Moment::now();
         let held_for = now.since(self.granted_at);
-        held_for < HANDOVER_SPAN
+        handovers < engine.defaults.handoffs_max
+            && !engine.capabilities.fair
+            && self.terms.lease.max_hold.is_none()
+            && held_for < HANDOVER_SPAN
             && held_for >= self.terms.min_hold
             // Enough of the lease must be left for the next one to get going before the keeper's next try.
             && self.valid_until().since(now) > self.terms.lease.length / 3
-            && self.state().handovers < engine.defaults.handoffs_max
     }
 
     /// Takes the end back, in favour of a hold of `owner`.
@@ -396,6 +397,9 @@ impl HeldClaim {
 pub(crate) struct Ending {
     held: Option<Arc<HeldClaim>>,
     turn: Option<Turn>,
+    since: Moment,
+    /// How often it was handed over before.
+    handovers: u32,
     /// It may still be on the keeper's schedule.
     seated: bool,
 }
@@ -407,7 +411,7 @@ impl Ending {
         let held = self.held.take()?;
         let handed_over = held.slot.hand_over(
             &held.terms,
-            || held.may_be_handed_over(),
+            || held.may_be_handed_over(self.since, self.handovers),
             |owner| held.begin_again(self.turn.take(), owner),
         );
         if handed_over {

@@ -104,7 +104,8 @@ struct Line {
 
 struct Waiter {
     owner: Option<Owner>,
-    terms: Arc<Terms>,
+    /// `None` for the registry's own, so that a crowd need not share a count.
+    terms: Option<Arc<Terms>>,
     door: oneshot::Sender<Entry>,
 }
 
@@ -166,7 +167,9 @@ impl Slot {
             let ticket = line.next_ticket;
             line.next_ticket += 1;
             let (door, entry) = oneshot::channel();
-            let waiter = Waiter { owner: owner.cloned(), terms: Arc::clone(terms), door };
+            let own = Arc::ptr_eq(terms, &self.engine.default_terms);
+            let terms = if own { None } else { Some(Arc::clone(terms)) };
+            let waiter = Waiter { owner: owner.cloned(), terms, door };
             line.waiters.insert(ticket, waiter);
             Waiting { slot: self, ticket: Some(ticket), entry }
         };
@@ -215,7 +218,8 @@ impl Slot {
         let Some(first) = line.waiters.first_entry() else {
             return false;
         };
-        if *first.get().terms != *terms || !is_good() {
+        let wanted = first.get().terms.as_ref().unwrap_or(&self.engine.default_terms);
+        if **wanted != *terms || !is_good() {
             return false;
         }
         let waiter = first.remove();
