@@ -7,7 +7,7 @@ use std::process::{Child, Stdio};
 use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::sys::signal::Signal;
 
-use crate::support::{Process, Store, children, is_alive, plays, until};
+use crate::support::{Process, Store, children, is_alive, until};
 
 /// What `lockreg` with the process id `parent` starts for a command that makes the file `ran`, and the writing end of its gate.
 fn shim(store: &Store, parent: u32) -> (Child, PipeWriter) {
@@ -61,19 +61,24 @@ fn the_command_never_begins_if_the_gate_cannot_be_watched() {
     assert!(!store.path("ran").exists());
 }
 
-/// A `lockreg run` that was stopped after it had got the lock and before its command began, and has lost the lock since.
-fn overtaken() -> (Store, Process) {
+/// A `lockreg run` that was stopped when it had the lock and had started so many processes, and before its command began. It
+/// has lost the lock since.
+fn overtaken(started: usize) -> (Store, Process) {
     let mut caught = None;
     until("lockreg to be caught at the right moment", || {
         let store = Store::new();
         let mut process =
             store.start(["run", "--lease", "1s", "--grace", "10m", "job", "--", "sh", "-c", RUN]);
-        // With its first child, the watchdog, it has the lock. The second one becomes the command.
-        while children(process.pid()).is_empty() && process.try_wait().is_none() {}
+        while children(process.pid()).len() < started {
+            if process.try_wait().is_some() {
+                // Too late: it is through.
+                return false;
+            }
+        }
         process.signal(Signal::SIGSTOP);
         assert_eq!(store.done(["run", "--wait", "80s", "job", "--", "true"]).status, 0);
         // What has not begun by now waits.
-        if !store.path("ran").exists() {
+        if children(process.pid()).len() == started && !store.path("ran").exists() {
             caught = Some((store, process));
         }
         caught.is_some()
@@ -81,22 +86,35 @@ fn overtaken() -> (Store, Process) {
     caught.unwrap()
 }
 
+/// The first is the watchdog, the second becomes the command.
+const WATCHDOG: usize = 1;
+const WATCHDOG_AND_COMMAND: usize = 2;
+
 #[test]
 fn a_command_that_has_not_begun_when_the_lock_is_lost_never_does() {
-    let (store, mut process) = overtaken();
+    let (store, mut process) = overtaken(WATCHDOG_AND_COMMAND);
     process.signal(Signal::SIGCONT);
     assert_eq!(process.wait(), 76);
-    assert!(process.complaints().contains("lost"));
+    assert!(!store.path("ran").exists());
+}
+
+#[test]
+fn a_loss_is_noticed_before_the_command_is_let_begin() {
+    let (store, mut process) = overtaken(WATCHDOG);
+    process.signal(Signal::SIGCONT);
+    assert_eq!(process.wait(), 76);
+    let told = process.complaints();
+    // It was not even begun and ended at once.
+    assert!(told.contains("lost") && !told.contains("the command"), "{told}");
     assert!(!store.path("ran").exists());
 }
 
 #[test]
 fn a_command_that_has_not_begun_when_lockreg_is_killed_never_does() {
-    let (store, mut process) = overtaken();
+    let (store, mut process) = overtaken(WATCHDOG_AND_COMMAND);
     let started = children(process.pid());
     process.signal(Signal::SIGKILL);
     process.wait();
     until("all that it has started to be gone", || !started.iter().any(|pid| is_alive(pid)));
-    assert!(!started.iter().any(|pid| plays(pid, "__exec")));
     assert!(!store.path("ran").exists());
 }
