@@ -110,7 +110,8 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
         Ok(Vec::new())
     }
 
-    /// Closes connections. Called once, after the last release.
+    /// Closes connections. Called once by each registry that is closed, after the last release that was answered in time; not by
+    /// one that is merely dropped.
     async fn close(&self) {}
 }
 

@@ -41,19 +41,20 @@ pub enum LockEvent<'a> {
     /// A renewal was confirmed.
     #[non_exhaustive]
     Renewed { key: &'a str, valid_for: Duration },
-    /// A renewal failed or stayed unanswered; the lock is still held for `valid_for`.
+    /// A renewal failed; the lock is still held for `valid_for`. One that stays unanswered is told when its answer comes.
     #[non_exhaustive]
     RenewFailed { key: &'a str, error: &'a BackendError, valid_for: Duration },
     /// A held lock is not held any more. The holder has been told.
     #[non_exhaustive]
     Lost { key: &'a str, token: Option<FencingToken>, reason: LostReason },
-    /// The store confirmed that the key is free of this claim.
+    /// The store confirmed that the key of a lock that was let go is free of its claim.
     #[non_exhaustive]
     Released { key: &'a str, held_for: Duration },
-    /// A release failed; it is repeated until its outcome is known or the lease is over.
+    /// A release failed; if that can help, it is repeated until its outcome is known or the lease is over.
     #[non_exhaustive]
     ReleaseFailed { key: &'a str, error: &'a BackendError },
-    /// A claim could not be given back before its lease was over; the store's clock has freed it.
+    /// A claim is not given back, and only the store's clock frees its key: the store did not answer for as long as the lease, or
+    /// refused; or closing does not wait for a `min_hold`.
     #[non_exhaustive]
     LeftToLease { key: &'a str },
     /// The registry began to close: it grants no more.

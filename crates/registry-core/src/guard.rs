@@ -188,11 +188,12 @@ impl LockGuard {
     /// Lets go, and waits until the store has freed the key or the next local caller has it.
     ///
     /// With guards from [`reenter`](Self::reenter) left, only this one ends. With a
-    /// [`min_hold`](crate::LockOptions::min_hold) that is not over, this returns at once and the key is freed when it is.
+    /// [`min_hold`](crate::LockOptions::min_hold) that is not over, this does not wait: the key is freed when it is over. A lease
+    /// that ends before is made longer first.
     ///
     /// # Errors
     /// [`LockError::Lost`] if the lock had been lost: what was done since was not protected. [`LockError::Backend`] if the store
-    /// did not confirm in time: the release is repeated in the background, and the lease ends in any case.
+    /// did not confirm in time: if that can help, the release is repeated in the background, and the lease ends in any case.
     ///
     /// # Cancel safety
     /// Dropping the future leaves the release to the background, as dropping the guard does.

@@ -3,6 +3,10 @@
 //! Users of locks name the crate `lock-registry`, which re-exports what is here. Authors of stores implement
 //! [`LockBackend`] and get waiting, renewal, loss notification, re-entrancy, hand-over and clean-up from the engine.
 //!
+//! A registry lives in the tokio runtime that it is built in. The futures of registries, locks and guards must be polled inside a
+//! runtime that has time enabled, this one or another: outside of one they panic where they would have to wait. Guards may be
+//! dropped anywhere.
+//!
 //! The modules are listed in the order in which one acquisition runs through them.
 
 // What users see.

@@ -55,6 +55,9 @@ impl DistributedLock {
     /// # Cancel safety
     /// Dropping the future gives up the place in the local queue; a claim already sent is given back in the background.
     ///
+    /// # Panics
+    /// Polled outside a tokio runtime, or in one without time, it panics where it would have to wait.
+    ///
     /// # Examples
     /// ```
     /// # use registry_core::{LockRegistry, Registry};
@@ -79,6 +82,9 @@ impl DistributedLock {
     ///
     /// # Cancel safety
     /// As [`lock`](Self::lock).
+    ///
+    /// # Panics
+    /// As [`lock`](Self::lock).
     pub async fn try_lock(&self) -> Result<Option<LockGuard>, LockError> {
         self.lock_with(LockOptions::new().wait(Duration::ZERO)).await
     }
@@ -93,6 +99,9 @@ impl DistributedLock {
     ///
     /// # Cancel safety
     /// As [`lock`](Self::lock).
+    ///
+    /// # Panics
+    /// As [`lock`](Self::lock).
     pub async fn try_lock_for(&self, wait: Duration) -> Result<Option<LockGuard>, LockError> {
         self.lock_with(LockOptions::new().wait(wait)).await
     }
@@ -103,6 +112,9 @@ impl DistributedLock {
     /// As [`lock`](Self::lock); [`LockError::InvalidOption`] for what the store does not take, before any I/O.
     ///
     /// # Cancel safety
+    /// As [`lock`](Self::lock).
+    ///
+    /// # Panics
     /// As [`lock`](Self::lock).
     pub async fn lock_with(&self, options: LockOptions) -> Result<Option<LockGuard>, LockError> {
         acquire(self.slot()?, &options).await
@@ -115,6 +127,9 @@ impl DistributedLock {
     ///
     /// # Cancel safety
     /// Dropping the future has no effect.
+    ///
+    /// # Panics
+    /// As [`lock`](Self::lock).
     pub async fn holder(&self) -> Result<Option<Holder>, LockError> {
         let slot = self.slot()?;
         let engine = slot.engine();

@@ -42,8 +42,8 @@ impl LockOptions {
         Self::default()
     }
 
-    /// Gives up after this time, which covers waiting in this process and in the store. The first attempt is always made,
-    /// even with a wait of zero. At most [`LockOptions::WAIT_MAX`].
+    /// Gives up after this time, which covers waiting in this process and in the store. The store is asked even with a wait of
+    /// zero, unless another caller of this process has the lock or is after it. At most [`LockOptions::WAIT_MAX`].
     pub fn wait(mut self, wait: Duration) -> Self {
         self.wait = Some(wait);
         self
@@ -68,8 +68,8 @@ impl LockOptions {
         self
     }
 
-    /// Keeps the key taken for at least this long, even if the guard is released earlier (ShedLock's `lockAtLeastFor`).
-    /// Releasing returns at once; the key is freed in the background when the time is over.
+    /// Keeps the key taken for at least this long, even if the guard is let go earlier (ShedLock's `lockAtLeastFor`).
+    /// Letting go does not wait for it; the key is freed in the background when the time is over.
     pub fn min_hold(mut self, min_hold: Duration) -> Self {
         self.min_hold = Some(min_hold);
         self

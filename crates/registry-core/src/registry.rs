@@ -38,7 +38,8 @@ pub trait LockRegistry: fmt::Debug + Send + Sync {
 
     /// Ends this registry: gives no more locks, sends waiters away with [`LockError::Closed`], waits up to `limit` for guards
     /// to be let go, and gives back what is left. A guard that is still alive then is lost with
-    /// [`LostReason::Closed`], and only then is its key freed. Closing twice is harmless.
+    /// [`LostReason::Closed`], and only then is its key freed. A key that is kept for a
+    /// [`min_hold`](crate::LockOptions::min_hold) beyond `limit` is left to its lease. Closing twice is harmless.
     ///
     /// # Cancel safety
     /// Dropping the future leaves the registry closing; calling again goes on where it was.
@@ -65,11 +66,12 @@ impl<R: LockRegistry + ?Sized> LockRegistry for Arc<R> {
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct CloseReport {
-    /// Locks that were let go within the limit and given back.
+    /// Locks that were let go and given back, of those that were held when closing began.
     pub released: usize,
     /// Guards that were still alive at the limit, and have been told that their lock is lost.
     pub lost: usize,
-    /// Claims that could not be given back in time; the store's clock frees them at the end of their lease.
+    /// Claims that were left to their lease since closing began: the store did not answer or refused, or `min_hold` reaches
+    /// beyond the limit. The store's clock frees them.
     pub abandoned: usize,
 }
 

@@ -78,6 +78,10 @@ impl LockRegistry for RoutingRegistry {
             .fold(self.default.capabilities(), |met, registry| met.meet(&registry.capabilities()))
     }
 
+    /// Closes all of them at once and adds up their reports. A registry that was given in two different [`Arc`]s counts twice.
+    ///
+    /// # Cancel safety
+    /// Dropping the future leaves all of them closing; calling again goes on where it was.
     async fn close(&self, limit: Duration) -> CloseReport {
         let reports =
             join_all(self.distinct().into_iter().map(|registry| registry.close(limit))).await;
