@@ -293,7 +293,7 @@ mod tests {
             &["--", "key", "--"],
             &["--"],
             &["-key-", "--", "a"],
-            &["--wiat", "--", "a"],
+            &["--waits", "--", "a"],
         ] {
             assert_eq!(meant(words), None, "{words:?}");
         }
