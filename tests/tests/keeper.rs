@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use registry_core::{
-    Attempt, BackendError, Capabilities, Claim, LockBackend, LockRegistry, MemoryBackend, Registry,
-    Release, Renewal,
+    Attempt, BackendError, Capabilities, Claim, LockBackend, LockEvent, LockRegistry,
+    MemoryBackend, Observer, Registry, Release, Renewal,
 };
 
 #[path = "panicking/backend.rs"]
@@ -54,11 +54,27 @@ impl LockBackend for ForgetfulBackend {
 #[tokio::test(start_paused = true)]
 async fn renewals_that_stay_unanswered_now_and_then_cost_no_lock() {
     let backend = ForgetfulBackend { inner: MemoryBackend::new(), renewals: AtomicUsize::new(0) };
-    let ours = Registry::builder(Arc::new(backend)).build().unwrap();
+    let failures = Arc::new(Failures::default());
+    let told = Arc::clone(&failures) as Arc<dyn Observer>;
+    let ours = Registry::builder(Arc::new(backend)).observer(told).build().unwrap();
     let guard = ours.obtain("k").lock().await.unwrap();
     for hour in 1..=24 {
         tokio::time::sleep(Duration::from_secs(3_600)).await;
         assert!(guard.is_held(), "lost within hour {hour}");
+        assert!(failures.0.swap(0, Ordering::Relaxed) > 0, "nobody heard of it in hour {hour}");
+    }
+}
+
+/// Counts the renewals that are said to have failed.
+#[derive(Debug, Default)]
+struct Failures(AtomicUsize);
+
+impl Observer for Failures {
+    fn on(&self, event: &LockEvent<'_>) {
+        if let LockEvent::RenewFailed { valid_for, .. } = event {
+            assert!(*valid_for > Duration::ZERO, "the lock is held");
+            self.0.fetch_add(1, Ordering::Relaxed);
+        }
     }
 }
 

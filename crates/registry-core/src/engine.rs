@@ -36,6 +36,8 @@ pub(crate) struct Engine {
     pub(crate) closing: Signal,
     /// What keeps closing from its end is to be left as it is.
     pub(crate) out_of_time: Signal,
+    /// Claims that were lost.
+    pub(crate) lost: AtomicUsize,
     /// Claims that were left to the end of their lease.
     pub(crate) left_to_lease: AtomicUsize,
     /// Those of them that their holder had let go.

@@ -41,7 +41,7 @@ pub enum LockEvent<'a> {
     /// A renewal was confirmed.
     #[non_exhaustive]
     Renewed { key: &'a str, valid_for: Duration },
-    /// A renewal failed; the lock is still held for `valid_for`. One that stays unanswered is told when its answer comes.
+    /// A renewal failed, or stayed unanswered until it was tried again; the lock is still held for `valid_for`.
     #[non_exhaustive]
     RenewFailed { key: &'a str, error: &'a BackendError, valid_for: Duration },
     /// A held lock is not held any more. The holder has been told.

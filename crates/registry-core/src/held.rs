@@ -61,7 +61,11 @@ enum Phase {
 /// What the keeper has to do about a claim.
 pub(crate) enum Tick {
     Nothing,
-    Renew { ask: Duration },
+    Renew {
+        ask: Duration,
+        /// The renewal before was not answered.
+        unanswered: bool,
+    },
     Lose(LostReason),
 }
 
@@ -187,6 +191,7 @@ impl HeldClaim {
         };
         self.hint_loss();
         let engine = self.engine();
+        engine.lost.fetch_add(1, Ordering::AcqRel);
         engine.held.leave();
         engine.tell(|| LockEvent::Lost {
             key: self.claim.key().as_str(),
@@ -311,9 +316,9 @@ impl HeldClaim {
                 // Several tries must fit between the first renewal and the end of the lease.
                 let answer_limit =
                     self.engine().defaults.answer_limit.min(state.lease.length() / 6);
-                state.lease.renewal_sent(now, answer_limit);
+                let unanswered = state.lease.renewal_sent(now, answer_limit);
                 self.seat(&mut state, now);
-                Tick::Renew { ask }
+                Tick::Renew { ask, unanswered }
             }
         }
     }
@@ -364,11 +369,20 @@ impl HeldClaim {
             self.seat(&mut state, now);
             state.lease.valid_until().since(now)
         };
-        self.engine().tell(|| LockEvent::RenewFailed {
-            key: self.claim.key().as_str(),
-            error,
-            valid_for,
-        });
+        self.tell_renew_failed(error, valid_for);
+    }
+
+    /// Tells that a renewal stayed unanswered for as long as it was waited for.
+    pub(crate) fn renewal_unanswered(&self, now: Moment) {
+        if !self.engine().observers.is_empty() {
+            let left = self.valid_until().since(now);
+            self.tell_renew_failed(&self.engine().unanswered(), left);
+        }
+    }
+
+    fn tell_renew_failed(&self, error: &BackendError, valid_for: Duration) {
+        let key = self.claim.key().as_str();
+        self.engine().tell(|| LockEvent::RenewFailed { key, error, valid_for });
     }
 
     fn seat(self: &Arc<Self>, state: &mut State, now: Moment) {

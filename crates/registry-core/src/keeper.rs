@@ -150,7 +150,10 @@ async fn work(keeper: Keeper, backend: Arc<dyn LockBackend>) {
             match held.tick(seat, now) {
                 Tick::Nothing => {}
                 Tick::Lose(reason) => _ = held.lose(reason),
-                Tick::Renew { ask } => {
+                Tick::Renew { ask, unanswered } => {
+                    if unanswered {
+                        held.renewal_unanswered(now);
+                    }
                     let claim = held.claim().clone().with_lease(ask);
                     renewals
                         .entry(shard(&*backend, &claim))

@@ -106,10 +106,11 @@ impl Lease {
         }
     }
 
-    /// Notes that a renewal left at `now` and when to try again if it stays unanswered.
-    pub(crate) fn renewal_sent(&mut self, now: Moment, answer_limit: Duration) {
+    /// Notes that a renewal left at `now` and when to try again if it stays unanswered. True if the one before did.
+    pub(crate) fn renewal_sent(&mut self, now: Moment, answer_limit: Duration) -> bool {
         self.unanswered += 1;
         self.renew_at = now.after(answer_limit);
+        self.unanswered > 1
     }
 
     /// Notes that the renewal sent at `sent_at` was answered with `granted` more time.

@@ -1,7 +1,7 @@
 //! The trait that framework code is written against, and the one engine that implements it over any backend.
 
 use std::fmt;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Duration;
 
@@ -68,7 +68,8 @@ impl<R: LockRegistry + ?Sized> LockRegistry for Arc<R> {
 pub struct CloseReport {
     /// Locks that were let go and given back, of those that were held when closing began.
     pub released: usize,
-    /// Guards that were still alive at the limit, and have been told that their lock is lost.
+    /// Locks that were lost since closing began, among them those whose guards were still alive at the limit. Their holders
+    /// have been told.
     pub lost: usize,
     /// Claims that were left to their lease since closing began: the store did not answer or refused, or `min_hold` reaches
     /// beyond the limit. The store's clock frees them.
@@ -108,13 +109,13 @@ struct Closing {
     /// The janitor's task. Ends by itself when the registry is gone and nothing is left to do.
     _janitor: JoinHandle<()>,
     start: OnceLock<Start>,
-    lost: AtomicUsize,
 }
 
 /// The engine's counts when closing began.
 #[derive(Clone, Copy)]
 struct Start {
     held: usize,
+    lost: usize,
     left_to_lease: usize,
     endings_left: usize,
 }
@@ -234,9 +235,7 @@ impl Registry {
                 break;
             }
             for held in all {
-                if held.lose(LostReason::Closed) {
-                    self.closing.lost.fetch_add(1, Ordering::AcqRel);
-                }
+                held.lose(LostReason::Closed);
             }
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
@@ -268,6 +267,7 @@ impl LockRegistry for Registry {
         let closing = &self.closing;
         let start = *closing.start.get_or_init(|| Start {
             held: engine.held.alive(),
+            lost: engine.lost.load(Ordering::Acquire),
             left_to_lease: engine.left_to_lease.load(Ordering::Acquire),
             endings_left: engine.endings_left.load(Ordering::Acquire),
         });
@@ -286,7 +286,7 @@ impl LockRegistry for Registry {
             engine.out_of_time.give();
             let _ = tokio::time::timeout(engine.defaults.answer_limit, self.lose_all()).await;
         }
-        let lost = closing.lost.load(Ordering::Acquire);
+        let lost = engine.lost.load(Ordering::Acquire) - start.lost;
         // What is being given back counts as held and is the janitor's. A caller that comes to its turn only now is
         // counted for a moment, but asks the store for nothing.
         let held = engine.held.alive();
@@ -430,6 +430,7 @@ impl RegistryBuilder {
             contending: Gauge::default(),
             closing: Signal::default(),
             out_of_time: Signal::default(),
+            lost: 0.into(),
             left_to_lease: 0.into(),
             endings_left: 0.into(),
             slots: SlotTable::new(),
@@ -444,7 +445,6 @@ impl RegistryBuilder {
                 }
             }),
             start: OnceLock::new(),
-            lost: AtomicUsize::new(0),
         };
         Ok(Registry { engine, closing: Arc::new(closing) })
     }
