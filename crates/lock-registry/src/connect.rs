@@ -25,7 +25,8 @@ use crate::store_url::Store;
 ///
 /// # Errors
 /// [`ConfigError`] when the URL is wrong, its store is not built in, or the store cannot be opened. Everything that can be
-/// checked is checked before any I/O. No error shows a password.
+/// checked is checked before any I/O. No error shows a password. [`ConfigError::NoRuntime`] outside a tokio runtime that has
+/// time enabled.
 ///
 /// # Cancel safety
 /// Dropping the future closes what was opened so far; a database file that was made stays.
@@ -51,9 +52,7 @@ pub(crate) async fn open(
     observers: Vec<Arc<dyn Observer>>,
 ) -> Result<Registry, ConfigError> {
     // Stores open connections on the runtime; some would panic without one.
-    if tokio::runtime::Handle::try_current().is_err() {
-        return Err(ConfigError::NoRuntime);
-    }
+    Registry::check_runtime()?;
     let Resolved { store, options } = resolved;
     #[cfg(feature = "metrics")]
     let metrics = registry_core::observe::MetricsObserver::new(store.scheme());

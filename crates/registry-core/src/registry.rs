@@ -145,6 +145,14 @@ impl Registry {
         Self::builder(Arc::new(MemoryBackend::new())).build()
     }
 
+    /// Checks that a registry can be opened here, for those who open its store first.
+    ///
+    /// # Errors
+    /// [`ConfigError::NoRuntime`] outside a tokio runtime that has time enabled.
+    pub fn check_runtime() -> Result<(), ConfigError> {
+        runtime().map(drop)
+    }
+
     /// Waits until nothing is left to be given back in the background. Tests await this instead of sleeping.
     ///
     /// # Cancel safety
@@ -398,10 +406,7 @@ impl RegistryBuilder {
     /// # Errors
     /// [`ConfigError::NoRuntime`] outside a runtime, or in one without time; [`ConfigError::Invalid`] for values out of range.
     pub fn build(self) -> Result<Registry, ConfigError> {
-        let runtime = Handle::try_current().map_err(|_| ConfigError::NoRuntime)?;
-        // The only way to ask a runtime whether it has time; without it, waiting would panic later.
-        std::panic::catch_unwind(|| drop(tokio::time::sleep(Duration::ZERO)))
-            .map_err(|_| ConfigError::NoRuntime)?;
+        let runtime = runtime()?;
         let Self { backend, defaults, observers } = self;
         let capabilities = backend.capabilities();
         check_range("poll", defaults.poll, Self::POLL_MIN, Self::POLL_MAX)?;
@@ -448,6 +453,15 @@ impl RegistryBuilder {
         };
         Ok(Registry { engine, closing: Arc::new(closing) })
     }
+}
+
+/// The current runtime, if a registry can live in it.
+fn runtime() -> Result<Handle, ConfigError> {
+    let runtime = Handle::try_current().map_err(|_| ConfigError::NoRuntime)?;
+    // The only way to ask it whether it has time. Without, waiting would panic later.
+    std::panic::catch_unwind(|| drop(tokio::time::sleep(Duration::ZERO)))
+        .map_err(|_| ConfigError::NoRuntime)?;
+    Ok(runtime)
 }
 
 /// Lives as long as the runtime does its work for the registry.

@@ -205,4 +205,5 @@ fn a_runtime_without_time_is_refused_when_the_registry_is_built() {
     let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
     let refused = runtime.block_on(async { Registry::in_memory() });
     assert!(matches!(refused, Err(ConfigError::NoRuntime)), "{refused:?}");
+    assert!(matches!(Registry::check_runtime(), Err(ConfigError::NoRuntime)));
 }
