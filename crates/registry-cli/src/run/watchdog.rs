@@ -2,12 +2,14 @@
 //! and the lock's lease is over. It does nothing but wait for that.
 //!
 //! `lockreg` writes lines into its stdin: `guard GROUP GRACE`, `until MOMENT`, `mine`, `done`. The end of the stream without `done`
-//! means that `lockreg` is gone.
+//! means that `lockreg` is gone. A watchdog that was stopped reads what it missed before it acts; so the last line must always
+//! find room.
 
-use std::io::{self, Write as _};
+use std::fmt;
+use std::io::{self, PipeReader, PipeWriter, Read as _, Write as _};
 use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt as _;
-use std::process::{Child, ChildStdin, Stdio};
+use std::process::{Child, Stdio};
 use std::time::Duration;
 
 use nix::errno::Errno;
@@ -25,45 +27,42 @@ pub(crate) const ROLE: &str = "__watchdog";
 #[derive(Debug)]
 pub(crate) struct Watchdog {
     process: Child,
-    orders: ChildStdin,
+    orders: Dispatch,
 }
 
 impl Watchdog {
     /// Starts one that has nothing to guard yet.
     pub(crate) fn start() -> io::Result<Self> {
-        let mut process = own_program(ROLE)
-            .stdin(Stdio::piped())
+        let (stdin, orders) = Dispatch::open()?;
+        let process = own_program(ROLE)
+            .stdin(Stdio::from(stdin))
             .stdout(Stdio::null())
             // Signals of the terminal, or to our group, must not remove it before us.
             .process_group(0)
             // There may be a password in it.
             .env_clear()
             .spawn()?;
-        let orders = process.stdin.take().expect("stdin is a pipe");
-        // A watchdog that is stopped must not stop us.
-        fcntl(&orders, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
         Ok(Self { process, orders })
     }
 
     /// Makes it guard the process group `group`, which gets `grace` to end.
     pub(crate) fn guard(&mut self, group: Pid, grace: Duration) {
-        self.order(format_args!("guard {group} {}", grace.as_millis()));
+        self.orders.guard(group, grace);
     }
 
     /// Tells it that the lock is held for `valid_for` from now.
     pub(crate) fn held_for(&mut self, valid_for: Duration) {
-        let until = now().saturating_add(valid_for);
-        self.order(format_args!("until {}", until.as_nanos()));
+        self.orders.until(now().saturating_add(valid_for));
     }
 
     /// Tells it that the command is being ended by us.
     pub(crate) fn mine(&mut self) {
-        self.order(format_args!("mine"));
+        self.orders.send("mine\n");
     }
 
     /// Dismisses it. One that does not go, because it is stopped, is killed.
     pub(crate) fn dismiss(mut self) {
-        self.order(format_args!("done"));
+        self.orders.send("done\n");
         let Self { mut process, orders } = self;
         drop(orders);
         let until = now().saturating_add(DISMISSAL);
@@ -76,11 +75,52 @@ impl Watchdog {
             std::thread::sleep(DISMISSAL / 50);
         }
     }
+}
 
-    fn order(&mut self, order: std::fmt::Arguments<'_>) {
-        // Fails when somebody killed it, or stopped it long ago: the command then runs as it would without one. A line is so
-        // short that it is written as a whole or not at all.
-        let _ = self.orders.write_all(format!("{order}\n").as_bytes());
+/// Orders on their way to the watchdog. Sending never waits, and the last order is never the one that is dropped.
+#[derive(Debug)]
+struct Dispatch {
+    pipe: PipeWriter,
+    /// The other end, for when the pipe is full.
+    unread: PipeReader,
+    /// Whom it guards, and with which grace.
+    guard: String,
+}
+
+impl Dispatch {
+    /// The end that the watchdog reads from, and the orders.
+    fn open() -> io::Result<(PipeReader, Self)> {
+        let (unread, pipe) = io::pipe()?;
+        // A watchdog that is stopped must not stop us; and what we take back it may have read just now.
+        fcntl(&pipe, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
+        fcntl(&unread, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
+        Ok((unread.try_clone()?, Self { pipe, unread, guard: String::new() }))
+    }
+
+    fn guard(&mut self, group: Pid, grace: Duration) {
+        self.guard = format!("guard {group} {}\n", grace.as_millis());
+        self.send("");
+    }
+
+    fn until(&mut self, moment: Duration) {
+        self.send(format_args!("until {}\n", moment.as_nanos()));
+    }
+
+    /// Sends `order`, a line or nothing. Whom to guard is said every time, because that may have been taken back.
+    fn send(&mut self, order: impl fmt::Display) {
+        // So short that it is written as a whole or not at all.
+        let order = format!("{}{order}", self.guard);
+        if self.pipe.write_all(order.as_bytes()).is_err() {
+            self.make_room();
+            // Nothing else can be wrong with a pipe of which we have both ends.
+            let _ = self.pipe.write_all(order.as_bytes());
+        }
+    }
+
+    /// Takes back the oldest orders: the watchdog was stopped long ago. Not all of them, or one that goes on at this moment would
+    /// find nothing that is newer than what it knew when it was stopped.
+    fn make_room(&mut self) {
+        let _ = self.unread.read(&mut [0; PAGE]);
     }
 }
 
@@ -223,6 +263,8 @@ fn now() -> Duration {
 
 /// How long `lockreg` has to react to the end of the lease before the watchdog does.
 const MARGIN: Duration = Duration::from_millis(100);
+/// What a full pipe has of orders, many times over, and what it has room by.
+const PAGE: usize = 4_096;
 /// How long it has to go when it is dismissed.
 const DISMISSAL: Duration = Duration::from_millis(100);
 /// How often it looks whether the command has ended. Nobody tells one process of the end of another's child.
@@ -341,6 +383,39 @@ mod tests {
         watching.join().unwrap();
         shell.kill().unwrap();
         assert_eq!(shell.wait().unwrap().signal(), Some(Signal::SIGKILL as i32));
+    }
+
+    #[test]
+    fn a_watchdog_that_was_stopped_for_long_knows_the_newest_orders_when_it_goes_on() {
+        // As many as no pipe holds. The watchdog is stopped where it had begun to read, or before.
+        for had_read in [0, 1, 30, 5_000] {
+            let (pipe, mut dispatch) = Dispatch::open().unwrap();
+            let mut orders = Orders::new(pipe);
+            dispatch.guard(Pid::from_raw(4242), Duration::from_secs(10));
+            for moment in 1..=50_000 {
+                dispatch.until(Duration::from_secs(moment));
+                if moment == 1_000 {
+                    let mut bytes = vec![0; had_read];
+                    let count = read(&orders.pipe, &mut bytes).unwrap();
+                    assert_eq!(count, had_read);
+                    orders.read.extend(bytes);
+                }
+            }
+            let mut charge = Charge::default();
+            while let News::Order(order) = orders.next(Some(Duration::ZERO)) {
+                charge.obey(&order);
+            }
+            assert_eq!(
+                (charge.group, charge.grace, charge.until),
+                (
+                    Some(Pid::from_raw(4242)),
+                    Duration::from_secs(10),
+                    Some(Duration::from_secs(50_000))
+                )
+            );
+            dispatch.send("done\n");
+            watch(orders);
+        }
     }
 
     #[test]
