@@ -28,11 +28,14 @@ Exit status:
   1    `show`, `break`: nobody holds the key
   64   the command line or a LOCK_REGISTRY_* variable is wrong; nothing was done
   69   the store cannot be reached or used
+  70   a bug in lockreg
+  71   the operating system refused to start a process or thread
+  74   stdout cannot be written to
   75   the lock was not obtained in time
   76   the lock was lost while it was needed
   126  the command of `run` cannot be executed
   127  the command of `run` does not exist
-  129… ended by signal 1…, as was the command of `run`
+  129… signal 1… ended the command of `run`, or lockreg while it held no lock
 
 All options of a store can be set by environment variables too: LOCK_REGISTRY_URL, LOCK_REGISTRY_LEASE, …
 A URL with a password belongs there: others on this host can see the command line.";
@@ -71,7 +74,7 @@ pub(crate) enum Command {
 /// Runs a command while holding a lock
 ///
 /// Waits for the lock, for ever unless told otherwise, runs the command, and frees the lock when the command has ended.
-/// The command finds the key in LOCKREG_KEY and the fencing token in LOCKREG_FENCING_TOKEN.
+/// The command finds the key in LOCKREG_KEY and, if the store gives one, the fencing token in LOCKREG_FENCING_TOKEN.
 ///
 /// If the lock is lost while the command runs, the command gets SIGTERM and, after the grace time, SIGKILL; so do all
 /// processes that it started, unless they have left its process group. Signals are passed on to the command.
@@ -122,7 +125,8 @@ impl Run {
 /// Holds a lock until stdin ends or a signal comes
 ///
 /// Prints one line of JSON when the lock is held, {"key":…,"token":…,"valid_for_ms":…}, and one when it is lost,
-/// {"key":…,"lost":"reason"}. For scripts and for programs in any language.
+/// {"key":…,"lost":"reason"}. For scripts and for programs in any language. Status 0 also if a signal ended it while it
+/// held the lock.
 #[derive(Debug, Args)]
 pub(crate) struct Hold {
     #[command(flatten)]
@@ -140,7 +144,7 @@ pub(crate) struct Taking {
     /// Gives up at once if somebody else has the lock, with status 75
     #[arg(long)]
     pub(crate) no_wait: bool,
-    /// How long the key stays taken if this process dies; renewed while it lives [default: 30s]
+    /// How long the key stays taken if this process dies; renewed while it lives, unless LOCK_REGISTRY_RENEW=false [default: 30s]
     #[arg(long, value_name = "TIME", value_parser = lease, allow_hyphen_values = true)]
     pub(crate) lease: Option<Duration>,
     /// What others see when they ask who holds the lock [default: host:pid]
@@ -182,12 +186,14 @@ pub(crate) struct Schema {
 }
 
 /// Measures lock and unlock pairs against the store
+///
+/// Each task stops after 5 million pairs, even if there is time left.
 #[derive(Debug, Args)]
 pub(crate) struct Bench {
-    /// How long to measure
+    /// How long to measure, at most 1h
     #[arg(long = "for", value_name = "TIME", default_value = "3s", value_parser = measured)]
     pub(crate) time: Duration,
-    /// How many tasks of this process contend, each for a key of its own
+    /// How many tasks of this process do so at once, each with a key of its own; at most 1024
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub(crate) tasks: u16,
 }

@@ -89,9 +89,10 @@ pub(crate) async fn take(
     signals: &mut Signals,
     say: Say,
 ) -> Result<Taken, Failure> {
+    let began = Instant::now();
     let options = patience.map_or_else(LockOptions::new, |wait| LockOptions::new().wait(wait));
     let mut taking = Box::pin(lock.lock_with(options));
-    let mut telling = Telling::new(lock.key(), patience != Some(Duration::ZERO), say);
+    let mut telling = Telling::new(lock.key(), began, patience != Some(Duration::ZERO), say);
     let mut look = tokio::time::interval(LOOK);
     let outcome = loop {
         tokio::select! {
@@ -110,6 +111,7 @@ pub(crate) async fn take(
     if let Some(guard) = outcome? {
         return Ok(Taken::Guard(guard));
     }
+    let waited = began.elapsed();
     let holder = ear.busy.borrow().as_ref().and_then(Sighting::holder_now);
     let when = match patience {
         None | Some(Duration::ZERO) => String::new(),
@@ -118,7 +120,7 @@ pub(crate) async fn take(
     say.notice(
         "not_obtained",
         &format!("{} is held by {}{when}", printable(lock.key()), holder_phrase(holder.as_ref())),
-        json!({ "key": lock.key(), "waited_ms": patience.map(millis), "holder": holder.as_ref().map(HolderView::from) }),
+        json!({ "key": lock.key(), "waited_ms": millis(waited), "holder": holder.as_ref().map(HolderView::from) }),
     );
     Ok(Taken::Busy)
 }
@@ -170,8 +172,8 @@ struct Telling<'a> {
 }
 
 impl<'a> Telling<'a> {
-    fn new(key: &'a str, wanted: bool, say: Say) -> Self {
-        Self { key, say, began: Instant::now(), wanted, live: None, told: None }
+    fn new(key: &'a str, began: Instant, wanted: bool, say: Say) -> Self {
+        Self { key, say, began, wanted, live: None, told: None }
     }
 
     fn tell(&mut self, seen: &Sighting) {

@@ -222,7 +222,12 @@ fn help_and_version_are_no_errors() {
         assert!(!done.stdout.is_empty());
     }
     let help = store.done(["--help"]).stdout;
-    for status in ["64", "69", "75", "76", "126", "127"] {
-        assert!(help.contains(status));
+    for status in ["0", "1", "64", "69", "70", "71", "74", "75", "76", "126", "127"] {
+        let line = format!("\n  {status} ");
+        assert!(help.contains(&line), "{status}: {help}");
+    }
+    let help = store.done(["bench", "--help"]).stdout;
+    for limit in ["1024", "1h", "5 million"] {
+        assert!(help.contains(limit), "{limit}: {help}");
     }
 }

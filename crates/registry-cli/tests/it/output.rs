@@ -1,10 +1,12 @@
 //! What is printed, for people and for programs.
 
 use std::os::unix::fs::PermissionsExt as _;
+use std::time::{Duration, Instant};
 
+use nix::sys::signal::Signal;
 use serde_json::{Value, json};
 
-use crate::support::{Done, Store};
+use crate::support::{Done, Store, until};
 
 fn printed(done: &Done) -> Value {
     assert_eq!(done.stdout.lines().count(), 1, "one document per line: {done:?}");
@@ -147,6 +149,28 @@ fn run_leaves_stdout_to_its_command_and_speaks_json_on_stderr_if_asked() {
     let error: Value = serde_json::from_str(&done.stderr).unwrap();
     assert_eq!((&error["event"], &error["status"]), (&json!("error"), &json!(69)));
     assert!(error["message"].is_string() && error["causes"].is_array());
+}
+
+#[test]
+fn whoever_gives_up_tells_how_long_it_really_waited() {
+    let store = Store::new();
+    let holder = store.start(["hold", "key"]);
+    holder.says();
+    let event = |line: &str| serde_json::from_str::<Value>(line).unwrap();
+    let done = store.done(["--json", "run", "--no-wait", "key", "--", "true"]);
+    let told = event(&done.stderr);
+    assert!(told["event"] == "not_obtained" && told["waited_ms"].is_u64(), "{told}");
+
+    let mut waiter = store.start(["--json", "run", "--wait", "2s", "key", "--", "true"]);
+    waiter.complains("\"waiting\"");
+    let began = Instant::now();
+    // It is not there when its time is over.
+    waiter.signal(Signal::SIGSTOP);
+    until("more than that to pass", || began.elapsed() > Duration::from_millis(2_500));
+    waiter.signal(Signal::SIGCONT);
+    let told = event(&waiter.complains("\"not_obtained\""));
+    assert!(told["waited_ms"].as_u64().unwrap() > 2_500, "{told}");
+    assert_eq!((waiter.wait(), holder.finish()), (75, 0));
 }
 
 #[test]
