@@ -24,13 +24,13 @@ use crate::store_url::{Store, UrlText};
 /// | `namespace` | locks of different namespaces never meet | the store's own |
 /// | `lease` | how long a key stays taken if its holder dies, `100ms` to `1day` | `30s` |
 /// | `renew` | whether a held lock's lease is renewed | `true` |
-/// | `poll` | how often a waiter looks by itself, wake-ups or not | `250ms` |
+/// | `poll` | how often a waiter looks by itself, wake-ups or not, `1ms` to `1h` | `250ms` |
 /// | `handoff` | how often in a row a lock may pass within this process before others get their turn, `0` (never) to `10000` | `32` |
-/// | `timeout` | how long one operation of the store may stay unanswered | `3s` |
+/// | `timeout` | how long one operation of the store may stay unanswered, `10ms` to `1h` | `3s` |
 /// | `label` | what others see when they ask who holds a lock | nothing |
 /// | `layout` | how the store lays out its records | `native`, so far the only one |
-/// | `busy_timeout` | SQLite only: how long a statement waits for other writers | `2.5s`, but less than `timeout` |
-/// | `purge_after` | SQLite only: how long rows of free keys are kept | `1h` |
+/// | `busy_timeout` | SQLite only: how long a statement waits for other writers, `0s` to `1h` | `2.5s`; at most five sixths of a `timeout` that is set |
+/// | `purge_after` | SQLite only: how long rows of free keys are kept, `0s` to `366days` | `1h` |
 ///
 /// Every option has the same name and form everywhere: `lease=30s` in a URL, `lease = "30s"` in TOML,
 /// `LOCK_REGISTRY_LEASE=30s` in the environment. A name that is none of these is an error wherever it stands.

@@ -18,7 +18,7 @@ use crate::store_url::Store;
 /// | `memory:` | this process, a store of its own |
 /// | `memory:NAME` | this process, the same store for everybody who names it |
 /// | `sqlite:PATH`, `sqlite:///PATH` | the processes of this host, one file; feature `sqlite` |
-/// | `pass-through:` | none: everybody is always granted; for tests, or to turn locking off |
+/// | `pass-through:` | none: callers of this registry take turns, nobody else is kept out; for tests, or to turn locking off |
 ///
 /// Options follow as a query: `sqlite:locks.db?lease=10s&label=worker%201`. Special characters are percent-encoded. See
 /// [`RegistryConfig`] for the options, and for other places to set them.

@@ -2,7 +2,8 @@
 #![cfg_attr(feature = "config", doc = include_str!("../README.md"))]
 #![cfg_attr(
     not(feature = "config"),
-    doc = "Locks that exclude tasks, processes and hosts, behind one trait."
+    doc = "Locks that exclude tasks, processes and hosts, behind one trait.\n\nFutures of registries, locks and guards must be \
+           polled inside a tokio runtime that has time enabled: outside of one they panic where they would have to wait."
 )]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 

@@ -51,6 +51,9 @@ use tower_service::Service;
 /// The lock covers the inner service's future until it has given its response. A body that is streamed after that is not
 /// covered. If the lock is lost in the meantime, the inner future is dropped and the request fails with
 /// [`LockServiceError::Lock`].
+///
+/// The futures of its services must be polled inside a tokio runtime that has time enabled: outside of one they panic before
+/// the inner service's future is polled.
 #[derive(Clone)]
 pub struct LockLayer<K> {
     registry: Arc<dyn LockRegistry>,
@@ -141,7 +144,7 @@ where
             };
             let response = guard.protect(inner.call(request)).await?;
             // The work is done and was covered to its end, so its result stands. A release that fails is told to the
-            // registry's observers and repeated in the background.
+            // registry's observers, and repeated in the background if that can help; the lease ends in any case.
             let _ = guard.unlock().await;
             response.map_err(LockServiceError::Inner)
         })

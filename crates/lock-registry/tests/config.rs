@@ -89,10 +89,11 @@ async fn a_named_memory_store_is_shared_within_its_namespace() {
 }
 
 #[tokio::test]
-async fn pass_through_grants_everybody() {
+async fn pass_through_keeps_out_only_callers_of_the_same_registry() {
     let registry = connect("pass-through:").await.unwrap();
     let other = connect("pass-through:").await.unwrap();
     let _one = registry.obtain("key").try_lock().await.unwrap().unwrap();
+    assert!(registry.obtain("key").try_lock().await.unwrap().is_none());
     assert!(other.obtain("key").try_lock().await.unwrap().is_some());
 }
 
