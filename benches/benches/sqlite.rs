@@ -1,27 +1,30 @@
 //! What the engine and the SQLite store cost on top of the two statements that a lock cannot do without.
 
 use std::str::FromStr;
-
 use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::Duration;
 
-use criterion::Criterion;
-use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
-use nix::unistd::Pid;
 use registry_core::{LockRegistry, Registry};
 use registry_jdbc::{SqliteBackend, SqliteConfig};
+use sqlx::ConnectOptions;
 use sqlx::sqlite::{SqliteConnectOptions, SqliteConnection, SqliteJournalMode, SqliteSynchronous};
-use sqlx::{ConnectOptions, Executor};
 use tokio::runtime::Runtime;
 use tokio::sync::Mutex;
 
-const GROUP: &str = "uncontended pair on SQLite";
-
-/// A lease row: taken if it is free or over, given back by its owner.
-const ACQUIRE: &str = "INSERT INTO leases (name, owner, token, until) VALUES (?1, ?2, ?3, ?4) \
-    ON CONFLICT (name) DO UPDATE SET owner = excluded.owner, token = token + 1, until = excluded.until \
-    WHERE owner IS NULL OR until < ?3";
-const RELEASE: &str = "UPDATE leases SET owner = NULL WHERE name = ?1 AND owner = ?2";
+/// A lease row as the store keeps it: taken if it is free or over, with a token above all earlier ones.
+const ACQUIRE: &str = "INSERT INTO lock_registry_locks \
+        (namespace, key, claim, token, block, label, since, until, boot) \
+    VALUES (?1, ?2, ?3, \
+        (SELECT ?4 FROM lock_registry_meta WHERE id = 1 AND boot = ?9 AND floor <= ?4), \
+        ?5, ?6, ?7, ?8, ?9) \
+    ON CONFLICT (namespace, key) DO UPDATE SET claim = excluded.claim, token = excluded.token, \
+        block = excluded.block, label = excluded.label, since = excluded.since, \
+        until = excluded.until, boot = excluded.boot \
+    WHERE (claim IS NULL OR until <= excluded.since) AND token + block <= excluded.token";
+/// Given back by its owner.
+const RELEASE: &str = "UPDATE lock_registry_locks SET claim = NULL, until = ?4 \
+    WHERE namespace = ?1 AND key = ?2 AND claim = ?3 AND until > ?4 AND boot = ?5";
 
 async fn bare(folder: &std::path::Path) -> SqliteConnection {
     let url = format!("sqlite:{}", folder.join("bare.db").display());
@@ -33,72 +36,61 @@ async fn bare(folder: &std::path::Path) -> SqliteConnection {
         .connect()
         .await
         .unwrap();
+    sqlx::raw_sql(SqliteBackend::schema()).execute(&mut connection).await.unwrap();
     connection
-        .execute(
-            "CREATE TABLE leases (name TEXT PRIMARY KEY, owner BLOB, token INTEGER NOT NULL, \
-             until INTEGER NOT NULL) WITHOUT ROWID",
-        )
-        .await
-        .unwrap();
-    connection
-}
-
-fn pair(criterion: &mut Criterion) {
-    let folder = tempfile::tempdir().unwrap();
-    let runtime: Runtime =
-        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
-    let connection = Mutex::new(runtime.block_on(bare(folder.path())));
-    let registry = runtime.block_on(async {
-        let config = SqliteConfig::new(folder.path().join("locks.db"));
-        let backend = SqliteBackend::open(config).await.unwrap();
-        Registry::builder(Arc::new(backend)).build().unwrap()
-    });
-    let lock = registry.obtain("orders/42");
-    let bare = async || {
-        let mut connection = connection.lock().await;
-        let owner = [7_u8; 16];
-        let taken = sqlx::query(ACQUIRE)
-            .bind("orders/42")
-            .bind(owner.as_slice())
-            .bind(1_i64)
-            .bind(2_i64)
-            .execute(&mut *connection)
-            .await
-            .unwrap();
-        assert_eq!(taken.rows_affected(), 1);
-        let freed = sqlx::query(RELEASE)
-            .bind("orders/42")
-            .bind(owner.as_slice())
-            .execute(&mut *connection)
-            .await
-            .unwrap();
-        assert_eq!(freed.rows_affected(), 1);
-    };
-    let ours = async || lock.lock().await.unwrap().unlock().await.unwrap();
-    let mut group = criterion.benchmark_group(GROUP);
-    group.bench_function("reference", |bench| {
-        bench.to_async(&runtime).iter(bare);
-    });
-    group.bench_function("lock and unlock", |bench| {
-        bench.to_async(&runtime).iter(ours);
-    });
-    group.finish();
-    runtime.block_on(registry.close(Duration::from_secs(1)));
-}
-
-/// Keeps all threads of this process on one processor.
-///
-/// Each statement passes from one thread to another and back. On several processors its time is mostly that of waking a sleeping
-/// one, which differs by a factor of four with where the kernel happens to put the threads.
-fn stay_on_one_processor() {
-    let all = sched_getaffinity(Pid::this()).unwrap();
-    let first = (0..CpuSet::count()).find(|cpu| all.is_set(*cpu).unwrap()).unwrap();
-    let mut one = CpuSet::new();
-    one.set(first).unwrap();
-    sched_setaffinity(Pid::this(), &one).unwrap();
 }
 
 fn main() {
-    stay_on_one_processor();
-    lock_registry_benches::run(&[GROUP], pair);
+    lock_registry_benches::stay_on_one_processor();
+    let folder = tempfile::tempdir().unwrap();
+    let runtime: Runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    runtime.block_on(async {
+        let connection = Mutex::new(bare(folder.path()).await);
+        let config = SqliteConfig::new(folder.path().join("locks.db"));
+        let backend = SqliteBackend::open(config).await.unwrap();
+        let registry = Registry::builder(Arc::new(backend)).build().unwrap();
+        let lock = registry.obtain("orders/42");
+        let clock = AtomicI64::new(0);
+        let statements = async || {
+            let mut connection = connection.lock().await;
+            // A pair takes less, and tokens must grow by as much as a grant reserves.
+            let now = clock.fetch_add(100, Ordering::Relaxed);
+            let claim = [7_u8; 16];
+            let boot = [0_u8; 16];
+            let taken = sqlx::query(ACQUIRE)
+                .bind("default")
+                .bind(b"orders/42".as_slice())
+                .bind(claim.as_slice())
+                .bind(now)
+                .bind(33_i64)
+                .bind(None::<String>)
+                .bind(now)
+                .bind(now + 30_000_000)
+                .bind(boot.as_slice())
+                .execute(&mut *connection)
+                .await
+                .unwrap();
+            assert_eq!(taken.rows_affected(), 1);
+            let freed = sqlx::query(RELEASE)
+                .bind("default")
+                .bind(b"orders/42".as_slice())
+                .bind(claim.as_slice())
+                .bind(now + 50)
+                .bind(boot.as_slice())
+                .execute(&mut *connection)
+                .await
+                .unwrap();
+            assert_eq!(freed.rows_affected(), 1);
+        };
+        let ours = async || lock.lock().await.unwrap().unlock().await.unwrap();
+        lock_registry_benches::in_turns(
+            "uncontended pair on SQLite",
+            statements,
+            "lock and unlock",
+            ours,
+        )
+        .await;
+        registry.close(Duration::from_secs(1)).await;
+    });
 }

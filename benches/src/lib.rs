@@ -5,8 +5,11 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 
 use criterion::Criterion;
+use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
+use nix::unistd::Pid;
 
 /// Runs `benches` as the command line says, and prints the ratios of what was measured.
 pub fn run(groups: &[&str], benches: impl FnOnce(&mut Criterion)) {
@@ -31,12 +34,53 @@ fn print_ratios(group: &str) {
             && name != "report"
             && let Some(median) = median_ns(&bench)
         {
-            let (ratio, speed) = (median / reference, reference / median);
-            println!(
-                "{group}/{name}: {median:.0} ns, {ratio:.2} x its time, {speed:.2} x its speed"
-            );
+            print_ratio(group, name, median, reference);
         }
     }
+}
+
+/// Keeps this thread, and all that it starts, on one processor.
+///
+/// For what passes from thread to thread: on several processors its time is mostly that of waking a sleeping one, which differs by a
+/// factor of four with where the kernel happens to put the threads.
+pub fn stay_on_one_processor() {
+    let this = Pid::from_raw(0);
+    let first = sched_getaffinity(this).ok().and_then(|allowed| {
+        (0..CpuSet::count()).find(|processor| allowed.is_set(*processor).unwrap_or(false))
+    });
+    let mut one = CpuSet::new();
+    if let Some(first) = first
+        && one.set(first).and_then(|()| sched_setaffinity(this, &one)).is_ok()
+    {
+        return;
+    }
+    eprintln!("could not stay on one processor; the figures will not repeat");
+}
+
+/// Times `reference` and `ours` in turns, so that both meet the same, and prints the ratio of their medians.
+pub async fn in_turns(group: &str, reference: impl AsyncFn(), name: &str, ours: impl AsyncFn()) {
+    // `cargo test` wants to see that it works, not how fast.
+    let turns = if std::env::args().any(|argument| argument == "--bench") { 20_000 } else { 20 };
+    let mut times = [Vec::with_capacity(turns), Vec::with_capacity(turns)];
+    for _ in 0..turns {
+        let start = Instant::now();
+        reference().await;
+        let middle = Instant::now();
+        ours().await;
+        times[0].push(middle - start);
+        times[1].push(middle.elapsed());
+    }
+    let [reference, ours] = times.map(|mut times| {
+        times.sort();
+        times[times.len() / 2].as_secs_f64() * 1e9
+    });
+    println!("\n{group}: reference {reference:.0} ns");
+    print_ratio(group, name, ours, reference);
+}
+
+fn print_ratio(group: &str, name: &str, median: f64, reference: f64) {
+    let (ratio, speed) = (median / reference, reference / median);
+    println!("{group}/{name}: {median:.0} ns, {ratio:.2} x its time, {speed:.2} x its speed");
 }
 
 fn results() -> PathBuf {

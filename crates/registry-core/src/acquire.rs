@@ -55,7 +55,7 @@ pub(crate) async fn acquire(
     };
 
     // 2. Our claim among the processes. Dropped at any point, it gives back what it may have got.
-    let contest = Contest { engine, terms, began, deadline };
+    let contest = Contest { slot, engine, terms, began, deadline };
     let Some(guard) = contest.win(turn, owner).await? else {
         return Ok(gave_up(slot, began));
     };
@@ -74,7 +74,8 @@ fn gave_up(slot: &Slot, began: Moment) -> Option<LockGuard> {
 
 /// The contest for one key between the processes, fought by the one caller of this process whose turn it is.
 struct Contest<'a> {
-    engine: &'a Arc<Engine>,
+    slot: &'a Slot,
+    engine: &'a Engine,
     terms: &'a Arc<Terms>,
     began: Moment,
     deadline: Option<Moment>,
@@ -82,10 +83,8 @@ struct Contest<'a> {
 
 impl Contest<'_> {
     async fn win(&self, turn: Turn, owner: Option<Owner>) -> Result<Option<LockGuard>, LockError> {
-        let slot = Arc::clone(turn.slot());
-        let key = slot.key();
-        let claim = self.fresh_claim(key);
-        let mut contender = Contender::new(turn, claim, Arc::clone(self.terms));
+        let key = self.slot.key();
+        let mut contender = Contender::new(turn, self.fresh_claim(key), self.terms);
         let mut attempts = 0;
         let mut failures = Failures::default();
         let mut early_wakes = 0;
@@ -108,7 +107,7 @@ impl Contest<'_> {
                                 // Too late to start anything; dropping the guard gives the claim back.
                                 return Err(LockError::Closed);
                             }
-                            slot.held_by(guard.hold());
+                            self.slot.held_by(guard.hold());
                             self.engine.tell(|| LockEvent::Granted {
                                 key: key.as_str(),
                                 token,

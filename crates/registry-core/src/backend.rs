@@ -70,6 +70,17 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
     /// Trouble only; a claim that holds nothing is [`Release::NotHeld`].
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError>;
 
+    /// What [`try_acquire`](Self::try_acquire) would answer, from a store that answers without waiting for anything. Spares
+    /// the engine a future.
+    fn acquire_at_once(&self, _claim: &Claim) -> Option<Result<Attempt, BackendError>> {
+        None
+    }
+
+    /// What [`release`](Self::release) would answer, from a store that answers without waiting for anything.
+    fn release_at_once(&self, _claim: &Claim) -> Option<Result<Release, BackendError>> {
+        None
+    }
+
     /// Returns when the lock that was `busy` may be free. A hint: it may return early or never.
     ///
     /// A change that came after the store answered `busy` and before this call must not be missed: that is what

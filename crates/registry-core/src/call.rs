@@ -4,7 +4,8 @@
 //! the janitor polls it to its end.
 
 use std::future::{Future, poll_fn};
-use std::pin::Pin;
+use std::mem;
+use std::pin::{Pin, pin};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -12,14 +13,49 @@ use crate::janitor::Janitor;
 
 pub(crate) type CallFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
+/// Polls a call once, without a suspension, and gives it back if it has no answer yet.
+pub(crate) async fn first_poll<T>(mut call: CallFuture<T>) -> Result<T, CallFuture<T>> {
+    match poll_fn(|cx| Poll::Ready(call.as_mut().poll(cx))).await {
+        Poll::Ready(answer) => Ok(answer),
+        Poll::Pending => Err(call),
+    }
+}
+
+/// Waits for `future` for at most `limit`. A future that answers at its first poll needs no timer, and setting one up costs as much as
+/// many a store; and polling twice for one wake-up costs as much again.
+pub(crate) async fn within<F: Future + Unpin>(limit: Duration, mut future: F) -> Option<F::Output> {
+    if let Poll::Ready(answer) = poll_fn(|cx| Poll::Ready(Pin::new(&mut future).poll(cx))).await {
+        return Some(answer);
+    }
+    let mut end = pin!(tokio::time::sleep(limit));
+    // Just now, by this very task.
+    let mut polled = true;
+    poll_fn(|cx| {
+        if !mem::take(&mut polled)
+            && let Poll::Ready(answer) = Pin::new(&mut future).poll(cx)
+        {
+            return Poll::Ready(Some(answer));
+        }
+        end.as_mut().poll(cx).map(|()| None)
+    })
+    .await
+}
+
 pub(crate) struct Call<T: Send + 'static> {
     future: Option<CallFuture<T>>,
+    /// The next poll has nothing to find out.
+    polled: bool,
     janitor: Janitor,
 }
 
 impl<T: Send + 'static> Call<T> {
     pub(crate) fn new(janitor: &Janitor, future: CallFuture<T>) -> Self {
-        Self { future: Some(future), janitor: janitor.clone() }
+        Self { future: Some(future), polled: false, janitor: janitor.clone() }
+    }
+
+    /// A call that had no answer at its [first poll](first_poll), to be polled next within the same poll of the same task.
+    pub(crate) fn polled(janitor: &Janitor, future: CallFuture<T>) -> Self {
+        Self { future: Some(future), polled: true, janitor: janitor.clone() }
     }
 
     /// A call whose answer is already there, not looked at yet.
@@ -34,12 +70,7 @@ impl<T: Send + 'static> Call<T> {
 
     /// Waits for the answer for at most `limit`. The call itself goes on either way.
     pub(crate) async fn answer_within(&mut self, limit: Duration) -> Option<T> {
-        // Stores that answer at once need no timer, and setting one up costs as much as they do.
-        if let Poll::Ready(answer) = poll_fn(|cx| Poll::Ready(Pin::new(&mut *self).poll(cx))).await
-        {
-            return Some(answer);
-        }
-        tokio::time::timeout(limit, self).await.ok()
+        within(limit, self).await
     }
 }
 
@@ -47,6 +78,9 @@ impl<T: Send + 'static> Future for Call<T> {
     type Output = T;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<T> {
+        if mem::take(&mut self.polled) {
+            return Poll::Pending;
+        }
         let Some(future) = self.future.as_mut() else {
             // Answered already. Pending is what a fused future says.
             return Poll::Pending;

@@ -3,15 +3,13 @@
 //! The clean-up is armed before the first request leaves: whoever drops a [`Contender`] in mid-flight leaves to the
 //! janitor a claim that is carried to its end and given back.
 
-use std::future::poll_fn;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
-use std::task::Poll;
 
 use futures_util::future::FutureExt as _;
 
 use crate::backend::{Attempt, Claim, Grant};
-use crate::call::{Call, CallFuture};
+use crate::call::{Call, CallFuture, first_poll};
 use crate::clock::Moment;
 use crate::engine::Engine;
 use crate::error::{BackendError, BackendErrorKind};
@@ -34,8 +32,8 @@ pub(crate) enum Answer {
 
 /// The one caller of this process that contends for a key.
 #[derive(Debug)]
-pub(crate) struct Contender {
-    terms: Arc<Terms>,
+pub(crate) struct Contender<'a> {
+    terms: &'a Arc<Terms>,
     /// Both are here until a grant is taken or the contender is dropped.
     parts: Option<(Turn, Claim)>,
     in_flight: Option<AttemptCall>,
@@ -45,8 +43,8 @@ pub(crate) struct Contender {
     queued: bool,
 }
 
-impl Contender {
-    pub(crate) fn new(turn: Turn, claim: Claim, terms: Arc<Terms>) -> Self {
+impl<'a> Contender<'a> {
+    pub(crate) fn new(turn: Turn, claim: Claim, terms: &'a Arc<Terms>) -> Self {
         turn.slot().engine().contending.enter();
         Self {
             terms,
@@ -73,15 +71,17 @@ impl Contender {
         // Taken before the request leaves. The store's lease starts at an unknown moment between send and
         // reply; counting from the reply would let us trust a lease that is already over.
         let sent_at = Moment::now();
-        let mut request = engine.acquiring(self.claim());
         // For a backend that panics right here. All else that can go wrong finds the request in flight.
         self.stray_attempts += 1;
-        let at_once = poll_fn(|cx| Poll::Ready(request.as_mut().poll(cx))).await;
+        let first = match engine.backend.acquire_at_once(self.claim()) {
+            Some(answer) => Ok(answer),
+            None => first_poll(engine.acquiring(self.claim())).await,
+        };
         self.stray_attempts -= 1;
-        let answer = match at_once {
-            Poll::Ready(answer) => answer,
-            Poll::Pending => {
-                let call = Call::new(&engine.janitor, request);
+        let answer = match first {
+            Ok(answer) => answer,
+            Err(request) => {
+                let call = Call::polled(&engine.janitor, request);
                 let limit = engine.defaults.answer_limit;
                 match self.in_flight.insert(call).answer_within(limit).await {
                     Some(answer) => answer,
@@ -107,7 +107,7 @@ impl Contender {
         sent_at: Moment,
     ) -> Result<Arc<HeldClaim>, Box<Self>> {
         let (turn, claim) = self.parts.take().expect("the claim is here until a grant is taken");
-        let terms = Arc::clone(&self.terms);
+        let terms = Arc::clone(self.terms);
         let taken = HeldClaim::take(turn, claim, terms, grant, sent_at, self.stray_attempts);
         let taken = taken.map_err(|(turn, claim)| {
             let engine = Arc::clone(turn.slot().engine());
@@ -120,7 +120,7 @@ impl Contender {
                 stray_attempts: self.stray_attempts + 1,
                 under_way: None,
             });
-            Box::new(Self::new(turn, fresh, Arc::clone(&self.terms)))
+            Box::new(Self::new(turn, fresh, self.terms))
         });
         // Only now, so that closing never sees nobody between two states of the same caller.
         match &taken {
@@ -138,7 +138,7 @@ impl Contender {
         };
         let engine = Arc::clone(turn.slot().engine());
         self.leave_behind(Arc::clone(&engine), claim, None);
-        *self = Self::new(turn, fresh, Arc::clone(&self.terms));
+        *self = Self::new(turn, fresh, self.terms);
         engine.contending.leave();
     }
 
@@ -173,7 +173,7 @@ impl Contender {
     }
 }
 
-impl Drop for Contender {
+impl Drop for Contender<'_> {
     fn drop(&mut self) {
         if let Some((turn, claim)) = self.parts.take() {
             let engine = Arc::clone(turn.slot().engine());

@@ -1,13 +1,12 @@
 //! The guard of a held lock: what its holder can ask, and how the lock is let go.
 
 use std::fmt;
-use std::future::{Future, poll_fn};
+use std::future::Future;
 use std::sync::Arc;
-use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use crate::backend::{Claim, LockBackend, Release, Renewal};
-use crate::call::{Call, CallFuture};
+use crate::call::{Call, CallFuture, first_poll, within};
 use crate::clock::Moment;
 use crate::engine::{Engine, lost, trouble};
 use crate::error::{BackendError, LockError, LostReason};
@@ -224,18 +223,21 @@ impl LockGuard {
             return Ok(());
         }
         // Most of the time of an in-process unlock would go into preparing for an answer that takes its time.
-        let mut release = engine.releasing(ending.held().claim());
-        let answer = poll_fn(|cx| Poll::Ready(release.as_mut().poll(cx))).await;
-        if let Poll::Ready(Ok(Release::Freed)) = answer
+        let claim = ending.held().claim();
+        let first = match engine.backend.release_at_once(claim) {
+            Some(answer) => Ok(answer),
+            None => first_poll(engine.releasing(claim)).await,
+        };
+        if let Ok(Ok(Release::Freed)) = first
             && ending.held().stray_attempts_at_release() == 0
         {
             tell_released(ending.held());
             return Ok(());
         }
-        let (engine, key) = (Arc::clone(engine), ending.held().claim().key().clone());
-        let release = match answer {
-            Poll::Pending => Call::new(&engine.janitor, release),
-            Poll::Ready(answer) => Call::answered(&engine.janitor, answer),
+        let (engine, key) = (Arc::clone(engine), claim.key().clone());
+        let release = match first {
+            Ok(answer) => Call::answered(&engine.janitor, answer),
+            Err(release) => Call::polled(&engine.janitor, release),
         };
         LettingGo::new(&engine, give_held_back(ending, Some(release))).outcome(&engine, &key).await
     }
@@ -303,13 +305,7 @@ impl LettingGo {
         let Some(job) = self.job.as_mut() else {
             return Ok(());
         };
-        // A store that answers at once needs no timer.
-        let first = poll_fn(|cx| Poll::Ready(job.as_mut().poll(cx))).await;
-        let outcome = match first {
-            Poll::Ready(outcome) => Ok(outcome),
-            Poll::Pending => tokio::time::timeout(engine.defaults.answer_limit, job).await,
-        };
-        let Ok(outcome) = outcome else {
+        let Some(outcome) = within(engine.defaults.answer_limit, job).await else {
             if mutated(Mutant::ReleaseErrorSwallowed) {
                 return Ok(());
             }

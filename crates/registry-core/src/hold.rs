@@ -1,8 +1,8 @@
 //! One holder's use of a held claim: its token, its owner, its guards. A claim has one hold at a time, and after a
 //! hand-over another.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 
 use crate::error::LostReason;
 use crate::fencing::FencingToken;
@@ -17,8 +17,8 @@ pub(crate) struct Hold {
     owner: Option<Owner>,
     /// Guards that are alive. Never rises again from zero.
     guards: AtomicUsize,
-    /// Known when the last guard has gone: why the lock was lost before, if it was.
-    end: OnceLock<Option<LostReason>>,
+    /// A [`Fate`], settled when the last guard has gone.
+    fate: AtomicU8,
 }
 
 /// What can become of a lock under one hold.
@@ -43,7 +43,7 @@ impl Hold {
             token,
             owner,
             guards: AtomicUsize::new(1),
-            end: OnceLock::new(),
+            fate: AtomicU8::new(Fate::Held.code()),
         }))
     }
 
@@ -79,7 +79,8 @@ impl Hold {
         }
         let ended = self.held.end();
         // Before the claim is handed over: what becomes of it then is another hold's fate.
-        let _ = self.end.set(ended.as_ref().err().copied());
+        let fate = ended.as_ref().map_or_else(|reason| Fate::Lost(*reason), |_| Fate::LetGo);
+        self.fate.store(fate.code(), Ordering::Release);
         self.held.hint_loss();
         Some(ended)
     }
@@ -88,10 +89,48 @@ impl Hold {
     pub(crate) fn fate(&self) -> Fate {
         // In this order: a loss that is seen before the end is known is a loss of this hold.
         let loss = self.held.loss();
-        match self.end.get() {
-            Some(None) => Fate::LetGo,
-            Some(Some(reason)) => Fate::Lost(*reason),
-            None => loss.map_or(Fate::Held, Fate::Lost),
+        match Fate::of_code(self.fate.load(Ordering::Acquire)) {
+            Fate::Held => loss.map_or(Fate::Held, Fate::Lost),
+            settled => settled,
+        }
+    }
+}
+
+impl Fate {
+    const ALL: [Self; 6] = [
+        Self::Held,
+        Self::LetGo,
+        Self::Lost(LostReason::Expired),
+        Self::Lost(LostReason::Gone),
+        Self::Lost(LostReason::MaxHold),
+        Self::Lost(LostReason::Closed),
+    ];
+
+    /// Its place in [`ALL`](Self::ALL), for an atomic.
+    const fn code(self) -> u8 {
+        match self {
+            Self::Held => 0,
+            Self::LetGo => 1,
+            Self::Lost(LostReason::Expired) => 2,
+            Self::Lost(LostReason::Gone) => 3,
+            Self::Lost(LostReason::MaxHold) => 4,
+            Self::Lost(LostReason::Closed) => 5,
+        }
+    }
+
+    fn of_code(code: u8) -> Self {
+        Self::ALL.get(usize::from(code)).copied().unwrap_or(Self::Held)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fate_is_read_as_it_was_written() {
+        for fate in Fate::ALL {
+            assert_eq!(Fate::of_code(fate.code()), fate);
         }
     }
 }

@@ -46,6 +46,8 @@ struct Shared {
 struct Schedule {
     seats: Seats,
     next_ticket: u64,
+    /// The next ticket at the last look.
+    seen_ticket: u64,
     /// When the task looks again by itself; `None` while it waits to be called.
     wakes_at: Option<Moment>,
     stopped: bool,
@@ -112,8 +114,13 @@ impl Keeper {
             let soon = later.by_ref().take_while(|(seat, _)| seat.at <= now.after(TOGETHER));
             due.extend(soon.filter(|(seat, _)| seat.renewal).map(entry));
         }
+        // A schedule that is empty just now, but was not all the time, will soon be filled again: being called each time
+        // would cost more than a look in a while.
+        let was_used = schedule.next_ticket != schedule.seen_ticket;
+        schedule.seen_ticket = schedule.next_ticket;
+        let next = first_later.or_else(|| was_used.then_some(Moment::FUTURE));
         // tokio's timers do not count the time that the host is suspended; a look now and then does.
-        schedule.wakes_at = first_later.map(|at| at.min(now.after(LOOK_AT_CLOCK)));
+        schedule.wakes_at = next.map(|at| at.min(now.after(LOOK_AT_CLOCK)));
         Some(due)
     }
 

@@ -129,37 +129,11 @@ impl LockBackend for MemoryBackend {
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        let now = Moment::about_now();
-        let granted = match self.0.held.entry(claim.key().clone()) {
-            Entry::Occupied(mut entry) => {
-                let record = entry.get();
-                if record.is_live(now) {
-                    if record.claim == claim.id() {
-                        return Ok(Attempt::Granted(Grant::new(
-                            Some(record.token),
-                            record.until.since(now),
-                        )));
-                    }
-                    let busy = Busy::new()
-                        .with_retry_after(record.until.since(now))
-                        .with_holder(record.holder(claim.key(), now))
-                        .with_mark(record.token.get());
-                    return Ok(Attempt::Busy(busy));
-                }
-                let record = self.0.record(claim, now)?;
-                let token = record.token;
-                entry.insert(record);
-                token
-            }
-            Entry::Vacant(entry) => {
-                let record = self.0.record(claim, now)?;
-                let token = record.token;
-                entry.insert(record);
-                token
-            }
-        };
-        self.0.sweep(now);
-        Ok(Attempt::Granted(Grant::new(Some(granted), claim.lease())))
+        self.0.acquire(claim)
+    }
+
+    fn acquire_at_once(&self, claim: &Claim) -> Option<Result<Attempt, BackendError>> {
+        Some(self.0.acquire(claim))
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
@@ -182,14 +156,11 @@ impl LockBackend for MemoryBackend {
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
-        let now = Moment::about_now();
-        let ours =
-            |record: &Record| record.claim == claim.id() || mutated(Mutant::ReleaseWithoutOwner);
-        // A record of ours that has expired goes too, but it had ended before.
-        Ok(match self.0.held.remove_if(claim.key(), |_, record| ours(record)) {
-            Some((_, record)) if record.is_live(now) => Release::Freed,
-            _ => Release::NotHeld,
-        })
+        Ok(self.0.release(claim))
+    }
+
+    fn release_at_once(&self, claim: &Claim) -> Option<Result<Release, BackendError>> {
+        Some(Ok(self.0.release(claim)))
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
@@ -228,6 +199,51 @@ impl LockBackend for MemoryBackend {
 }
 
 impl Store {
+    fn acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        let now = Moment::about_now();
+        let granted = match self.held.entry(claim.key().clone()) {
+            Entry::Occupied(mut entry) => {
+                let record = entry.get();
+                if record.is_live(now) {
+                    if record.claim == claim.id() {
+                        return Ok(Attempt::Granted(Grant::new(
+                            Some(record.token),
+                            record.until.since(now),
+                        )));
+                    }
+                    let busy = Busy::new()
+                        .with_retry_after(record.until.since(now))
+                        .with_holder(record.holder(claim.key(), now))
+                        .with_mark(record.token.get());
+                    return Ok(Attempt::Busy(busy));
+                }
+                let record = self.record(claim, now)?;
+                let token = record.token;
+                entry.insert(record);
+                token
+            }
+            Entry::Vacant(entry) => {
+                let record = self.record(claim, now)?;
+                let token = record.token;
+                entry.insert(record);
+                token
+            }
+        };
+        self.sweep(now);
+        Ok(Attempt::Granted(Grant::new(Some(granted), claim.lease())))
+    }
+
+    fn release(&self, claim: &Claim) -> Release {
+        let now = Moment::about_now();
+        let ours =
+            |record: &Record| record.claim == claim.id() || mutated(Mutant::ReleaseWithoutOwner);
+        // A record of ours that has expired goes too, but it had ended before.
+        match self.held.remove_if(claim.key(), |_, record| ours(record)) {
+            Some((_, record)) if record.is_live(now) => Release::Freed,
+            _ => Release::NotHeld,
+        }
+    }
+
     fn record(&self, claim: &Claim, now: Moment) -> Result<Record, BackendError> {
         let token = self.next_token(claim.token_block()).ok_or_else(|| {
             BackendError::new(

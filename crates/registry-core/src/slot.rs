@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, PoisonError, Weak};
 
 use dashmap::DashMap;
@@ -88,6 +89,8 @@ pub(crate) struct Slot {
     key: Key,
     engine: Arc<Engine>,
     line: Mutex<Line>,
+    /// False only if nobody waits, or somebody has just come.
+    wanted: AtomicBool,
 }
 
 #[derive(Default)]
@@ -131,7 +134,7 @@ pub(crate) enum NoEntry {
 
 impl Slot {
     pub(crate) fn new(key: Key, engine: Arc<Engine>) -> Self {
-        Self { key, engine, line: Mutex::default() }
+        Self { key, engine, line: Mutex::default(), wanted: false.into() }
     }
 
     pub(crate) fn key(&self) -> &Key {
@@ -171,6 +174,7 @@ impl Slot {
             let terms = if own { None } else { Some(Arc::clone(terms)) };
             let waiter = Waiter { owner: owner.cloned(), terms, door };
             line.waiters.insert(ticket, waiter);
+            self.wanted.store(true, Ordering::Relaxed);
             Waiting { slot: self, ticket: Some(ticket), entry }
         };
         self.engine.tell(|| crate::LockEvent::Waiting { key: self.key.as_str() });
@@ -210,6 +214,10 @@ impl Slot {
         is_good: impl FnOnce() -> bool,
         make: impl FnOnce(Option<Owner>) -> LockGuard,
     ) -> bool {
+        // Whoever has come only just now gets the turn.
+        if !self.wanted.load(Ordering::Relaxed) {
+            return false;
+        }
         let mut line = self.line();
         if line.closed {
             return false;
@@ -246,6 +254,9 @@ impl Slot {
         line.reentrant = Weak::new();
         let next = line.waiters.pop_first();
         line.taken = next.is_some();
+        if line.waiters.is_empty() {
+            self.wanted.store(false, Ordering::Relaxed);
+        }
         let undelivered = next.and_then(|(_, waiter)| {
             let turn = Turn { slot: Some(Arc::clone(self)) };
             waiter.door.send(Entry::Turn(turn)).err()
