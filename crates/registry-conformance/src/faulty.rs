@@ -214,6 +214,15 @@ impl LockBackend for FaultyBackend {
         self.inner.shard(claim)
     }
 
+    // Nothing passes by what may happen on the way.
+    fn acquire_at_once(&self, _claim: &Claim) -> Option<Result<Attempt, BackendError>> {
+        None
+    }
+
+    fn release_at_once(&self, _claim: &Claim) -> Option<Result<Release, BackendError>> {
+        None
+    }
+
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         let claim = claim.clone();
         self.call(Operation::Acquire, Err, move |inner| {
