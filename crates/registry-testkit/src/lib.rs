@@ -10,6 +10,10 @@ pub mod proxy;
 #[cfg(unix)]
 pub mod process;
 
+// Servers.
+#[cfg(unix)]
+pub mod redis;
+
 #[cfg(unix)]
 pub mod holder;
 // What happened.

@@ -1,0 +1,135 @@
+//! What the server's and the client's errors mean for a lock: one table.
+
+use redis::{ErrorKind, RedisError, ServerErrorKind};
+use registry_core::{BackendError, BackendErrorKind};
+
+use BackendErrorKind::{Denied, Misconfigured, Protocol, Transient};
+
+/// Sorts an error and says what to do about it.
+pub(crate) fn explain(error: &RedisError) -> BackendError {
+    let Verdict { kind, says, refused } = judge(error);
+    // The client's errors hold no password: of the URL they repeat nothing, and the server never sends one.
+    let explained = BackendError::new(kind, format!("redis: {says}")).with_source(error.clone());
+    if refused { explained.as_refused() } else { explained }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Verdict {
+    kind: BackendErrorKind,
+    says: &'static str,
+    /// Nothing was done.
+    refused: bool,
+}
+
+const fn refused(kind: BackendErrorKind, says: &'static str) -> Verdict {
+    Verdict { kind, says, refused: true }
+}
+
+const fn open(kind: BackendErrorKind, says: &'static str) -> Verdict {
+    Verdict { kind, says, refused: false }
+}
+
+fn judge(error: &RedisError) -> Verdict {
+    match error.kind() {
+        ErrorKind::AuthenticationFailed => {
+            refused(Denied, "the server does not take this user or password")
+        }
+        ErrorKind::InvalidClientConfig => refused(Misconfigured, "the URL cannot be used"),
+        ErrorKind::Io if error.is_connection_refusal() => {
+            refused(Transient, "nobody listens at this address")
+        }
+        ErrorKind::Io if error.is_timeout() => open(Transient, "the server did not answer in time"),
+        ErrorKind::Io => open(Transient, "the connection was lost"),
+        ErrorKind::Client | ErrorKind::ClusterConnectionNotFound => {
+            refused(Transient, "there is no connection to the server")
+        }
+        ErrorKind::Server(kind) => server(kind, error.code()),
+        ErrorKind::Extension => code(error.code()),
+        ErrorKind::Parse | ErrorKind::UnexpectedReturnType => {
+            open(Protocol, "the server answered what no Redis server answers")
+        }
+        ErrorKind::RESP3NotSupported => {
+            refused(Misconfigured, "the server is older than version 6")
+        }
+        // What the client may add: the outcome is open, and a repetition promises nothing.
+        _ => open(Protocol, "the client failed"),
+    }
+}
+
+fn server(kind: ServerErrorKind, named: Option<&str>) -> Verdict {
+    match kind {
+        ServerErrorKind::NoPerm => refused(
+            Denied,
+            "this user may not do that; see the book for the rights that are needed",
+        ),
+        ServerErrorKind::BusyLoading => refused(Transient, "the server is loading its data"),
+        ServerErrorKind::ReadOnly => refused(Transient, "the server is a replica now"),
+        ServerErrorKind::MasterDown => refused(Transient, "the replica has lost its master"),
+        ServerErrorKind::ClusterDown => refused(Transient, "the cluster is down"),
+        ServerErrorKind::TryAgain => refused(Transient, "the slot is being moved"),
+        ServerErrorKind::Moved | ServerErrorKind::Ask => {
+            refused(Misconfigured, "the server is part of a cluster; use redis+cluster://")
+        }
+        ServerErrorKind::CrossSlot => {
+            refused(Protocol, "the keys of a lock are in different slots")
+        }
+        _ => code(named),
+    }
+}
+
+/// Codes that the client has no name for.
+fn code(code: Option<&str>) -> Verdict {
+    match code {
+        Some("NOAUTH") => refused(Denied, "the server asks for a password"),
+        Some("WRONGPASS") => refused(Denied, "the server does not take this user or password"),
+        Some("WRONGTYPE") => refused(
+            Protocol,
+            "the lock's key holds something else than a lock; use another namespace",
+        ),
+        Some("OOM") => refused(Transient, "the server has no memory left for writes (maxmemory)"),
+        Some("MISCONF") => refused(Transient, "the server cannot save its data and refuses writes"),
+        Some("NOREPLICAS") => {
+            refused(Transient, "the server has too few replicas (min-replicas-to-write)")
+        }
+        Some("BUSY") => refused(Transient, "the server is busy with somebody's script"),
+        Some("LOADING") => refused(Transient, "the server is loading its data"),
+        Some("READONLY") => refused(Transient, "the server is a replica now"),
+        Some("UNBLOCKED") => open(Transient, "the server changed its role"),
+        _ => open(Protocol, "the server said no"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn verdict(line: &str) -> Verdict {
+        judge(&redis::parse_redis_value(line.as_bytes()).unwrap().extract_error().unwrap_err())
+    }
+
+    #[test]
+    fn what_passes_is_tried_again_and_what_does_not_is_told() {
+        for (line, kind) in [
+            ("-LOADING Redis is loading the dataset in memory\r\n", Transient),
+            ("-READONLY You can't write against a read only replica.\r\n", Transient),
+            ("-MASTERDOWN Link with MASTER is down\r\n", Transient),
+            ("-CLUSTERDOWN Hash slot not served\r\n", Transient),
+            ("-OOM command not allowed when used memory > 'maxmemory'.\r\n", Transient),
+            ("-BUSY Redis is busy running a script.\r\n", Transient),
+            ("-NOREPLICAS Not enough good replicas to write.\r\n", Transient),
+            ("-NOAUTH Authentication required.\r\n", Denied),
+            ("-WRONGPASS invalid username-password pair or user is disabled.\r\n", Denied),
+            ("-NOPERM this user has no permissions to run the 'eval' command\r\n", Denied),
+            ("-WRONGTYPE Operation against a key holding the wrong kind of value\r\n", Protocol),
+            ("-MOVED 3999 127.0.0.1:6381\r\n", Misconfigured),
+        ] {
+            let verdict = verdict(line);
+            assert_eq!((verdict.kind, verdict.refused), (kind, true), "{line}");
+        }
+    }
+
+    #[test]
+    fn after_an_unknown_error_the_outcome_is_open() {
+        assert_eq!(verdict("-ERR something else\r\n"), open(Protocol, "the server said no"));
+    }
+}

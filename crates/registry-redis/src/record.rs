@@ -1,0 +1,73 @@
+//! What is written under a lock's key: `CLAIM TOKEN SINCE LABEL`, in text that people can read.
+
+use std::time::Duration;
+
+use registry_core::{FencingToken, Holder, Key};
+
+/// A lock's record, as far as it is one of ours.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Record {
+    pub(crate) token: Option<FencingToken>,
+    since_us: Option<i64>,
+    label: Option<String>,
+}
+
+impl Record {
+    /// Reads a record. Of what somebody else has written there nothing is known but that it is there.
+    pub(crate) fn read(bytes: &[u8]) -> Self {
+        let stranger = Self { token: None, since_us: None, label: None };
+        let Ok(text) = std::str::from_utf8(bytes) else { return stranger };
+        let mut fields = text.splitn(4, ' ');
+        let claim = fields.next().unwrap_or_default();
+        if claim.len() != 32 || !claim.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+            return stranger;
+        }
+        let number = |field: Option<&str>| field.and_then(|field| field.parse::<i64>().ok());
+        let (token, since_us) = (number(fields.next()), number(fields.next()));
+        let label = fields.next().filter(|label| !label.is_empty()).map(str::to_owned);
+        Self { token: token.and_then(|token| FencingToken::try_from(token).ok()), since_us, label }
+    }
+
+    /// Tells who holds `key`, at `now_us` on the server's clock.
+    pub(crate) fn holder(self, key: Key, now_us: i64, left_ms: i64) -> Holder {
+        let held_for = self.since_us.map(|since| micros(now_us.saturating_sub(since)));
+        Holder::new(key)
+            .with_label(self.label)
+            .with_token(self.token)
+            .with_times(held_for, lease_left(left_ms))
+    }
+}
+
+/// The lease that PTTL tells; `None` for a key without an expiry.
+pub(crate) fn lease_left(left_ms: i64) -> Option<Duration> {
+    u64::try_from(left_ms).ok().map(Duration::from_millis)
+}
+
+fn micros(us: i64) -> Duration {
+    Duration::from_micros(u64::try_from(us).unwrap_or(0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_record_is_read_as_it_is_written() {
+        let record = Record::read(b"000102030405060708090a0b0c0d0e0f 17 5 a label of three");
+        assert_eq!(record.token, FencingToken::new(17));
+        assert_eq!(record.label.as_deref(), Some("a label of three"));
+        let holder = record.holder(Key::new("k").unwrap(), 1_000_005, 250);
+        assert_eq!(holder.held_for, Some(Duration::from_secs(1)));
+        assert_eq!(holder.lease_left, Some(Duration::from_millis(250)));
+    }
+
+    #[test]
+    fn of_a_stranger_nothing_is_known() {
+        for bytes in
+            [&b""[..], b"x", b"\xff\xfe", b"1 2 3 4", b"zz0102030405060708090a0b0c0d0e0f 1 1 "]
+        {
+            let record = Record::read(bytes);
+            assert_eq!((record.token, record.since_us, record.label), (None, None, None));
+        }
+    }
+}

@@ -1,0 +1,8 @@
+-- KEYS: the lock. ARGV: claim. Answers 1 if it held the lock.
+local held = redis.call('GET', KEYS[1])
+if held and string.sub(held, 1, 32) == ARGV[1] then
+  redis.call('DEL', KEYS[1])
+  redis.call('PUBLISH', KEYS[1], '0')
+  return 1
+end
+return 0
