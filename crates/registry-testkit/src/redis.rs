@@ -1,11 +1,13 @@
 //! Redis servers for tests: real ones, each on a port and in a folder of its own.
 
-use std::io;
 use std::net::SocketAddr;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
+use std::{fs, io};
 
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 use tempfile::TempDir;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
@@ -54,7 +56,8 @@ impl RedisServer {
         command.arg("redis-server").args(["--port", &self.port.number().to_string()]);
         command.args(["--bind", "127.0.0.1", "--save", "", "--daemonize", "no"]);
         command.args(["--appendonly", "yes", "--appendfsync", "always"]);
-        command.arg("--dir").arg(self.folder.path()).args(&self.options);
+        command.arg("--dir").arg(self.folder.path()).arg("--pidfile").arg(self.pid_file());
+        command.args(&self.options);
         self.process = Some(HelperProcess::spawn(command)?);
         let deadline = Instant::now() + START_LIMIT;
         while Instant::now() < deadline {
@@ -81,12 +84,12 @@ impl RedisServer {
     /// # Errors
     /// The operating system's.
     pub fn lose_data(&self) -> io::Result<()> {
-        for entry in std::fs::read_dir(self.folder.path())? {
+        for entry in fs::read_dir(self.folder.path())? {
             let path = entry?.path();
             if path.is_dir() {
-                std::fs::remove_dir_all(path)?;
+                fs::remove_dir_all(path)?;
             } else {
-                std::fs::remove_file(path)?;
+                fs::remove_file(path)?;
             }
         }
         Ok(())
@@ -96,8 +99,8 @@ impl RedisServer {
     ///
     /// # Errors
     /// The operating system's; the server is down, most likely.
-    pub async fn pause(&self) -> io::Result<()> {
-        self.running()?.pause().await
+    pub fn pause(&self) -> io::Result<()> {
+        self.signal(Signal::SIGSTOP)
     }
 
     /// Lets a paused server go on.
@@ -105,11 +108,20 @@ impl RedisServer {
     /// # Errors
     /// As [`pause`](Self::pause).
     pub fn resume(&self) -> io::Result<()> {
-        self.running()?.resume()
+        self.signal(Signal::SIGCONT)
     }
 
-    fn running(&self) -> io::Result<&HelperProcess> {
-        self.process.as_ref().ok_or_else(|| io::Error::other("the server is down"))
+    fn signal(&self, signal: Signal) -> io::Result<()> {
+        if self.process.is_none() {
+            return Err(io::Error::other("the server is down"));
+        }
+        let pid = fs::read_to_string(self.pid_file())?;
+        let pid = pid.trim().parse().map_err(io::Error::other)?;
+        Ok(kill(Pid::from_raw(pid), signal)?)
+    }
+
+    fn pid_file(&self) -> PathBuf {
+        self.folder.path().join("server.pid")
     }
 
     /// Sends one command line and returns the beginning of the answer as it comes.

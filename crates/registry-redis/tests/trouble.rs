@@ -1,0 +1,247 @@
+//! What a server goes through in its life, and what holders and waiters notice of it.
+#![expect(
+    clippy::unwrap_used,
+    clippy::disallowed_methods,
+    reason = "a test may panic, and keeps its tasks itself"
+)]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use registry_core::{
+    BackendErrorKind, LockError, LockGuard, LockOptions, LockRegistry, LostReason, Registry,
+};
+use registry_redis::{RedisBackend, RedisConfig};
+use registry_testkit::redis::RedisServer;
+use registry_testkit::{eventually, within};
+
+/// Long enough for any machine; reached only by a test that fails.
+const LONG: Duration = Duration::from_secs(60);
+
+fn secs(secs: u64) -> Duration {
+    Duration::from_secs(secs)
+}
+
+/// A registry whose waiters do not look by themselves.
+async fn deaf(server: &RedisServer) -> Registry {
+    open(server, |builder| builder.poll(secs(3_600)).lease(secs(300))).await
+}
+
+async fn open(
+    server: &RedisServer,
+    set_up: impl FnOnce(registry_core::RegistryBuilder) -> registry_core::RegistryBuilder,
+) -> Registry {
+    let config = RedisConfig::from_url(&server.url()).unwrap();
+    let backend = Arc::new(RedisBackend::open(config).await.unwrap());
+    set_up(Registry::builder(backend)).build().unwrap()
+}
+
+/// Starts to wait for `k`, and comes back when the server has a subscription for it.
+async fn waiting(
+    registry: &Registry,
+    server: &RedisServer,
+) -> tokio::task::JoinHandle<Result<LockGuard, LockError>> {
+    let lock = registry.obtain("k");
+    let waiter = tokio::spawn(async move { lock.lock().await });
+    eventually(LONG, async || {
+        server.ask("PUBSUB NUMSUB lock-registry:{k}").await.unwrap().contains(":1")
+    })
+    .await;
+    waiter
+}
+
+#[tokio::test]
+async fn a_release_wakes_a_waiter_of_another_process() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    let (ours, theirs) = (deaf(&server).await, deaf(&server).await);
+    let guard = ours.obtain("k").lock().await.unwrap();
+    let waiter = waiting(&theirs, &server).await;
+    let token = guard.fencing_token();
+    guard.unlock().await.unwrap();
+    let next = within(LONG, waiter).await.unwrap().unwrap();
+    assert!(next.fencing_token() > token);
+}
+
+#[tokio::test]
+async fn a_broken_lock_wakes_a_waiter_and_its_holder_is_told() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    let ours = open(&server, |builder| builder.lease(secs(3))).await;
+    let theirs = deaf(&server).await;
+    let guard = ours.obtain("k").lock().await.unwrap();
+    let waiter = waiting(&theirs, &server).await;
+    assert!(theirs.force_release("k").await.unwrap());
+    assert!(within(LONG, waiter).await.unwrap().unwrap().is_held());
+    assert_eq!(within(LONG, guard.lost()).await, LostReason::Gone);
+}
+
+/// The message of the release may have been sent while nobody listened.
+#[tokio::test]
+async fn a_cut_connection_costs_a_waiter_no_wake_up() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    let (ours, theirs) = (deaf(&server).await, deaf(&server).await);
+    let guard = ours.obtain("k").lock().await.unwrap();
+    let waiter = waiting(&theirs, &server).await;
+    assert_eq!(server.ask("CLIENT KILL TYPE pubsub").await.unwrap(), ":1\r\n");
+    guard.unlock().await.unwrap();
+    assert!(within(LONG, waiter).await.unwrap().unwrap().is_held());
+}
+
+#[tokio::test]
+async fn cut_connections_and_forgotten_scripts_end_no_lock() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    let (ours, theirs) = (open(&server, |b| b.lease(secs(30))).await, deaf(&server).await);
+    let guard = ours.obtain("k").lock().await.unwrap();
+    for trouble in ["CLIENT KILL TYPE normal", "SCRIPT FLUSH", "CLIENT KILL TYPE normal"] {
+        server.ask(trouble).await.unwrap();
+        // The first command after a cut may be the one that finds out.
+        eventually(LONG, async || guard.renew(secs(30)).await.is_ok()).await;
+        eventually(LONG, async || matches!(theirs.obtain("k").try_lock().await, Ok(None))).await;
+    }
+    guard.unlock().await.unwrap();
+    assert!(theirs.obtain("k").try_lock().await.unwrap().is_some());
+}
+
+#[tokio::test]
+async fn a_crash_of_a_server_that_keeps_its_writes_ends_no_lock() {
+    let mut server = RedisServer::start(&[]).await.unwrap();
+    let ours = open(&server, |builder| builder.lease(secs(60))).await;
+    let guard = ours.obtain("k").lock().await.unwrap();
+    let token = guard.fencing_token();
+    server.kill();
+    assert!(guard.is_held());
+    assert!(guard.renew(secs(60)).await.is_err(), "the server is down");
+    server.start_again().await.unwrap();
+    let theirs = deaf(&server).await;
+    assert!(theirs.obtain("k").try_lock().await.unwrap().is_none());
+    eventually(LONG, async || guard.renew(secs(60)).await.is_ok()).await;
+    assert!(guard.is_held());
+    guard.unlock().await.unwrap();
+    let next = theirs.obtain("k").try_lock().await.unwrap().unwrap();
+    assert!(next.fencing_token() > token);
+}
+
+#[tokio::test]
+async fn a_restart_without_data_is_told_to_the_holder_and_tokens_grow_on() {
+    let mut server = RedisServer::start(&[]).await.unwrap();
+    let ours = open(&server, |builder| builder.lease(secs(6))).await;
+    let guard = ours.obtain("k").lock().await.unwrap();
+    let token = guard.fencing_token();
+    server.kill();
+    server.lose_data().unwrap();
+    server.start_again().await.unwrap();
+    let next = deaf(&server).await.obtain("k").lock().await.unwrap();
+    assert!(next.fencing_token() > token);
+    let reason = within(LONG, guard.lost()).await;
+    assert!(matches!(reason, LostReason::Gone | LostReason::Expired), "{reason:?}");
+    assert!(matches!(guard.unlock().await, Err(LockError::Lost { .. })));
+    assert!(next.is_held(), "the successor is left alone");
+}
+
+#[tokio::test]
+async fn a_server_that_stands_still_costs_the_lock_at_the_end_of_its_lease_and_not_later() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    let ours = open(&server, |builder| builder.lease(secs(2))).await;
+    let guard = ours.obtain("k").lock().await.unwrap();
+    let until = guard.valid_until();
+    server.pause().unwrap();
+    assert_eq!(within(LONG, guard.lost()).await, LostReason::Expired);
+    assert!(!guard.is_held());
+    server.resume().unwrap();
+    let theirs = deaf(&server).await;
+    let next = within(LONG, theirs.obtain("k").lock()).await.unwrap();
+    assert!(std::time::Instant::now() >= until);
+    assert!(next.fencing_token() > guard.fencing_token());
+}
+
+#[tokio::test]
+async fn what_is_no_lock_is_never_overwritten() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    let ours = deaf(&server).await;
+    server.ask("RPUSH lock-registry:{list} precious").await.unwrap();
+    server.ask("SET lock-registry:{string} precious").await.unwrap();
+    let error = ours.obtain("list").lock().await.unwrap_err();
+    let LockError::Backend { source, .. } = &error else { panic!("{error:?}") };
+    assert_eq!((source.kind(), source.refused()), (BackendErrorKind::Protocol, true));
+    assert!(ours.obtain("string").try_lock().await.unwrap().is_none());
+    let holder = ours.obtain("string").holder().await.unwrap().unwrap();
+    assert_eq!((holder.token, holder.label, holder.lease_left), (None, None, None));
+    assert!(server.ask("GET lock-registry:{string}").await.unwrap().contains("precious"));
+    assert!(server.ask("LINDEX lock-registry:{list} 0").await.unwrap().contains("precious"));
+}
+
+#[tokio::test]
+async fn many_waiters_cost_two_connections_and_leave_no_subscription() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    let (ours, theirs) = (deaf(&server).await, deaf(&server).await);
+    let mut guards = Vec::new();
+    let mut waiters = tokio::task::JoinSet::new();
+    for key in 0..200 {
+        let key = format!("many/{key}");
+        guards.push(ours.obtain(&key).lock().await.unwrap());
+        let lock = theirs.obtain(&key);
+        waiters.spawn(async move { lock.lock().await.unwrap().unlock().await.unwrap() });
+    }
+    let subscribed =
+        async || server.ask("PUBSUB CHANNELS *").await.unwrap().starts_with("*200\r\n");
+    eventually(LONG, subscribed).await;
+    // Two of theirs, one of ours, and the one that asks. Those who asked before may take a moment to be gone.
+    let few = async || server.ask("CLIENT LIST").await.unwrap().matches(" addr=").count() <= 4;
+    eventually(LONG, few).await;
+    for guard in guards {
+        guard.unlock().await.unwrap();
+    }
+    within(LONG, async {
+        while let Some(ended) = waiters.join_next().await {
+            ended.unwrap()
+        }
+    })
+    .await;
+    let silent = async || server.ask("PUBSUB CHANNELS *").await.unwrap().starts_with("*0\r\n");
+    eventually(LONG, silent).await;
+}
+
+#[tokio::test]
+async fn a_key_that_is_used_once_leaves_nothing_for_ever() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    let config = RedisConfig::from_url(&server.url()).unwrap();
+    let backend = RedisBackend::open(config.with_token_memory(secs(2))).await.unwrap();
+    let ours = Registry::builder(Arc::new(backend)).build().unwrap();
+    let options = LockOptions::new().lease(secs(1));
+    let token = {
+        let guard = ours.obtain("k").lock_with(options.clone()).await.unwrap().unwrap();
+        let token = guard.fencing_token();
+        guard.unlock().await.unwrap();
+        token
+    };
+    eventually(LONG, async || server.ask("DBSIZE").await.unwrap() == ":0\r\n").await;
+    let guard = ours.obtain("k").lock_with(options).await.unwrap().unwrap();
+    assert!(guard.fencing_token() > token, "tokens grow on though the last one is forgotten");
+}
+
+#[tokio::test]
+async fn who_may_not_enter_is_told_so_without_the_password() {
+    let server = RedisServer::start(&["--requirepass", "opensesame"]).await.unwrap();
+    for (url, kind) in [
+        (server.url(), BackendErrorKind::Denied),
+        (format!("redis://:hunter2@{}", server.addr()), BackendErrorKind::Denied),
+        (format!("redis://nobody:hunter2@{}", server.addr()), BackendErrorKind::Denied),
+        ("redis://:hunter2@127.0.0.1:1".to_owned(), BackendErrorKind::Transient),
+    ] {
+        let config = RedisConfig::from_url(&url).unwrap();
+        let error = match RedisBackend::open(config).await {
+            // Without a password the connection is made; the first command is refused.
+            Ok(backend) => registry_core::LockBackend::list(&backend).await.unwrap_err(),
+            Err(error) => error,
+        };
+        assert_eq!((error.kind(), error.refused()), (kind, true), "{error:?}");
+        let mut text = format!("{error} {error:?}");
+        let mut source = std::error::Error::source(&error);
+        while let Some(error) = source {
+            text += &format!(" {error} {error:?}");
+            source = error.source();
+        }
+        assert!(!text.contains("hunter2") && !text.contains("opensesame"), "{text}");
+    }
+    let config = RedisConfig::from_url(&format!("redis://:opensesame@{}", server.addr())).unwrap();
+    RedisBackend::open(config).await.unwrap();
+}
