@@ -1,0 +1,51 @@
+//! What the engine and the Redis store cost on top of the two scripts that a lock cannot do without.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use redis::Script;
+use redis::aio::ConnectionManager;
+use registry_core::{LockRegistry, Registry};
+use registry_redis::{RedisBackend, RedisConfig};
+use registry_testkit::redis::RedisServer;
+
+const ACQUIRE: &str = include_str!("../../crates/registry-redis/src/script/acquire.lua");
+const RELEASE: &str = include_str!("../../crates/registry-redis/src/script/release.lua");
+
+fn main() {
+    lock_registry_benches::stay_on_one_processor();
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    runtime.block_on(async {
+        // A disk would be most of the time.
+        let server = RedisServer::start(&["--appendonly", "no"]).await.unwrap();
+        let client = redis::Client::open(server.url()).unwrap();
+        let connection = ConnectionManager::new(client).await.unwrap();
+        let (acquire, release) = (Script::new(ACQUIRE), Script::new(RELEASE));
+        let scripts = async || {
+            let mut connection = connection.clone();
+            let owner = "000102030405060708090a0b0c0d0e0f";
+            let mut call = acquire.key("bare:{orders/42}");
+            call.key("bare:{orders/42}:token")
+                .arg(owner)
+                .arg(30_000)
+                .arg(33)
+                .arg(86_400_000)
+                .arg("");
+            let (granted, _token, _lease): (i64, String, i64) =
+                call.invoke_async(&mut connection).await.unwrap();
+            assert_eq!(granted, 1);
+            let mut call = release.key("bare:{orders/42}");
+            let freed: i64 = call.arg(owner).invoke_async(&mut connection).await.unwrap();
+            assert_eq!(freed, 1);
+        };
+        let backend =
+            RedisBackend::open(RedisConfig::from_url(&server.url()).unwrap()).await.unwrap();
+        let registry = Registry::builder(Arc::new(backend)).build().unwrap();
+        let lock = registry.obtain("orders/42");
+        let ours = async || lock.lock().await.unwrap().unlock().await.unwrap();
+        let group = "uncontended pair on Redis";
+        lock_registry_benches::in_turns(group, scripts, "lock and unlock", ours).await;
+        registry.close(Duration::from_secs(1)).await;
+    });
+}
