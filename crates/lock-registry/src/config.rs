@@ -31,6 +31,8 @@ use crate::store_url::{Store, UrlText};
 /// | `layout` | how the store lays out its records | `native`, so far the only one |
 /// | `busy_timeout` | SQLite only: how long a statement waits for other writers, `0s` to `1h` | `2.5s`; at most five sixths of a `timeout` that is set |
 /// | `purge_after` | SQLite only: how long rows of free keys are kept, `0s` to `366days` | `1h` |
+/// | `connect_timeout` | Redis only: how long connecting may take, `10ms` to `1h` | `2s` |
+/// | `token_memory` | Redis only: how long the newest token of a key is remembered after its last grant, `10ms` to `366days` | `1day` |
 ///
 /// Every option has the same name and form everywhere: `lease=30s` in a URL, `lease = "30s"` in TOML,
 /// `LOCK_REGISTRY_LEASE=30s` in the environment. A name that is none of these is an error wherever it stands.
@@ -288,6 +290,8 @@ impl Layer {
             layout: self.layout.or(weaker.layout),
             busy_timeout: self.busy_timeout.or(weaker.busy_timeout),
             purge_after: self.purge_after.or(weaker.purge_after),
+            connect_timeout: self.connect_timeout.or(weaker.connect_timeout),
+            token_memory: self.token_memory.or(weaker.token_memory),
         }
     }
 }

@@ -25,12 +25,14 @@ pub(crate) struct Layer {
     pub(crate) layout: Option<Layout>,
     pub(crate) busy_timeout: Option<Duration>,
     pub(crate) purge_after: Option<Duration>,
+    pub(crate) connect_timeout: Option<Duration>,
+    pub(crate) token_memory: Option<Duration>,
 }
 
-/// One option: its name, the one store that knows it (or all), and how it is read and shown.
+/// One option: its name, the schemes of the stores that know it, and how it is read and shown.
 pub(crate) struct OptionRow {
     pub(crate) name: &'static str,
-    pub(crate) only: Option<&'static str>,
+    only: &'static [&'static str],
     read: Read,
     show: Show,
 }
@@ -38,25 +40,37 @@ pub(crate) struct OptionRow {
 /// Every option there is, in the order in which people want to read them. `url` is the one that no URL can hold.
 #[rustfmt::skip]
 pub(crate) static OPTIONS: &[OptionRow] = &[
-    row("url",          None,           |l, t| put(&mut l.url, Ok(UrlText::new(t))),      |l| l.url.as_ref().map(ToString::to_string)),
-    row("namespace",    None,           |l, t| put(&mut l.namespace, Ok(t.into())),       |l| l.namespace.clone()),
-    row("lease",        None,           |l, t| put(&mut l.lease, duration(t)),            |l| l.lease.map(shown)),
-    row("renew",        None,           |l, t| put(&mut l.renew, switch(t)),              |l| l.renew.map(|on| on.to_string())),
-    row("poll",         None,           |l, t| put(&mut l.poll, duration(t)),             |l| l.poll.map(shown)),
-    row("handoff",      None,           |l, t| put(&mut l.handoff, count(t)),             |l| l.handoff.map(|n| n.to_string())),
-    row("timeout",      None,           |l, t| put(&mut l.timeout, duration(t)),          |l| l.timeout.map(shown)),
-    row("label",        None,           |l, t| put(&mut l.label, Ok(t.into())),           |l| l.label.clone()),
-    row("layout",       None,           |l, t| put(&mut l.layout, layout(t)),             |l| l.layout.map(|l| l.to_string())),
-    row("busy_timeout", Some("sqlite"), |l, t| put(&mut l.busy_timeout, duration(t)),     |l| l.busy_timeout.map(shown)),
-    row("purge_after",  Some("sqlite"), |l, t| put(&mut l.purge_after, duration(t)),      |l| l.purge_after.map(shown)),
+    row("url",             ALL,    |l, t| put(&mut l.url, Ok(UrlText::new(t))),             |l| l.url.as_ref().map(ToString::to_string)),
+    row("namespace",       ALL,    |l, t| put(&mut l.namespace, Ok(t.into())),              |l| l.namespace.clone()),
+    row("lease",           ALL,    |l, t| put(&mut l.lease, duration(t)),                   |l| l.lease.map(shown)),
+    row("renew",           ALL,    |l, t| put(&mut l.renew, switch(t)),                     |l| l.renew.map(|on| on.to_string())),
+    row("poll",            ALL,    |l, t| put(&mut l.poll, duration(t)),                    |l| l.poll.map(shown)),
+    row("handoff",         ALL,    |l, t| put(&mut l.handoff, count(t)),                    |l| l.handoff.map(|n| n.to_string())),
+    row("timeout",         ALL,    |l, t| put(&mut l.timeout, duration(t)),                 |l| l.timeout.map(shown)),
+    row("label",           ALL,    |l, t| put(&mut l.label, Ok(t.into())),                  |l| l.label.clone()),
+    row("layout",          ALL,    |l, t| put(&mut l.layout, layout(t)),                    |l| l.layout.map(|l| l.to_string())),
+    row("busy_timeout",    SQLITE, |l, t| put(&mut l.busy_timeout, duration(t)),            |l| l.busy_timeout.map(shown)),
+    row("purge_after",     SQLITE, |l, t| put(&mut l.purge_after, duration(t)),             |l| l.purge_after.map(shown)),
+    row("connect_timeout", REDIS,  |l, t| put(&mut l.connect_timeout, duration(t)),         |l| l.connect_timeout.map(shown)),
+    row("token_memory",    REDIS,  |l, t| put(&mut l.token_memory, duration(t)),            |l| l.token_memory.map(shown)),
 ];
 
 type Read = fn(&mut Layer, &str) -> Result<(), Problem>;
 type Show = fn(&Layer) -> Option<String>;
 
-const fn row(name: &'static str, only: Option<&'static str>, read: Read, show: Show) -> OptionRow {
+const fn row(
+    name: &'static str,
+    only: &'static [&'static str],
+    read: Read,
+    show: Show,
+) -> OptionRow {
     OptionRow { name, only, read, show }
 }
+
+/// Known to every store.
+const ALL: &[&str] = &[];
+const SQLITE: &[&str] = &["sqlite"];
+const REDIS: &[&str] = &["redis", "rediss"];
 
 impl OptionRow {
     pub(crate) fn find(name: &str) -> Option<&'static Self> {
@@ -166,11 +180,11 @@ impl Layer {
         })
     }
 
-    /// Checks every value, and that the store named `store` knows each option that is set.
+    /// Checks every value, and that the store of the scheme `store` knows each option that is set.
     pub(crate) fn check(&self, origin: Origin, store: &str) -> Result<(), ConfigError> {
         for row in OPTIONS.iter().filter(|row| row.shown_in(self).is_some()) {
-            if let Some(only) = row.only
-                && only != store
+            if let Some(only) = row.only.first()
+                && !row.only.contains(&store)
             {
                 return Err(ConfigError::Invalid(format!(
                     "{} is for {only} stores, and the store is {store}",
@@ -186,7 +200,9 @@ impl Layer {
             ("poll", self.poll, RegistryBuilder::POLL_MIN, RegistryBuilder::POLL_MAX),
             ("timeout", self.timeout, RegistryBuilder::TIMEOUT_MIN, RegistryBuilder::TIMEOUT_MAX),
             ("busy_timeout", self.busy_timeout, Duration::ZERO, RegistryBuilder::TIMEOUT_MAX),
-            ("purge_after", self.purge_after, Duration::ZERO, PURGE_AFTER_MAX),
+            ("purge_after", self.purge_after, Duration::ZERO, DAYS_MAX),
+            ("connect_timeout", self.connect_timeout, REDIS_MIN, RegistryBuilder::TIMEOUT_MAX),
+            ("token_memory", self.token_memory, REDIS_MIN, DAYS_MAX),
         ];
         for (option, given, min, max) in spans {
             match given {
@@ -214,6 +230,9 @@ impl Layer {
             }
             _ => {}
         }
+        if REDIS.contains(&store) && self.namespace.as_deref() == Some("") {
+            return wrong("namespace", "is empty; in Redis every name begins with it".to_owned());
+        }
         let texts = [
             ("namespace", &self.namespace, RegistryConfig::NAMESPACE_BYTES_MAX),
             ("label", &self.label, LockOptions::LABEL_BYTES_MAX),
@@ -233,7 +252,8 @@ impl Layer {
     }
 }
 
-const PURGE_AFTER_MAX: Duration = LockOptions::WAIT_MAX;
+const DAYS_MAX: Duration = LockOptions::WAIT_MAX;
+const REDIS_MIN: Duration = Duration::from_millis(10);
 
 fn unknown_option(origin: Origin, name: &str) -> ConfigError {
     let names = OPTIONS
@@ -450,6 +470,31 @@ mod tests {
             error,
             "LOCK_REGISTRY_PURGE_AFTER is for sqlite stores, and the store is memory"
         );
+    }
+
+    #[test]
+    fn the_options_of_redis_are_for_both_of_its_schemes() {
+        for (option, value) in [("connect_timeout", "500ms"), ("token_memory", "2days")] {
+            let mut layer = Layer::default();
+            layer.read(Origin::Url, option, value).unwrap();
+            layer.check(Origin::Url, "redis").unwrap();
+            layer.check(Origin::Url, "rediss").unwrap();
+            assert_eq!(OptionRow::find(option).unwrap().shown_in(&layer).as_deref(), Some(value));
+            let error = layer.check(Origin::File, "sqlite").unwrap_err().to_string();
+            assert!(error.contains("is for redis stores, and the store is sqlite"), "{error}");
+        }
+        for (option, value, hint) in [
+            ("connect_timeout", "1ms", "less than the least, 10ms"),
+            ("connect_timeout", "2h", "more than the most, 1h"),
+            ("token_memory", "0s", "less than the least, 10ms"),
+            ("token_memory", "2years", "more than the most"),
+            ("namespace", "", "is empty"),
+        ] {
+            let mut layer = Layer::default();
+            layer.read(Origin::Url, option, value).unwrap();
+            let error = layer.check(Origin::Url, "rediss").unwrap_err().to_string();
+            assert!(error.contains(hint) && error.contains(option), "{option}={value}: {error}");
+        }
     }
 
     #[test]

@@ -44,3 +44,5 @@ pub use registry_core::{
 };
 #[cfg(feature = "sqlite")]
 pub use registry_jdbc::{Fence, FenceError, SqliteBackend, SqliteConfig, sqlx};
+#[cfg(feature = "redis")]
+pub use registry_redis::{RedisBackend, RedisConfig};

@@ -103,8 +103,8 @@ static SCHEMES: &[Scheme] = &[
     always("pass-through"),
     later("postgres", "postgres"),
     later("mysql", "mysql"),
-    later("redis", "redis"),
-    later("rediss", "redis-tls"),
+    with("redis", "redis", cfg!(feature = "redis")),
+    with("rediss", "redis-tls", cfg!(feature = "redis-tls")),
     later("redis+sentinel", "redis"),
     later("redis+cluster", "redis"),
     later("redis+quorum", "redis"),
@@ -129,7 +129,7 @@ mod tests {
     #[test]
     fn a_store_that_is_not_built_in_names_its_feature_and_the_cargo_line() {
         for (scheme, feature) in
-            [("redis", "redis"), ("rediss", "redis-tls"), ("etcd", "etcd"), ("zk", "zk")]
+            [("redis+sentinel", "redis"), ("mysql", "mysql"), ("etcd", "etcd"), ("zk", "zk")]
         {
             let error = Scheme::find(scheme).unwrap_err();
             assert!(
@@ -141,14 +141,21 @@ mod tests {
         }
     }
 
-    #[cfg(not(feature = "sqlite"))]
     #[test]
-    fn sqlite_without_its_feature_names_the_cargo_line() {
-        let text = Scheme::find("sqlite").unwrap_err().to_string();
-        let line = format!(
-            "lock-registry = {{ version = \"{}\", features = [\"sqlite\"] }}",
-            env!("CARGO_PKG_VERSION")
-        );
-        assert!(text.contains(&line), "{text}");
+    fn a_store_whose_feature_is_off_names_the_cargo_line() {
+        for (scheme, feature, built_in) in [
+            ("sqlite", "sqlite", cfg!(feature = "sqlite")),
+            ("redis", "redis", cfg!(feature = "redis")),
+            ("rediss", "redis-tls", cfg!(feature = "redis-tls")),
+        ] {
+            let found = Scheme::find(scheme);
+            assert_eq!(found.is_ok(), built_in, "{scheme}");
+            let Err(error) = found else { continue };
+            let line = format!(
+                "lock-registry = {{ version = \"{}\", features = [\"{feature}\"] }}",
+                env!("CARGO_PKG_VERSION")
+            );
+            assert!(error.to_string().contains(&line), "{error}");
+        }
     }
 }

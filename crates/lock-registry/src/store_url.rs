@@ -14,6 +14,10 @@ use registry_core::ConfigError;
 use crate::layer::OptionRow;
 use crate::scheme::{self, Scheme};
 
+mod redis;
+
+pub(crate) use redis::RedisServer;
+
 /// A store and the options that its URL sets.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct StoreUrl {
@@ -29,6 +33,8 @@ pub(crate) enum Store {
     Memory { name: Option<String> },
     /// The SQLite file at this path.
     Sqlite { path: PathBuf },
+    /// This Redis server.
+    Redis(RedisServer),
     /// No store: everybody is always granted.
     PassThrough,
 }
@@ -39,6 +45,7 @@ impl Store {
         match self {
             Self::Memory { .. } => "memory",
             Self::Sqlite { .. } => "sqlite",
+            Self::Redis(server) => server.scheme(),
             Self::PassThrough => "pass-through",
         }
     }
@@ -79,6 +86,7 @@ impl StoreUrl {
         let store = match scheme.name {
             "memory" => memory(&parts, scheme)?,
             "sqlite" => sqlite(&parts, scheme)?,
+            "redis" | "rediss" => redis::redis(&parts, scheme)?,
             _ => pass_through(&parts, scheme)?,
         };
         let options = parts.query.map_or(Ok(Vec::new()), |query| options(query, scheme))?;
@@ -429,8 +437,19 @@ mod tests {
     #[test]
     fn a_malformed_url_is_refused_and_its_password_is_not_told() {
         for url in CANARIES {
-            assert!(StoreUrl::parse(url).is_err(), "{url} was accepted");
+            assert!(RegistryConfig::from_url(url).is_err(), "{url} was accepted");
             assert_silent(url);
+        }
+    }
+
+    #[cfg(feature = "redis")]
+    #[test]
+    fn a_password_in_its_place_is_not_told_either() {
+        for url in ["redis://user:canary@host:6379/0", "redis://:canary@host?lease=30s"] {
+            let config = RegistryConfig::from_url(url).unwrap();
+            let url = StoreUrl::parse(url).unwrap();
+            let shown = format!("{config:?} {:?} {url:?} {url:#?}", config.settings().unwrap());
+            assert!(!shown.contains("canary"), "{shown}");
         }
     }
 
@@ -583,8 +602,8 @@ mod tests {
     }
 
     const CANARIES: &[&str] = &[
-        "redis://user:canary@host:6379/0",
-        "redis://:canary@host",
+        "redis+quorum://user:canary@host:6379/0",
+        "redis+quorum://:canary@host",
         "redis://user:can/ary-canary@host",
         "redis://user:x?canary@host",
         "redis://user:x#canary@host",

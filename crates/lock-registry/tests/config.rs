@@ -110,7 +110,9 @@ fn a_registry_outside_a_runtime_is_an_error_not_a_panic() {
 #[tokio::test]
 async fn no_public_type_shows_the_password_of_a_url() {
     for url in [
-        "redis://user:canary@host:6379/0",
+        "redis+cluster://user:canary@host:6379/0",
+        "redis://user:canary@canary@host",
+        "redis://user:canary@host?leese=1s",
         "postgres://user:can/ary@host/canary@db",
         "mysql://user:canary@host?password=canary",
         "redis+sentinel://:canary@a:1,b:2/main",
@@ -278,9 +280,9 @@ mod texts {
             assert!(!told(&error).contains(CANARY), "{toml}: {}", told(&error));
         }
         let config = RegistryConfig::new()
-            .with_toml("url = 'redis://u:canary@h/0'")
+            .with_toml("url = 'etcd://u:canary@h/0'")
             .unwrap()
-            .with_vars([("LOCK_REGISTRY_URL", "redis://u:canary@h/0")])
+            .with_vars([("LOCK_REGISTRY_URL", "etcd://u:canary@h/0")])
             .unwrap();
         assert!(!format!("{config:?}").contains(CANARY));
         assert!(!told(&config.check().unwrap_err()).contains(CANARY));

@@ -46,6 +46,8 @@ impl RedisBackend {
     pub async fn open(config: RedisConfig) -> Result<Self, BackendError> {
         check(&config)?;
         let link = Link::open(&config).await?;
+        // A server that wants a password from somebody who has none takes the connection, and says so to the first question.
+        let _: Value = link.ask(&redis::cmd("TIME")).await?;
         let ears = Ears::new(link.listener());
         Ok(Self { names: Names::new(&config.namespace), config, link, ears })
     }

@@ -1,0 +1,248 @@
+//! A Redis server by its URL: real servers, with and without users, and what is said when they cannot be reached.
+#![cfg(feature = "redis")]
+#![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
+
+use std::error::Error;
+use std::time::Duration;
+
+use lock_registry::{
+    BackendErrorKind, ConfigError, GuaranteeClass, LockRegistry, Registry, RegistryConfig, connect,
+};
+use registry_testkit::redis::RedisServer;
+
+const CANARY: &str = "canary";
+
+/// Everything that a person could be shown of an error.
+fn told(error: &dyn Error) -> String {
+    let mut text = format!("{error:?}");
+    let mut next = Some(error);
+    while let Some(error) = next {
+        text = format!("{text}\n{error}\n{error:#?}");
+        next = error.source();
+    }
+    text
+}
+
+async fn server(options: &[&str]) -> RedisServer {
+    RedisServer::start(options).await.expect("redis-server starts")
+}
+
+/// A server with these users beside the default one, each in the words of `ACL SETUSER`.
+async fn server_with(users: &[&str]) -> RedisServer {
+    let words = users.iter().flat_map(|user| std::iter::once("--user").chain(user.split(' ')));
+    server(&words.collect::<Vec<_>>()).await
+}
+
+/// Why `url` cannot be opened. The password is nowhere in it.
+async fn refused(url: &str) -> BackendErrorKind {
+    let error = connect(url).await.expect_err("it cannot be opened");
+    assert!(!told(&error).contains(CANARY), "{}", told(&error));
+    let ConfigError::Open { store: "redis" | "rediss", source, .. } = &error else {
+        panic!("{error:?}")
+    };
+    source.kind()
+}
+
+async fn locks_and_unlocks(registry: &Registry) {
+    let guard = registry.obtain("key").try_lock().await.unwrap().expect("nobody holds it");
+    assert!(guard.fencing_token().is_some());
+    guard.unlock().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_server_excludes_two_registries_and_tells_who_holds() {
+    let server = server(&[]).await;
+    let url = format!("{}?label=worker%201&lease=60s&timeout=60s&poll=1h", server.url());
+    let (one, other) = (connect(&url).await.unwrap(), connect(&url).await.unwrap());
+    assert_eq!(one.capabilities().class, GuaranteeClass::B);
+    let guard = one.obtain("key").try_lock().await.unwrap().unwrap();
+    assert!(other.obtain("key").try_lock().await.unwrap().is_none());
+    let holder = other.obtain("key").holder().await.unwrap().unwrap();
+    assert_eq!(holder.label.as_deref(), Some("worker 1"));
+    assert!(holder.lease_left.is_some_and(|left| left > Duration::from_secs(30)), "{holder:?}");
+    // The message of the release ends the wait long before the poll.
+    let waiter = tokio::spawn(async move {
+        other.obtain("key").lock().await.unwrap().unlock().await.unwrap();
+        other
+    });
+    guard.unlock().await.unwrap();
+    let other = waiter.await.unwrap();
+    assert!(other.list().await.unwrap().is_empty());
+}
+
+#[tokio::test]
+async fn namespaces_and_databases_keep_locks_apart() {
+    let server = server(&[]).await;
+    let url = server.url();
+    let here = connect(&url).await.unwrap();
+    let guard = here.obtain("key").try_lock().await.unwrap().unwrap();
+    for elsewhere in [format!("{url}?namespace=shop"), format!("{url}/1"), format!("{url}/15")] {
+        locks_and_unlocks(&connect(&elsewhere).await.unwrap()).await;
+    }
+    // The default is the store's own, and can be said.
+    let same = connect(&format!("{url}/0?namespace=lock-registry")).await.unwrap();
+    assert!(same.obtain("key").try_lock().await.unwrap().is_none());
+    guard.unlock().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_database_that_the_server_does_not_have_is_an_error() {
+    let server = server(&[]).await;
+    let error = connect(&format!("{}/999", server.url())).await.unwrap_err();
+    assert!(matches!(&error, ConfigError::Open { store: "redis", .. }), "{error:?}");
+}
+
+#[tokio::test]
+async fn a_password_is_needed_and_never_told() {
+    let server = server(&["--requirepass", "right-canary/@ü"]).await;
+    let addr = server.addr();
+    let right = format!("redis://:right-canary%2F%40%C3%BC@{addr}");
+    let registry = connect(&right).await.unwrap();
+    locks_and_unlocks(&registry).await;
+    let shown = format!("{registry:?} {:?}", RegistryConfig::from_url(&right).unwrap().settings());
+    assert!(!shown.contains(CANARY), "{shown}");
+    for wrong in [
+        format!("redis://:wrong-canary@{addr}"),
+        format!("redis://canary:right-canary%2F%40%C3%BC@{addr}"),
+        format!("redis://{addr}"),
+    ] {
+        assert_eq!(refused(&wrong).await, BackendErrorKind::Denied, "{wrong}");
+    }
+}
+
+#[tokio::test]
+async fn a_user_with_all_rights_logs_in_by_name() {
+    let server = server_with(&["worker on >canary ~* &* +@all", "default off"]).await;
+    let addr = server.addr();
+    locks_and_unlocks(&connect(&format!("redis://worker:canary@{addr}")).await.unwrap()).await;
+    for wrong in ["worker:canary2@", ":canary@", ""] {
+        let kind = refused(&format!("redis://{wrong}{addr}")).await;
+        assert_eq!(kind, BackendErrorKind::Denied, "{wrong}");
+    }
+}
+
+/// Waits until the server answers `command` with something that holds `part`.
+async fn eventually(command: &str, server: &RedisServer, part: &str) {
+    let asking = async {
+        while !server.ask(command).await.unwrap().contains(part) {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(60), asking).await.expect(part);
+}
+
+/// The rights that the book lists, word for word.
+const RIGHTS: &str = "resetkeys resetchannels -@all ~lock-registry:* &lock-registry:* +evalsha +eval +script|load +get +set +del \
+                      +pttl +pexpire +publish +time +scan +subscribe +unsubscribe +info +config|get";
+
+#[tokio::test]
+async fn the_rights_in_the_book_are_enough_for_everything() {
+    let user = format!("worker on >canary {RIGHTS}");
+    let server = server_with(&[&user]).await;
+    let url = format!("redis://worker:canary@{}?poll=1h&lease=60s&timeout=60s", server.addr());
+    let (one, other) = (connect(&url).await.unwrap(), connect(&url).await.unwrap());
+    let guard = one.obtain("key").try_lock().await.unwrap().unwrap();
+    // Waits for a message, which it may hear.
+    let waiter = tokio::spawn(async move {
+        other.obtain("key").lock().await.unwrap().unlock().await.unwrap();
+        other
+    });
+    eventually("PUBSUB NUMSUB lock-registry:{key}", &server, ":1").await;
+    guard.unlock().await.unwrap();
+    let other = waiter.await.unwrap();
+    let guard = one.obtain("key").try_lock().await.unwrap().unwrap();
+    assert_eq!(other.list().await.unwrap().len(), 1);
+    assert!(other.obtain("key").holder().await.unwrap().is_some());
+    let findings = other.diagnose().await.unwrap();
+    assert!(!findings.is_empty());
+    assert!(other.force_release("key").await.unwrap());
+    drop(guard);
+    // Renewal, by a short lease that is held for longer.
+    let short = connect(&format!("redis://worker:canary@{}?lease=300ms", server.addr())).await;
+    let short = short.unwrap();
+    let guard = short.obtain("renewed").try_lock().await.unwrap().unwrap();
+    tokio::time::sleep(Duration::from_millis(700)).await;
+    assert!(guard.is_held());
+    guard.unlock().await.unwrap();
+    let denied = server.ask("ACL LOG").await.unwrap();
+    assert!(!denied.contains("reason"), "{denied}");
+}
+
+#[tokio::test]
+async fn a_right_that_is_missing_is_told() {
+    let user = "worker on >canary ~lock-registry:* &lock-registry:* +@all -eval -evalsha";
+    let server = server_with(&[user]).await;
+    let registry = connect(&format!("redis://worker:canary@{}", server.addr())).await.unwrap();
+    let error = registry.obtain("key").try_lock().await.unwrap_err();
+    let text = told(&error);
+    assert!(text.contains("this user may not do that") && !text.contains(CANARY), "{text}");
+}
+
+#[tokio::test]
+async fn a_server_that_is_not_there_may_come_back() {
+    let mut server = server(&[]).await;
+    let url = format!("redis://worker:canary@{}", server.addr());
+    server.kill();
+    assert_eq!(refused(&url).await, BackendErrorKind::Transient);
+    assert_eq!(
+        refused("redis://worker:canary@no-such-host.invalid?connect_timeout=20s").await,
+        BackendErrorKind::Transient
+    );
+}
+
+#[tokio::test]
+async fn a_server_that_does_not_answer_is_given_up_after_connect_timeout() {
+    let server = server(&[]).await;
+    server.pause().unwrap();
+    let url = format!("redis://:canary@{}?connect_timeout=50ms", server.addr());
+    assert_eq!(refused(&url).await, BackendErrorKind::Transient);
+}
+
+#[cfg(feature = "redis-tls")]
+#[tokio::test]
+async fn a_server_that_does_not_encrypt_is_an_error_and_no_panic() {
+    let server = server(&[]).await;
+    let url = format!("rediss://worker:canary@{}", server.addr());
+    assert_eq!(refused(&url).await, BackendErrorKind::Transient);
+}
+
+#[tokio::test]
+async fn what_is_wrong_with_the_url_is_found_before_anything_is_sent() {
+    // Nobody listens here: whoever tried would be told so.
+    for (rest, hint) in [
+        ("?connect_timeout=1ms", "less than the least"),
+        ("?token_memory=soon", "no time"),
+        ("?busy_timeout=1s", "sqlite"),
+        ("?namespace=", "empty"),
+        ("?layout=spring", "`native`"),
+        ("?password=canary", "unknown option"),
+        ("/locks", "number of a database"),
+    ] {
+        let error = connect(&format!("redis://:canary@127.0.0.1:1{rest}")).await.unwrap_err();
+        assert!(!matches!(error, ConfigError::Open { .. }), "{rest}: {error:?}");
+        let text = told(&error);
+        assert!(text.contains(hint) && !text.contains(CANARY), "{rest}: {text}");
+    }
+}
+
+#[cfg(feature = "config")]
+#[tokio::test]
+async fn options_of_redis_come_from_everywhere() {
+    let server = server(&[]).await;
+    let config = RegistryConfig::new()
+        .with_toml(&format!("url = '{}?connect_timeout=3s'\ntoken_memory = '2days'", server.url()))
+        .unwrap()
+        .with_vars([("LOCK_REGISTRY_CONNECT_TIMEOUT", "9s")])
+        .unwrap();
+    let set: Vec<_> =
+        config.settings().unwrap().into_iter().map(|set| (set.name, set.value)).collect();
+    for expected in [("connect_timeout", "9s"), ("token_memory", "2days")] {
+        assert!(set.iter().any(|(name, value)| (*name, &**value) == expected), "{set:?}");
+    }
+    let registry = config.connect().await.unwrap();
+    locks_and_unlocks(&registry).await;
+    // Remembered for two days after the last grant.
+    let left = server.ask("PTTL lock-registry:{key}:token").await.unwrap();
+    let left: u64 = left.trim_start_matches(':').trim().parse().expect("it says how long");
+    assert!(left > 47 * 60 * 60 * 1_000, "{left}");
+}
