@@ -241,3 +241,28 @@ fn the_last_guard_of_a_blocking_registry_is_given_back() {
         }
     }
 }
+
+thread_local! {
+    static LAST: std::cell::RefCell<Option<BlockingGuard>> = const { std::cell::RefCell::new(None) };
+}
+
+/// At the end of a thread its other thread-locals, tokio's among them, may be gone already.
+#[test]
+fn a_guard_in_a_thread_local_is_given_back_at_the_end_of_its_thread() {
+    let store = MemoryBackend::new();
+    let long = || LockOptions::new().lease(Duration::from_secs(3_600));
+    let ours = over(&store);
+    let first = ours.obtain("first").lock_with(long()).unwrap().unwrap();
+    let last = ours.obtain("last").lock_with(long()).unwrap().unwrap();
+    drop(ours);
+    let ended = thread::spawn(move || {
+        drop(first);
+        LAST.with(|kept| *kept.borrow_mut() = Some(last));
+        LAST.with(|kept| kept.borrow().as_ref().unwrap().renew(LONG).unwrap());
+    });
+    ended.join().unwrap();
+    let theirs = over(&store);
+    for key in ["first", "last"] {
+        assert!(theirs.obtain(key).try_lock_for(LONG).unwrap().is_some(), "{key}");
+    }
+}

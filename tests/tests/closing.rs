@@ -7,6 +7,11 @@ use registry_conformance::{Fault, Faults, FaultyBackend, Operation};
 use registry_core::{LockBackend, LockError, LockOptions, LockRegistry, MemoryBackend, Registry};
 use tokio::time::advance;
 
+#[path = "panicking/backend.rs"]
+mod backend;
+
+use backend::PanickingBackend;
+
 /// An `unlock` in mid-flight is neither held any more nor the janitor's yet. `close` must not close the store under it.
 #[tokio::test(start_paused = true)]
 async fn an_unlock_on_its_way_is_waited_for() {
@@ -108,4 +113,45 @@ async fn a_release_that_the_store_refused_is_reported() {
         closing.await
     };
     assert_eq!((report.released, report.lost, report.abandoned), (0, 0, 1), "{report:?}");
+}
+
+/// The limit is for holders. What they let go in time is given back in the store's own time.
+#[tokio::test(start_paused = true)]
+async fn an_unlock_that_began_in_time_is_carried_through() {
+    let slow =
+        Faults::none().always(Operation::Release, Fault::DelayRequest(Duration::from_millis(400)));
+    let faulty = FaultyBackend::new(Arc::new(MemoryBackend::new()), slow);
+    let ours = Registry::builder(Arc::new(faulty)).build().unwrap();
+    let unlocking = tokio::spawn(ours.obtain("k").lock().await.unwrap().unlock());
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    let report = ours.close(Duration::from_millis(100)).await;
+    assert!(report.is_clean() && report.released == 1, "{report:?}");
+    unlocking.await.unwrap().unwrap();
+}
+
+/// A store that panics has told nothing, and what is not told is not reported as done.
+#[tokio::test(start_paused = true)]
+async fn a_release_that_panics_is_not_reported_as_done() {
+    let store = MemoryBackend::new();
+    let backend = Arc::new(PanickingBackend::over(store.clone()));
+    let ours = Registry::builder(Arc::clone(&backend) as _).build().unwrap();
+    let guard = ours.obtain("k").lock().await.unwrap();
+    backend.panic_once_in("release");
+    drop(guard);
+    let report = ours.close(Duration::from_secs(1)).await;
+    assert!(backend.has_panicked());
+    assert_eq!(report.is_clean(), store.records() == 0, "{report:?}, {} records", store.records());
+}
+
+/// After a request whose reply was lost, a grant may turn up late. Looking out for it holds up no close for longer than its limit.
+#[tokio::test(start_paused = true)]
+async fn looking_out_for_a_late_grant_does_not_hold_up_the_close() {
+    let lossy = Faults::none().at(Operation::Acquire, 1, Fault::LoseRequest);
+    let faulty = FaultyBackend::new(Arc::new(MemoryBackend::new()), lossy);
+    let ours = Registry::builder(Arc::new(faulty)).build().unwrap();
+    ours.obtain("k").lock().await.unwrap().unlock().await.unwrap();
+    let began = tokio::time::Instant::now();
+    let report = ours.close(Duration::from_secs(1)).await;
+    assert!(began.elapsed() < Duration::from_millis(1_500), "it took {:?}", began.elapsed());
+    assert_eq!((report.lost, report.abandoned), (0, 1), "{report:?}");
 }

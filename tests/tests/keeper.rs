@@ -7,8 +7,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use registry_conformance::{Fault, Faults, FaultyBackend, Operation};
 use registry_core::{
-    Attempt, BackendError, Capabilities, Claim, LockBackend, LockEvent, LockRegistry,
+    Attempt, BackendError, Capabilities, Claim, LockBackend, LockEvent, LockOptions, LockRegistry,
     MemoryBackend, Observer, Registry, Release, Renewal,
 };
 
@@ -103,4 +104,25 @@ async fn a_panic_in_shard_does_not_stop_the_keeper() {
     tokio::time::sleep(Duration::from_secs(300)).await;
     assert!(backend.has_panicked());
     assert!(guard.is_held() && other.is_held(), "nobody renews any more");
+}
+
+/// The key must stay taken though nobody holds it any more; one renewal that fails is no reason to give it up.
+#[tokio::test(start_paused = true)]
+async fn a_failed_renewal_ends_no_min_hold() {
+    let store = MemoryBackend::new();
+    let lossy = Faults::none().at(Operation::Renew, 1, Fault::LoseRequest).at(
+        Operation::Renew,
+        2,
+        Fault::LoseRequest,
+    );
+    let faulty = FaultyBackend::new(Arc::new(store.clone()), lossy);
+    let ours =
+        Registry::builder(Arc::new(faulty)).lease(Duration::from_millis(600)).build().unwrap();
+    let theirs = Registry::builder(Arc::new(store)).build().unwrap();
+    let options = LockOptions::new().min_hold(Duration::from_secs(3));
+    drop(ours.obtain("k").lock_with(options).await.unwrap().unwrap());
+    tokio::time::sleep(Duration::from_millis(2_900)).await;
+    assert!(theirs.obtain("k").try_lock().await.unwrap().is_none(), "free before its min_hold");
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    assert!(theirs.obtain("k").try_lock().await.unwrap().is_some());
 }

@@ -38,20 +38,24 @@ pub(crate) async fn acquire(
     let deadline = options.wait.map(|wait| began.after(wait));
 
     // 1. Our turn among the callers of this process.
-    let turn = match slot.enter(owner.as_ref(), terms, deadline).await {
-        Ok(Entry::Turn(turn)) => turn,
-        Ok(Entry::Again(guard)) => {
-            let (key, token) = (guard.key(), guard.fencing_token());
-            engine.tell(|| LockEvent::Reentered { key, token });
-            return Ok(Some(guard));
+    let turn = loop {
+        match slot.enter(owner.as_ref(), terms, deadline).await {
+            Ok(Entry::Turn(turn)) => break turn,
+            // The lease ended on its way to us.
+            Ok(Entry::Again(guard) | Entry::HandedOver(guard)) if !guard.is_held() => drop(guard),
+            Ok(Entry::Again(guard)) => {
+                let (key, token) = (guard.key(), guard.fencing_token());
+                engine.tell(|| LockEvent::Reentered { key, token });
+                return Ok(Some(guard));
+            }
+            Ok(Entry::HandedOver(guard)) => {
+                let (key, token) = (guard.key(), guard.fencing_token());
+                engine.tell(|| LockEvent::HandedOver { key, token });
+                return Ok(Some(guard));
+            }
+            Err(NoEntry::TimedOut) => return Ok(gave_up(slot, began)),
+            Err(NoEntry::Closed) => return Err(LockError::Closed),
         }
-        Ok(Entry::HandedOver(guard)) => {
-            let (key, token) = (guard.key(), guard.fencing_token());
-            engine.tell(|| LockEvent::HandedOver { key, token });
-            return Ok(Some(guard));
-        }
-        Err(NoEntry::TimedOut) => return Ok(gave_up(slot, began)),
-        Err(NoEntry::Closed) => return Err(LockError::Closed),
     };
 
     // 2. Our claim among the processes. Dropped at any point, it gives back what it may have got.

@@ -5,7 +5,7 @@
 
 use std::fmt;
 use std::future::Future;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -60,7 +60,17 @@ impl Home {
 /// Ends a runtime when the registry in it has given back what its guards left, or has had time enough for it.
 fn end(runtime: Runtime, registry: &Registry) {
     let limit = registry.answer_limit();
-    let _ = runtime.block_on(async { tokio::time::timeout(limit, registry.idle()).await });
+    // Not `block_on`: it panics at the end of a thread, and hangs if the runtime's thread does.
+    let done = Arc::new((Mutex::new(false), Condvar::new()));
+    let (theirs, registry) = (Arc::clone(&done), registry.clone());
+    runtime.spawn(async move {
+        registry.idle().await;
+        drop(registry);
+        *theirs.0.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        theirs.1.notify_all();
+    });
+    let is_done = done.0.lock().unwrap_or_else(PoisonError::into_inner);
+    drop(done.1.wait_timeout_while(is_done, limit, |is_done| !*is_done));
     runtime.shutdown_background();
 }
 

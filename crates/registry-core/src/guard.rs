@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use crate::backend::{Claim, LockBackend, Release, Renewal};
 use crate::call::{Call, CallFuture, first_poll, within};
 use crate::clock::Moment;
-use crate::engine::{Engine, lost, trouble};
+use crate::engine::{Engine, backoff, lost, trouble};
 use crate::error::{BackendError, LockError, LostReason};
 use crate::event::LockEvent;
 use crate::fencing::FencingToken;
@@ -16,6 +16,7 @@ use crate::held::{Ending, HeldClaim};
 use crate::hold::{Fate, Hold};
 use crate::janitor::Janitor;
 use crate::key::Key;
+use crate::lease::covering;
 use crate::mutant::{Mutant, mutated};
 use crate::options::check_lease;
 use crate::release::{GivenBack, GivingBack, give_back};
@@ -208,12 +209,14 @@ impl LockGuard {
             return Ok(());
         };
         let Some(ended) = hold.leave() else {
-            let held = hold.held();
-            return held.loss().map_or(Ok(()), |reason| Err(lost(held.claim().key(), reason)));
+            return match hold.fate() {
+                Fate::Lost(reason) => Err(lost(hold.held().claim().key(), reason)),
+                Fate::Held | Fate::LetGo => Ok(()),
+            };
         };
         let ending = ended.map_err(|reason| lost(hold.held().claim().key(), reason))?;
         drop(hold);
-        let Some(ending) = ending.hand_over() else {
+        let Some(mut ending) = ending.hand_over() else {
             return Ok(());
         };
         let engine = ending.held().engine();
@@ -232,6 +235,7 @@ impl LockGuard {
             && ending.held().stray_attempts_at_release() == 0
         {
             tell_released(ending.held());
+            ending.settle();
             return Ok(());
         }
         let (engine, key) = (Arc::clone(engine), claim.key().clone());
@@ -364,8 +368,11 @@ async fn give_held_back(
     })
     .await;
     match &outcome {
-        GivenBack::Freed => tell_released(&held),
-        GivenBack::NotHeld => {}
+        GivenBack::Freed => {
+            tell_released(&held);
+            ending.settle();
+        }
+        GivenBack::NotHeld => ending.settle(),
         GivenBack::Unknown(_) => ending.left_to_lease(),
     }
     outcome
@@ -381,15 +388,37 @@ fn tell_released(held: &HeldClaim) {
 /// Keeps a claim that nobody uses any more until its `min_hold` is over. False if closing could not wait for that.
 async fn keep_for(held: &HeldClaim, engine: &Engine, left: Duration) -> bool {
     let end = Moment::now().after(left);
-    if held.valid_until() < end {
-        let lease = left.max(engine.capabilities.lease_min);
-        let claim = held.claim().clone().with_lease(lease);
-        // Best effort: a process that dies cannot keep anything either.
-        let _ = engine.renew(claim).answer_within(engine.defaults.answer_limit).await;
-    }
+    let until_kept = async {
+        if held.valid_until() < end {
+            keep_until(held, engine, end).await;
+        }
+        engine.sleep_until(end).await;
+    };
     tokio::select! {
         biased;
-        () = engine.sleep_until(end) => true,
+        () = until_kept => true,
         () = engine.out_of_time.given() => false,
+    }
+}
+
+/// Makes the lease last until `end`, if that can be had while it lasts.
+async fn keep_until(held: &HeldClaim, engine: &Engine, end: Moment) {
+    let store = &engine.capabilities;
+    let mut attempt = 0;
+    loop {
+        let now = Moment::now();
+        let lease = covering(end.since(now)).clamp(store.lease_min, store.lease_max);
+        let mut renewal = engine.renew(held.claim().clone().with_lease(lease));
+        match renewal.answer_within(engine.defaults.answer_limit).await {
+            Some(Ok(_)) => return,
+            Some(Err(error)) if !error.is_retryable() => return,
+            Some(Err(_)) | None => {}
+        }
+        let again_at = Moment::now().after(backoff(attempt));
+        if again_at >= held.valid_until() {
+            return;
+        }
+        engine.sleep_until(again_at).await;
+        attempt += 1;
     }
 }

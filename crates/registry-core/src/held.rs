@@ -49,6 +49,8 @@ struct State {
     turn: Option<Turn>,
     seat: Option<Seat>,
     handovers: u32,
+    /// The store has said so while the claim was ending.
+    gone: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -101,6 +103,7 @@ impl HeldClaim {
                 turn: Some(turn),
                 seat: None,
                 handovers: 0,
+                gone: false,
             }),
             slot,
         });
@@ -182,6 +185,8 @@ impl HeldClaim {
         let (turn, lease_length) = {
             let mut state = self.state();
             if state.phase != Phase::Held {
+                // Let go, but perhaps to be handed over.
+                state.gone |= reason == LostReason::Gone;
                 return false;
             }
             state.phase = Phase::Lost(reason);
@@ -192,7 +197,6 @@ impl HeldClaim {
         self.hint_loss();
         let engine = self.engine();
         engine.lost.fetch_add(1, Ordering::AcqRel);
-        engine.held.leave();
         engine.tell(|| LockEvent::Lost {
             key: self.claim.key().as_str(),
             token: self.first_token,
@@ -218,6 +222,8 @@ impl HeldClaim {
                 under_way: None,
             });
         }
+        // Only now: closing waits for what is held first, and for the janitor after that.
+        engine.held.leave();
         true
     }
 
@@ -237,18 +243,20 @@ impl HeldClaim {
             state.phase = Phase::Ending;
         }
         let turn = state.turn.take();
-        let handovers = state.handovers;
         drop(state);
-        Ok(Ending { held: Some(Arc::clone(self)), turn, since: now, handovers, seated: true })
+        Ok(Ending { held: Some(Arc::clone(self)), turn, seated: true, settled: false })
     }
 
     /// Whether this claim may pass to another local caller as it is.
-    fn may_be_handed_over(&self, now: Moment, handovers: u32) -> bool {
+    fn may_be_handed_over(&self, now: Moment, state: &State) -> bool {
         let engine = self.engine();
         let held_for = now.since(self.granted_at);
-        handovers < engine.defaults.handoffs_max
+        !state.gone
+            && state.handovers < engine.defaults.handoffs_max
             && !engine.capabilities.fair
             && self.terms.lease.max_hold.is_none()
+            && self.terms.lease.renews
+            && state.lease.length() == self.terms.lease.length
             && held_for < HANDOVER_SPAN
             && held_for >= self.terms.min_hold
             // Enough of the lease must be left for the next one to get going before the keeper's next try.
@@ -256,18 +264,27 @@ impl HeldClaim {
     }
 
     /// Takes the end back, in favour of a hold of `owner`.
-    fn begin_again(self: &Arc<Self>, turn: Option<Turn>, owner: Option<Owner>) -> LockGuard {
+    fn begin_again(
+        self: &Arc<Self>,
+        turn: &mut Option<Turn>,
+        owner: Option<Owner>,
+    ) -> Option<LockGuard> {
+        // Read now: the claim may have been ending for a while. Whoever takes it looks exactly.
+        let now = Moment::about_now();
         let mut state = self.state();
+        if !self.may_be_handed_over(now, &state) {
+            return None;
+        }
         state.phase = Phase::Held;
-        state.turn = turn;
+        state.turn = turn.take();
         state.handovers += 1;
         if state.seat.is_none() {
-            self.seat(&mut state, Moment::now());
+            self.seat(&mut state, now);
         }
         let steps = u64::from(state.handovers);
         let token = self.first_token.and_then(|first| first.checked_add(steps));
         drop(state);
-        Hold::first_guard(Arc::clone(self), token, owner)
+        Some(Hold::first_guard(Arc::clone(self), token, owner))
     }
 
     /// Takes the claim out of the keeper's hands.
@@ -391,7 +408,7 @@ impl HeldClaim {
             Due::Renew(_) => (now, true),
             Due::Over(_) => (now, false),
         };
-        state.seat = Some(self.engine().keeper.seat(at, renewal, Arc::clone(self)));
+        state.seat = Some(self.engine().keeper.seat(at, renewal, Arc::clone(self), now));
     }
 
     fn unseat(&self, state: &mut State) {
@@ -411,11 +428,10 @@ impl HeldClaim {
 pub(crate) struct Ending {
     held: Option<Arc<HeldClaim>>,
     turn: Option<Turn>,
-    since: Moment,
-    /// How often it was handed over before.
-    handovers: u32,
     /// It may still be on the keeper's schedule.
     seated: bool,
+    /// What has become of it is known, and counted.
+    settled: bool,
 }
 
 impl Ending {
@@ -423,11 +439,8 @@ impl Ending {
     /// comes back, and the keeper has nothing to do with it any more.
     pub(crate) fn hand_over(mut self) -> Option<Self> {
         let held = self.held.take()?;
-        let handed_over = held.slot.hand_over(
-            &held.terms,
-            || held.may_be_handed_over(self.since, self.handovers),
-            |owner| held.begin_again(self.turn.take(), owner),
-        );
+        let handed_over =
+            held.slot.hand_over(&held.terms, |owner| held.begin_again(&mut self.turn, owner));
         if handed_over {
             return None;
         }
@@ -442,8 +455,14 @@ impl Ending {
         self.turn.take()
     }
 
-    /// Notes that the store could not be made to free the claim.
-    pub(crate) fn left_to_lease(&self) {
+    /// Notes that the claim holds nothing any more.
+    pub(crate) fn settle(&mut self) {
+        self.settled = true;
+    }
+
+    /// Notes that the store could not be made to free the claim, and that this has been told.
+    pub(crate) fn left_to_lease(&mut self) {
+        self.settled = true;
         self.held().engine().endings_left.fetch_add(1, Ordering::AcqRel);
     }
 
@@ -459,7 +478,13 @@ impl Drop for Ending {
             if self.seated {
                 held.unseat_for_good();
             }
-            held.engine().held.leave();
+            let engine = held.engine();
+            if !self.settled {
+                // The backend has panicked, or the runtime is gone.
+                engine.leave_to_lease(held.claim.key());
+                engine.endings_left.fetch_add(1, Ordering::AcqRel);
+            }
+            engine.held.leave();
         }
     }
 }

@@ -59,12 +59,19 @@ impl Keeper {
     }
 
     /// Puts a claim on the schedule. Every held claim is there, renewed or not, so that its end is noticed.
-    pub(crate) fn seat(&self, at: Moment, renewal: bool, held: Arc<HeldClaim>) -> Seat {
+    pub(crate) fn seat(
+        &self,
+        at: Moment,
+        renewal: bool,
+        held: Arc<HeldClaim>,
+        now: Moment,
+    ) -> Seat {
         let mut schedule = self.schedule();
         let seat = Seat { at, ticket: schedule.next_ticket, renewal };
         schedule.next_ticket += 1;
         schedule.seats.insert(seat, held);
-        if schedule.wakes_at.is_none_or(|wakes_at| at < wakes_at) {
+        // A wake-up that is overdue is late because the host was suspended: tokio's timers did not count that.
+        if schedule.wakes_at.is_none_or(|wakes_at| at < wakes_at || wakes_at < now) {
             schedule.wakes_at = Some(at);
             drop(schedule);
             self.0.changed.notify_one();

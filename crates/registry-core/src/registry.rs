@@ -247,6 +247,8 @@ impl Registry {
             }
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
+        // What is still counted is on its way back, in its caller's hands.
+        engine.held.none_left().await;
         engine.janitor.idle().await;
     }
 }

@@ -104,7 +104,15 @@ async fn hunt_stray_grants(giving: GivingBack, mut freed: u32) {
     let until = Moment::now().after(giving.lease);
     let mut attempt = 0;
     while freed < giving.stray_attempts && Moment::now() < until {
-        engine.sleep_until(Moment::now().after(backoff(attempt)).min(until)).await;
+        let pause = engine.sleep_until(Moment::now().after(backoff(attempt)).min(until));
+        tokio::select! {
+            biased;
+            () = pause => {}
+            () = engine.out_of_time.given() => {
+                engine.leave_to_lease(giving.claim.key());
+                return;
+            }
+        }
         if let Some(Ok(Release::Freed)) =
             engine.release(&giving.claim).answer_within(engine.defaults.answer_limit).await
         {

@@ -105,11 +105,13 @@ struct Line {
     closed: bool,
 }
 
+type Door = oneshot::Sender<Entry>;
+
 struct Waiter {
     owner: Option<Owner>,
     /// `None` for the registry's own, so that a crowd need not share a count.
     terms: Option<Arc<Terms>>,
-    door: oneshot::Sender<Entry>,
+    door: Door,
 }
 
 /// What a caller gets when it comes to the front.
@@ -200,19 +202,19 @@ impl Slot {
             return;
         }
         let mut line = self.line();
-        let unclaimed = line.begin_hold(hold);
+        let friends = line.begin_hold(hold);
         drop(line);
-        // Guards that found no taker must not be dropped while the line is locked.
-        drop(unclaimed);
+        for (door, entry) in friends {
+            deliver(door, entry);
+        }
     }
 
-    /// Passes a claim to the next caller, if that one asked for the same and the claim `is_good` still. `make` makes its
-    /// guard; the turn stays with the claim. Returns false when there is nobody to take it.
+    /// Passes a claim to the next caller, if that one asked for the same. `make` makes its guard, if the claim is good for it
+    /// still; the turn stays with the claim. Returns false when there is nobody to take it.
     pub(crate) fn hand_over(
         &self,
         terms: &Terms,
-        is_good: impl FnOnce() -> bool,
-        make: impl FnOnce(Option<Owner>) -> LockGuard,
+        make: impl FnOnce(Option<Owner>) -> Option<LockGuard>,
     ) -> bool {
         // Whoever has come only just now gets the turn.
         if !self.wanted.load(Ordering::Relaxed) {
@@ -227,16 +229,20 @@ impl Slot {
             return false;
         };
         let wanted = first.get().terms.as_ref().unwrap_or(&self.engine.default_terms);
-        if **wanted != *terms || !is_good() {
+        if **wanted != *terms {
             return false;
         }
+        let Some(guard) = make(first.get().owner.clone()) else {
+            return false;
+        };
         let waiter = first.remove();
-        let guard = make(waiter.owner);
         // Before the line is unlocked: the taker may be done by then, and the next one's hold begun.
-        let unclaimed = line.begin_hold(guard.hold());
-        let undelivered = waiter.door.send(Entry::HandedOver(guard)).err();
+        let friends = line.begin_hold(guard.hold());
         drop(line);
-        drop((unclaimed, undelivered));
+        deliver(waiter.door, Entry::HandedOver(guard));
+        for (door, entry) in friends {
+            deliver(door, entry);
+        }
         true
     }
 
@@ -257,13 +263,11 @@ impl Slot {
         if line.waiters.is_empty() {
             self.wanted.store(false, Ordering::Relaxed);
         }
-        let undelivered = next.and_then(|(_, waiter)| {
-            let turn = Turn { slot: Some(Arc::clone(self)) };
-            waiter.door.send(Entry::Turn(turn)).err()
-        });
         drop(line);
-        // Nobody who is in the line has left it, so there is none. If there was, its drop would go on from here.
-        drop(undelivered);
+        if let Some((_, waiter)) = next {
+            let turn = Turn { slot: Some(Arc::clone(self)) };
+            deliver(waiter.door, Entry::Turn(turn));
+        }
     }
 
     fn line(&self) -> MutexGuard<'_, Line> {
@@ -272,13 +276,19 @@ impl Slot {
     }
 }
 
+/// Opens a door. Never while the line is locked: a waker may drop the task that it wakes, and that leaves the line.
+fn deliver(door: Door, entry: Entry) {
+    // An entry whose taker is gone is passed on by its own drop.
+    drop(door.send(entry));
+}
+
 impl Line {
-    /// Lets in those who wait under the owner of `hold`. Gives back the guards whose takers are gone.
-    fn begin_hold(&mut self, hold: &Arc<Hold>) -> Vec<Entry> {
-        let mut unclaimed = Vec::new();
+    /// Takes those off the line who wait under the owner of `hold`, with the guards that they are to get.
+    fn begin_hold(&mut self, hold: &Arc<Hold>) -> Vec<(Door, Entry)> {
+        let mut entries = Vec::new();
         let Some(owner) = hold.owner() else {
             self.reentrant = Weak::new();
-            return unclaimed;
+            return entries;
         };
         self.reentrant = Arc::downgrade(hold);
         let is_friend = |waiter: &Waiter| waiter.owner.as_ref() == Some(owner);
@@ -292,9 +302,9 @@ impl Line {
             // A hold that is over already leaves its friends in line; they get their own turn.
             let Some(guard) = hold.enter_again() else { break };
             let Some(waiter) = self.waiters.remove(&ticket) else { break };
-            unclaimed.extend(waiter.door.send(Entry::Again(guard)).err());
+            entries.push((waiter.door, Entry::Again(guard)));
         }
-        unclaimed
+        entries
     }
 
     fn enter_again(&self, owner: Option<&Owner>) -> Option<LockGuard> {
