@@ -40,7 +40,7 @@ fn wrong_options_of_run_are_usage_errors() {
         (&["--wiat", "1s"], "--wait"),
         (&["--url", "bogus:x"], "sqlite"),
         (&["--url", "sqlit:x"], "did you mean \"sqlite\"?"),
-        (&["--url", "redis://localhost"], "features = [\"redis\"]"),
+        (&["--url", "redis+sentinel://localhost/main"], "features = [\"redis\"]"),
         (&["--url", "postgres://localhost"], "features = [\"postgres\"]"),
         (&["--url", "memory:?leese=1s"], "did you mean \"lease\"?"),
         (&["--url", "memory:?lease=1ms"], "less than the least"),

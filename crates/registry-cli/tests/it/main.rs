@@ -9,6 +9,8 @@ mod exclusion;
 mod gate;
 mod loss;
 mod output;
+#[cfg(feature = "redis")]
+mod redis;
 mod run;
 mod secrets;
 mod terminal;

@@ -6,7 +6,7 @@ use std::os::unix::ffi::OsStrExt as _;
 use crate::support::{Done, Store};
 
 const URLS: &[&str] = &[
-    "redis://user:canary@localhost/0",
+    "redis+cluster://user:canary@localhost/0",
     "postgres://user:can%61ry-canary@localhost/db",
     "postgress://user:canary@localhost/db",
     "user:canary@localhost",

@@ -1,0 +1,142 @@
+//! The same program over a Redis server: the store is a URL away.
+
+use registry_testkit::redis::RedisServer;
+use serde_json::{Value, json};
+use tokio::runtime::Runtime;
+
+use crate::support::{Done, Process, Store, contents, until};
+
+const TOGETHER: usize = 10;
+
+/// A server, and `lockreg` with its URL in the environment.
+struct Redis {
+    server: Option<RedisServer>,
+    runtime: Runtime,
+    store: Store,
+    url: String,
+}
+
+impl Redis {
+    fn start(options: &[&str], login: &str) -> Self {
+        let runtime = Runtime::new().unwrap();
+        let server = runtime.block_on(RedisServer::start(options)).unwrap();
+        let url = format!("redis://{login}{}", server.addr());
+        Self { server: Some(server), runtime, store: Store::new(), url }
+    }
+
+    fn command(&self, arguments: &[&str]) -> std::process::Command {
+        let mut command = self.store.lockreg([]);
+        command.args(arguments).env("LOCK_REGISTRY_URL", &self.url);
+        command
+    }
+
+    fn done(&self, arguments: &[&str]) -> Done {
+        Done::of(&mut self.command(arguments))
+    }
+
+    fn json(&self, arguments: &[&str]) -> Value {
+        let done = self.done(arguments);
+        serde_json::from_str(&done.stdout).unwrap_or_else(|_| panic!("{done:?}"))
+    }
+}
+
+impl Drop for Redis {
+    fn drop(&mut self) {
+        let _inside = self.runtime.enter();
+        self.server = None;
+    }
+}
+
+#[test]
+fn of_ten_that_do_not_wait_exactly_one_runs() {
+    let redis = Redis::start(&[], "");
+    let script = r#"echo "$LOCKREG_FENCING_TOKEN" >> "$T/tokens"; read -r _; true"#;
+    let arguments = ["--url", &redis.url, "run", "--no-wait", "nightly", "--", "sh", "-c", script];
+    let mut together: Vec<Process> =
+        (0..TOGETHER).map(|_| Process::start(redis.store.lockreg([]).args(arguments))).collect();
+    until("all but one to be refused", || {
+        together.retain_mut(|process| match process.try_wait() {
+            Some(status) => {
+                assert_eq!(status.code(), Some(75));
+                false
+            }
+            None => true,
+        });
+        together.len() == 1
+    });
+    assert_eq!(together.pop().unwrap().finish(), 0);
+    let tokens = contents(&redis.store.path("tokens"));
+    assert_eq!(tokens.lines().count(), 1, "{tokens}");
+    assert!(tokens.trim().parse::<u64>().is_ok_and(|token| token > 0), "{tokens}");
+}
+
+#[test]
+fn a_held_lock_is_shown_listed_and_broken_and_its_holder_is_told() {
+    let redis = Redis::start(&["--requirepass", "canary"], ":canary@");
+    let hold = ["--json", "hold", "--label", "worker 7", "--lease", "1s", "orders/42"];
+    let mut holder = Process::start(&mut redis.command(&hold));
+    let held = holder.says_json();
+    assert_eq!(held["key"], "orders/42");
+
+    let shown = redis.json(&["--json", "show", "orders/42"]);
+    assert_eq!((&shown["held"], &shown["token"]), (&json!(true), &held["token"]));
+    assert_eq!(shown["label"], "worker 7");
+    let list = redis.json(&["--json", "list"]);
+    assert_eq!(list.as_array().map(Vec::len), Some(1), "{list}");
+    assert_eq!(list[0]["key"], "orders/42");
+    assert_eq!(redis.json(&["--json", "--namespace", "shop", "list"]), json!([]));
+
+    let broken = redis.json(&["--json", "break", "orders/42", "--yes"]);
+    assert_eq!(broken["broken"], json!(true));
+    assert_eq!(holder.says_json()["lost"], "gone");
+    assert_eq!(holder.wait(), 76);
+    assert_eq!(redis.done(&["show", "orders/42"]).status, 1);
+}
+
+#[test]
+fn doctor_tells_the_class_and_what_is_set_up_wrong() {
+    let redis = Redis::start(&["--maxmemory-policy", "allkeys-lru"], "");
+    let report = redis.json(&["doctor", "--json"]);
+    assert_eq!((&report["store"], &report["reachable"]), (&json!("redis"), &json!(true)));
+    let promises = &report["capabilities"];
+    assert_eq!((&promises["class"], &promises["reach"]), (&json!("B"), &json!("network")));
+    let warnings = |report: &Value| {
+        let findings = report["findings"].as_array().unwrap().clone();
+        findings.into_iter().filter(|finding| finding["severity"] == "warning").collect::<Vec<_>>()
+    };
+    let found = warnings(&report);
+    assert_eq!(found.len(), 1, "{report}");
+    assert!(found[0]["message"].as_str().unwrap().contains("noeviction"), "{report}");
+    let text = redis.done(&["doctor"]).stdout;
+    assert!(text.contains("warning: ") && text.contains("all hosts"), "{text}");
+    // One that is set up well.
+    let redis = Redis::start(&[], "");
+    assert_eq!(warnings(&redis.json(&["doctor", "--json"])), Vec::<Value>::new());
+}
+
+#[test]
+fn bench_measures_a_server() {
+    let redis = Redis::start(&[], "");
+    let report = redis.json(&["bench", "--for", "100ms", "--json"]);
+    assert!(report["pairs"].as_u64().is_some_and(|pairs| pairs > 0), "{report}");
+}
+
+#[test]
+fn a_server_that_says_no_or_is_gone_is_status_69_without_the_password() {
+    let mut redis = Redis::start(&["--requirepass", "right"], "worker:canary@");
+    let told = |redis: &Redis, part: &str| {
+        for arguments in
+            [&["list"][..], &["--json", "doctor"], &["-vvv", "run", "key", "--", "true"]]
+        {
+            let done = redis.done(arguments);
+            assert_eq!(done.status, 69, "{done:?}");
+            let text = format!("{}{}", done.stdout, done.stderr);
+            assert!(text.contains(part) && !text.contains("canary"), "{done:?}");
+        }
+    };
+    told(&redis, "does not take this user or password");
+    let inside = redis.runtime.enter();
+    redis.server = None;
+    drop(inside);
+    told(&redis, "nobody listens");
+}
