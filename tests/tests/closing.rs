@@ -1,5 +1,7 @@
 //! The end of a registry: its report is true, nobody holds anything afterwards, and nobody waits longer than need be.
 
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
+
 use std::sync::Arc;
 use std::time::Duration;
 
