@@ -1,9 +1,5 @@
 //! What a server goes through in its life, and what holders and waiters notice of it.
-#![expect(
-    clippy::unwrap_used,
-    clippy::disallowed_methods,
-    reason = "a test may panic, and keeps its tasks itself"
-)]
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::sync::Arc;
 use std::time::Duration;
