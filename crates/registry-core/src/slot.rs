@@ -290,6 +290,10 @@ impl Line {
             self.reentrant = Weak::new();
             return entries;
         };
+        // Lost already: the turn may be another's by now, and so is the place of the current hold.
+        if hold.held().valid_until() <= Moment::about_now() {
+            return entries;
+        }
         self.reentrant = Arc::downgrade(hold);
         let is_friend = |waiter: &Waiter| waiter.owner.as_ref() == Some(owner);
         let friends: Vec<u64> = self

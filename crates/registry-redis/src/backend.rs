@@ -29,7 +29,7 @@ use crate::script;
 /// Two connections belong to a backend, however many locks are held or awaited; the second is made when somebody waits.
 pub struct RedisBackend {
     config: RedisConfig,
-    names: Names,
+    pub(crate) names: Names,
     pub(crate) link: Link,
     ears: Ears,
 }

@@ -56,6 +56,14 @@ impl RedisBackend {
                  are held",
             ));
         }
+        let published: Result<i64, _> =
+            self.link.ask(redis::cmd("PUBLISH").arg(self.names.probe()).arg("0")).await;
+        if published.is_err() {
+            findings.push(Finding::warning(
+                "this user may not use the channels of the locks: releases wake nobody, and waiters look by themselves; give it the \
+                 channels by &NAMESPACE:*",
+            ));
+        }
         Ok(findings)
     }
 
@@ -68,4 +76,4 @@ impl RedisBackend {
 }
 
 /// The oldest version that is known to do what the scripts ask.
-const VERSION_MIN: u32 = 6;
+const VERSION_MIN: u32 = 7;

@@ -33,6 +33,8 @@ pub(crate) struct Ears {
 
 #[derive(Default)]
 struct Table {
+    /// Numbers all changes of all channels, so that a channel that was forgotten and is listened to anew never counts as unchanged.
+    changes: AtomicU64,
     channels: Mutex<HashMap<Arc<str>, Arc<Channel>>>,
 }
 
@@ -122,14 +124,24 @@ impl Table {
     /// Notes that something may have changed on `name`.
     fn change(&self, name: &str) {
         if let Some(channel) = self.channels().get(name) {
-            channel.change();
+            self.note(channel);
         }
+    }
+
+    fn has(&self, name: &str) -> bool {
+        self.channels().contains_key(name)
+    }
+
+    /// To be called while the table is locked.
+    fn note(&self, channel: &Channel) {
+        channel.changes.store(self.changes.fetch_add(1, Ordering::AcqRel) + 1, Ordering::Release);
+        channel.changed.notify_waiters();
     }
 
     /// Notes that whatever happened on any channel was not heard.
     fn deafened(&self) {
         for channel in self.channels().values() {
-            channel.change();
+            self.note(channel);
         }
     }
 
@@ -150,13 +162,6 @@ impl Table {
 
     fn channels(&self) -> MutexGuard<'_, HashMap<Arc<str>, Arc<Channel>>> {
         self.channels.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Channel {
-    fn change(&self) {
-        self.changes.fetch_add(1, Ordering::AcqRel);
-        self.changed.notify_waiters();
     }
 }
 
@@ -181,11 +186,13 @@ async fn work(
             return;
         }
         if let Ok(connection) = connect().await {
-            // It had been up; whatever comes now is new trouble.
-            pause = RETRY_MIN;
             let (sink, stream) = connection.split();
-            if let Ended::NobodyLeft = serve(&table, sink, stream, &mut orders).await {
-                return;
+            match serve(&table, sink, stream, &mut orders).await {
+                // As if there was no connection: a server may take it and let us listen to nothing.
+                Ended::NeverUp => {}
+                // It had been up; whatever comes now is new trouble.
+                Ended::Broken => pause = RETRY_MIN,
+                Ended::NobodyLeft => return,
             }
         }
         table.forget_idle();
@@ -196,6 +203,8 @@ async fn work(
 
 /// Why a connection was given up.
 enum Ended {
+    /// Before the first subscription was confirmed.
+    NeverUp,
     Broken,
     NobodyLeft,
 }
@@ -207,8 +216,10 @@ async fn serve(
     mut stream: PubSubStream,
     orders: &mut mpsc::UnboundedReceiver<Arc<str>>,
 ) -> Ended {
+    // What was ordered so far is in the table, or was forgotten since.
+    while orders.try_recv().is_ok() {}
     if !subscribed(&mut sink, &table.names()).await {
-        return Ended::Broken;
+        return Ended::NeverUp;
     }
     table.deafened();
     let mut tidy = tokio::time::interval(LINGER);
@@ -225,7 +236,9 @@ async fn serve(
             },
             order = orders.recv() => {
                 let Some(name) = order else { return Ended::NobodyLeft };
-                let well = subscribed(&mut sink, std::slice::from_ref(&name)).await;
+                // Who asked may be gone and the channel forgotten: then nobody would ever unsubscribe from it.
+                let well = !table.has(&name)
+                    || subscribed(&mut sink, std::slice::from_ref(&name)).await;
                 table.change(&name);
                 well
             }

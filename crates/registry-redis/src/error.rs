@@ -63,6 +63,7 @@ fn server(kind: ServerErrorKind, named: Option<&str>) -> Verdict {
             "this user may not do that; see the book for the rights that are needed",
         ),
         ServerErrorKind::BusyLoading => refused(Transient, "the server is loading its data"),
+        ServerErrorKind::NoScript => refused(Transient, "the server forgot the script just now"),
         ServerErrorKind::ReadOnly => refused(Transient, "the server is a replica now"),
         ServerErrorKind::MasterDown => refused(Transient, "the replica has lost its master"),
         ServerErrorKind::ClusterDown => refused(Transient, "the cluster is down"),

@@ -3,11 +3,15 @@
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use redis::aio::{ConnectionManager, ConnectionManagerConfig, PubSub};
 use redis::io::tcp::TcpSettings;
-use redis::{Client, Cmd, ConnectionInfo, FromRedisValue, RedisResult, ScriptInvocation};
+use redis::{
+    Client, Cmd, ConnectionInfo, ErrorKind, FromRedisValue, RedisError, RedisResult,
+    ScriptInvocation,
+};
 use registry_core::BackendError;
 
 use crate::config::RedisConfig;
@@ -20,7 +24,9 @@ pub(crate) type Listening = Pin<Box<dyn Future<Output = RedisResult<PubSub>> + S
 pub(crate) struct Link {
     server: ConnectionInfo,
     connect_timeout: Duration,
-    commands: ConnectionManager,
+    client: Client,
+    settings: ConnectionManagerConfig,
+    commands: Mutex<Arc<ConnectionManager>>,
 }
 
 impl Link {
@@ -35,10 +41,11 @@ impl Link {
             .set_response_timeout(Some(config.response_timeout))
             // The engine knows better when it is worth another try.
             .set_number_of_retries(0);
-        let commands = ConnectionManager::new_with_config(client, settings)
+        let commands = ConnectionManager::new_with_config(client.clone(), settings.clone())
             .await
             .map_err(|error| explain(&error).as_refused())?;
-        Ok(Self { server, connect_timeout: config.connect_timeout, commands })
+        let commands = Mutex::new(Arc::new(commands));
+        Ok(Self { server, connect_timeout: config.connect_timeout, client, settings, commands })
     }
 
     /// Runs a script.
@@ -46,14 +53,37 @@ impl Link {
         &self,
         call: &ScriptInvocation<'_>,
     ) -> Result<T, BackendError> {
-        let mut commands = self.commands.clone();
-        call.invoke_async(&mut commands).await.map_err(|error| explain(&error))
+        let used = self.commands();
+        let answer = call.invoke_async(&mut (*used).clone()).await;
+        answer.map_err(|error| self.failed(&used, &error))
     }
 
     /// Runs a command.
     pub(crate) async fn ask<T: FromRedisValue>(&self, command: &Cmd) -> Result<T, BackendError> {
-        let mut commands = self.commands.clone();
-        command.query_async(&mut commands).await.map_err(|error| explain(&error))
+        let used = self.commands();
+        let answer = command.query_async(&mut (*used).clone()).await;
+        answer.map_err(|error| self.failed(&used, &error))
+    }
+
+    fn commands(&self) -> Arc<ConnectionManager> {
+        Arc::clone(&self.commands.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Explains an error, and gives up a connection that its manager would keep for ever.
+    fn failed(&self, used: &Arc<ConnectionManager>, error: &RedisError) -> BackendError {
+        if is_kept_after(error) {
+            let mut commands = self.commands.lock().unwrap_or_else(PoisonError::into_inner);
+            // Of many commands that fail together the first does it. Connecting is left to the next command.
+            if Arc::ptr_eq(&commands, used)
+                && let Ok(fresh) = ConnectionManager::new_lazy_with_config(
+                    self.client.clone(),
+                    self.settings.clone(),
+                )
+            {
+                *commands = Arc::new(fresh);
+            }
+        }
+        explain(error)
     }
 
     /// Makes connections for messages. Commands and messages never share one: a message that nobody asked for could be taken for the
@@ -71,6 +101,21 @@ impl Link {
             })
         }
     }
+}
+
+/// The manager connects anew after a connection that broke, not after one that fell silent, nor after a server that took the
+/// connection and refused to set it up: a login that is wrong for a moment would be wrong for ever.
+fn is_kept_after(error: &RedisError) -> bool {
+    error.is_timeout()
+        || matches!(
+            error.kind(),
+            ErrorKind::AuthenticationFailed
+                | ErrorKind::Client
+                | ErrorKind::Parse
+                | ErrorKind::RESP3NotSupported
+        )
+        // SELECT while connecting; the client has no kind of its own for it.
+        || error.to_string().contains("refused to switch database")
 }
 
 impl fmt::Debug for Link {

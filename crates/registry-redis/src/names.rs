@@ -26,6 +26,11 @@ impl Names {
         format!("{}{}}}", self.prefix, escaped(key.as_str()))
     }
 
+    /// A channel of this namespace that no lock has.
+    pub(crate) fn probe(&self) -> String {
+        self.prefix.clone() + "}"
+    }
+
     /// The key of the newest token.
     pub(crate) fn token(&self, key: &Key) -> String {
         self.lock(key) + ":token"

@@ -2,6 +2,7 @@
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use registry_core::{
@@ -10,6 +11,8 @@ use registry_core::{
 use registry_redis::{RedisBackend, RedisConfig};
 use registry_testkit::redis::RedisServer;
 use registry_testkit::{eventually, within};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
 
 /// Long enough for any machine; reached only by a test that fails.
 const LONG: Duration = Duration::from_secs(60);
@@ -240,4 +243,143 @@ async fn who_may_not_enter_is_told_so_without_the_password() {
     }
     let config = RedisConfig::from_url(&format!("redis://:opensesame@{}", server.addr())).unwrap();
     RedisBackend::open(config).await.unwrap();
+}
+
+/// A connection of somebody who gives the server other settings.
+async fn operator(server: &RedisServer, login: &str) -> TcpStream {
+    let mut stream = TcpStream::connect(server.addr()).await.unwrap();
+    told(&mut stream, login).await;
+    stream
+}
+
+async fn told(stream: &mut TcpStream, command: &str) -> String {
+    stream.write_all(format!("{command}\r\n").as_bytes()).await.unwrap();
+    let mut answer = vec![0; 4_096];
+    let read = stream.read(&mut answer).await.unwrap();
+    String::from_utf8_lossy(&answer[..read]).into_owned()
+}
+
+/// A password may be changed on both sides one after the other.
+#[tokio::test]
+async fn a_login_that_was_refused_for_a_while_is_tried_again() {
+    let server = RedisServer::start(&["--requirepass", "old"]).await.unwrap();
+    let mut operator = operator(&server, "AUTH old").await;
+    let url = format!("redis://:old@{}", server.addr());
+    let backend = RedisBackend::open(RedisConfig::from_url(&url).unwrap()).await.unwrap();
+    let ours = Registry::builder(Arc::new(backend)).build().unwrap();
+    told(&mut operator, "CONFIG SET requirepass new").await;
+    told(&mut operator, "CLIENT KILL TYPE normal SKIPME yes").await;
+    let refused = async || {
+        let Err(LockError::Backend { source, .. }) = ours.obtain("k").holder().await else {
+            return false;
+        };
+        source.kind() == BackendErrorKind::Denied
+    };
+    eventually(LONG, refused).await;
+    told(&mut operator, "CONFIG SET requirepass old").await;
+    eventually(LONG, async || ours.obtain("k").holder().await.is_ok()).await;
+}
+
+/// A host that dies, or a router that forgets, closes no connection.
+#[tokio::test]
+async fn a_connection_that_falls_silent_is_given_up_for_a_new_one() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("redis://{}", listener.local_addr().unwrap());
+    let silent = Arc::new(AtomicBool::new(false));
+    let router = tokio::spawn({
+        let (server, silent) = (server.addr(), Arc::clone(&silent));
+        async move {
+            let mut routes = tokio::task::JoinSet::new();
+            loop {
+                let (mut client, _) = listener.accept().await.unwrap();
+                let mut server = TcpStream::connect(server).await.unwrap();
+                let forgotten = !silent.load(Ordering::SeqCst);
+                let silent = Arc::clone(&silent);
+                routes.spawn(async move {
+                    let fell_silent = async {
+                        while !(forgotten && silent.load(Ordering::SeqCst)) {
+                            tokio::time::sleep(Duration::from_millis(5)).await;
+                        }
+                    };
+                    tokio::select! {
+                        _ = tokio::io::copy_bidirectional(&mut client, &mut server) => {}
+                        () = fell_silent => std::future::pending().await,
+                    }
+                });
+            }
+        }
+    });
+    let config = RedisConfig::from_url(&url).unwrap().with_response_timeout(secs(1));
+    let backend = RedisBackend::open(config).await.unwrap();
+    let ours = Registry::builder(Arc::new(backend)).lease(secs(60)).build().unwrap();
+    let guard = ours.obtain("k").lock().await.unwrap();
+    silent.store(true, Ordering::SeqCst);
+    assert!(guard.renew(secs(60)).await.is_err(), "nobody answers");
+    eventually(LONG, async || guard.renew(secs(60)).await.is_ok()).await;
+    guard.unlock().await.unwrap();
+    router.abort();
+}
+
+/// Servers give new users no channels. That costs wake-ups and nothing else.
+#[tokio::test]
+async fn who_may_use_no_channel_still_locks_and_is_warned() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    server.ask("ACL SETUSER mute on >p ~* +@all resetchannels").await.unwrap();
+    let url = format!("redis://mute:p@{}", server.addr());
+    let open_mute = async || {
+        let backend = RedisBackend::open(RedisConfig::from_url(&url).unwrap()).await.unwrap();
+        Registry::builder(Arc::new(backend)).poll(Duration::from_millis(50)).build().unwrap()
+    };
+    let (ours, theirs) = (open_mute().await, open_mute().await);
+    let guard = ours.obtain("k").lock().await.unwrap();
+    let lock = theirs.obtain("k");
+    let waiter = tokio::spawn(async move { lock.lock().await });
+    let connections = async || {
+        let stats = server.ask("INFO stats").await.unwrap();
+        let count = stats.lines().find_map(|line| line.strip_prefix("total_connections_received:"));
+        count.unwrap().trim().parse::<u32>().unwrap()
+    };
+    let before = connections().await;
+    tokio::time::sleep(secs(2)).await;
+    let made = connections().await - before;
+    assert!(made < 20, "{made} connections in 2 s");
+    guard.unlock().await.unwrap();
+    assert!(within(LONG, waiter).await.unwrap().unwrap().is_held());
+    let findings = ours.diagnose().await.unwrap();
+    assert!(findings.iter().any(|finding| finding.message.contains("channel")), "{findings:?}");
+}
+
+#[tokio::test]
+async fn who_gave_up_waiting_leaves_no_subscription() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    let (ours, theirs) = (deaf(&server).await, deaf(&server).await);
+    let mut guards = Vec::new();
+    for key in 0..400 {
+        let key = format!("many/{key}");
+        guards.push(ours.obtain(&key).lock().await.unwrap());
+        let lock = theirs.obtain(&key);
+        let _ = tokio::time::timeout(Duration::from_millis(3), lock.lock()).await;
+    }
+    let silent = async || server.ask("PUBSUB CHANNELS *").await.unwrap().starts_with("*0\r\n");
+    tokio::time::sleep(secs(3)).await;
+    eventually(LONG, silent).await;
+}
+
+#[tokio::test]
+async fn an_empty_value_of_somebody_else_counts_as_held() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    let ours = deaf(&server).await;
+    server.ask("SET lock-registry:{k} \"\"").await.unwrap();
+    assert!(ours.obtain("k").try_lock().await.unwrap().is_none());
+    assert!(ours.obtain("k").holder().await.unwrap().is_some());
+}
+
+#[tokio::test]
+async fn a_token_that_cannot_grow_any_more_is_an_error() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    let ours = deaf(&server).await;
+    server.ask("SET lock-registry:{k}:token 9007199254740992").await.unwrap();
+    let error = ours.obtain("k").try_lock().await.unwrap_err();
+    assert!(matches!(error, LockError::Backend { .. }), "{error:?}");
 }

@@ -8,11 +8,15 @@ if held then
   if string.sub(held, 1, 32) == ARGV[1] then
     return {1, string.match(held, '^%x+ (%d+) '), left}
   end
-  return {0, left, held, string.format('%.0f', now)}
+  -- Longer than any record of ours; a stranger's value may be of any length.
+  return {0, left, string.sub(held, 1, 2048), string.format('%.0f', now)}
 end
 -- Larger than all before, and than all that a server that has lost its data may have forgotten.
 local token = math.max(tonumber(redis.call('GET', KEYS[2]) or '-1') + 1, now)
 local last = token + tonumber(ARGV[3]) - 1
+if last >= 9007199254740992 then
+  return redis.error_reply('ERR the fencing token of this lock is too large to count on; delete the key ' .. KEYS[2])
+end
 -- Where tokens are ahead of the clock, they must be remembered until it has caught up.
 local memory = tonumber(ARGV[4]) + math.ceil((last - now) / 1000)
 redis.call('SET', KEYS[2], string.format('%.0f', last), 'PX', string.format('%.0f', memory))
