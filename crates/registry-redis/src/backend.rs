@@ -1,7 +1,7 @@
 //! What is asked of a lock's key. Says nothing of Lua, see `script`, and nothing of names, see `names`.
 
 use std::fmt;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use redis::Value;
@@ -168,6 +168,7 @@ impl LockBackend for RedisBackend {
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
         let mut keys = Vec::new();
         let mut cursor = 0_u64;
+        let began = Instant::now();
         // SCAN looks at a bounded piece of the database at a time, so nobody else is held up.
         loop {
             let scan = redis::cmd("SCAN")
@@ -183,6 +184,12 @@ impl LockBackend for RedisBackend {
             cursor = next;
             if cursor == 0 {
                 break;
+            }
+            // The caller has long gone, and a proxy may lead in circles.
+            if began.elapsed() > LIST_LIMIT {
+                return Err(BackendError::transient(
+                    "redis: the database is too large to be listed in time",
+                ));
             }
         }
         // A key may be told twice while the database is rearranged.
@@ -273,5 +280,7 @@ fn millis(span: Duration) -> u64 {
 
 /// How many locks are looked at in one step of the server.
 const LOOK_AT_ONCE: usize = 500;
+/// Ten times what the engine waits for.
+const LIST_LIMIT: Duration = Duration::from_secs(30);
 const NAMESPACE_BYTES_MAX: usize = 255;
 const TIME_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);

@@ -8,10 +8,7 @@ use std::time::Duration;
 
 use redis::aio::{ConnectionManager, ConnectionManagerConfig, PubSub};
 use redis::io::tcp::TcpSettings;
-use redis::{
-    Client, Cmd, ConnectionInfo, ErrorKind, FromRedisValue, RedisError, RedisResult,
-    ScriptInvocation,
-};
+use redis::{Client, Cmd, ErrorKind, FromRedisValue, RedisError, RedisResult, ScriptInvocation};
 use registry_core::BackendError;
 
 use crate::config::RedisConfig;
@@ -22,9 +19,8 @@ pub(crate) type Listening = Pin<Box<dyn Future<Output = RedisResult<PubSub>> + S
 
 /// One server, or whatever answers like one.
 pub(crate) struct Link {
-    server: ConnectionInfo,
-    connect_timeout: Duration,
     client: Client,
+    connect_timeout: Duration,
     settings: ConnectionManagerConfig,
     commands: Mutex<Arc<ConnectionManager>>,
 }
@@ -35,7 +31,7 @@ impl Link {
         // Without TCP_NODELAY each command would wait for the acknowledgement of the last.
         let tcp = TcpSettings::default().set_nodelay(true);
         let server = config.server.clone().set_tcp_settings(tcp);
-        let client = Client::open(server.clone()).map_err(|error| explain(&error))?;
+        let client = Client::open(server).map_err(|error| explain(&error))?;
         let settings = ConnectionManagerConfig::new()
             .set_connection_timeout(Some(config.connect_timeout))
             .set_response_timeout(Some(config.response_timeout))
@@ -45,7 +41,7 @@ impl Link {
             .await
             .map_err(|error| explain(&error).as_refused())?;
         let commands = Mutex::new(Arc::new(commands));
-        Ok(Self { server, connect_timeout: config.connect_timeout, client, settings, commands })
+        Ok(Self { client, connect_timeout: config.connect_timeout, settings, commands })
     }
 
     /// Runs a script.
@@ -89,11 +85,10 @@ impl Link {
     /// Makes connections for messages. Commands and messages never share one: a message that nobody asked for could be taken for the
     /// answer to a command.
     pub(crate) fn listener(&self) -> impl Fn() -> Listening + Send + use<> {
-        let (server, limit) = (self.server.clone(), self.connect_timeout);
+        let (client, limit) = (self.client.clone(), self.connect_timeout);
         move || {
-            let server = server.clone();
+            let client = client.clone();
             Box::pin(async move {
-                let client = Client::open(server)?;
                 let connecting = client.get_async_pubsub();
                 tokio::time::timeout(limit, connecting).await.unwrap_or_else(|_| {
                     Err(std::io::Error::from(std::io::ErrorKind::TimedOut).into())
@@ -121,7 +116,7 @@ fn is_kept_after(error: &RedisError) -> bool {
 impl fmt::Debug for Link {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Link")
-            .field("server", &self.server.addr().to_string())
+            .field("server", &self.client.get_connection_info().addr().to_string())
             .finish_non_exhaustive()
     }
 }

@@ -384,3 +384,14 @@ async fn a_token_that_cannot_grow_any_more_is_an_error() {
     let error = ours.obtain("k").try_lock().await.unwrap_err();
     assert!(matches!(error, LockError::Backend { .. }), "{error:?}");
 }
+
+#[tokio::test]
+async fn a_server_is_reached_by_its_socket() {
+    let server = RedisServer::start(&["--unixsocket", "redis.sock"]).await.unwrap();
+    let url = format!("redis+unix://{}?db=3", server.folder().join("redis.sock").display());
+    let backend = RedisBackend::open(RedisConfig::from_url(&url).unwrap()).await.unwrap();
+    let ours = Registry::builder(Arc::new(backend)).build().unwrap();
+    let guard = ours.obtain("k").lock().await.unwrap();
+    assert!(deaf(&server).await.obtain("k").try_lock().await.unwrap().is_some(), "database 3");
+    guard.unlock().await.unwrap();
+}
