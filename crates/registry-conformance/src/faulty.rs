@@ -9,7 +9,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_core::{
     Attempt, BackendError, BackendErrorKind, Busy, Capabilities, Claim, Finding, Holder,
-    InvalidKey, Key, LockBackend, Release, Renewal,
+    InvalidKey, Key, LockBackend, LossHints, Release, Renewal,
 };
 use tokio::sync::watch;
 use tokio::task::JoinSet;
@@ -273,6 +273,10 @@ impl LockBackend for FaultyBackend {
             () = early => (),
             () = told => (),
         }
+    }
+
+    fn tell_losses(&self, hints: LossHints) {
+        self.inner.tell_losses(hints);
     }
 
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {

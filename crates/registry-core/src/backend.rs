@@ -13,6 +13,7 @@ use async_trait::async_trait;
 use crate::capabilities::Capabilities;
 use crate::error::BackendError;
 use crate::fencing::FencingToken;
+use crate::hints::LossHints;
 use crate::key::{InvalidKey, Key};
 
 /// A lock store.
@@ -88,6 +89,14 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
     async fn wait(&self, _claim: &Claim, _busy: &Busy) {
         std::future::pending().await
     }
+
+    /// Takes the handle by which this store tells a registry that the record of a key was changed by somebody else: deleted,
+    /// taken away, expired before its time. The holder then learns of it at once, not at its next renewal.
+    ///
+    /// Called once by each registry over this backend, when it is built and before it asks for anything. A store that hears of
+    /// changes keeps all handles that are [live](LossHints::is_live) and says so in [`Capabilities::tells_losses`]. The default
+    /// drops it.
+    fn tell_losses(&self, _hints: LossHints) {}
 
     /// Tells who holds `key`, if anybody.
     ///

@@ -75,6 +75,9 @@ pub struct Capabilities {
     pub fair: bool,
     /// The store tells a waiter when the lock may be free; without it waiters poll.
     pub wakes: bool,
+    /// The store tells a holder at once when somebody else has changed or removed the record of the lock; without it the
+    /// holder learns of that at its next renewal.
+    pub tells_losses: bool,
     /// Several holders at once, if all ask for it. No store offers it yet.
     pub shared: bool,
     /// A grant carries the holder's label, and it can be read back.
@@ -103,6 +106,7 @@ impl Capabilities {
             fencing: false,
             fair: false,
             wakes: false,
+            tells_losses: false,
             shared: false,
             labels: false,
             inspect: false,
@@ -129,6 +133,14 @@ impl Capabilities {
     #[must_use]
     pub const fn with_wakes(mut self) -> Self {
         self.wakes = true;
+        self
+    }
+
+    /// Says that [`LockBackend::tell_losses`](crate::LockBackend::tell_losses) is heeded: a holder hears at once of a lock that
+    /// somebody else has broken.
+    #[must_use]
+    pub const fn with_tells_losses(mut self) -> Self {
+        self.tells_losses = true;
         self
     }
 
@@ -164,6 +176,7 @@ impl Capabilities {
             fencing: self.fencing && other.fencing,
             fair: self.fair && other.fair,
             wakes: self.wakes && other.wakes,
+            tells_losses: self.tells_losses && other.tells_losses,
             shared: self.shared && other.shared,
             labels: self.labels && other.labels,
             inspect: self.inspect && other.inspect,

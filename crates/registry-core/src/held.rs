@@ -312,6 +312,16 @@ impl HeldClaim {
         self.state().lease.set_length(length);
     }
 
+    /// Has the store asked at once whether this claim is still held.
+    pub(crate) fn look(self: &Arc<Self>, now: Moment) {
+        let mut state = self.state();
+        if state.phase == Phase::Held {
+            state.lease.look(now);
+            self.unseat(&mut state);
+            self.seat(&mut state, now);
+        }
+    }
+
     /// What the keeper has to do about this claim, which is due at `seat`.
     pub(crate) fn tick(self: &Arc<Self>, seat: Seat, now: Moment) -> Tick {
         let mut state = self.state();

@@ -20,6 +20,7 @@ use crate::clock::Moment;
 use crate::engine::missing_answer;
 use crate::error::{BackendError, LostReason};
 use crate::held::{HeldClaim, Tick};
+use crate::hints::{Inbox, LossHints, News};
 use crate::lease::TOGETHER;
 
 /// A place in the schedule.
@@ -37,9 +38,24 @@ type Seats = BTreeMap<Seat, Arc<HeldClaim>>;
 pub(crate) struct Keeper(Arc<Shared>);
 
 #[derive(Default)]
-struct Shared {
+pub(crate) struct Shared {
     schedule: Mutex<Schedule>,
+    /// What the store has told by itself.
+    inbox: Inbox,
     changed: Notify,
+}
+
+impl Shared {
+    /// Takes a note of news, and has the task look at it.
+    pub(crate) fn hear(&self, note: impl FnOnce(&mut News)) {
+        self.inbox.put(note);
+        self.changed.notify_one();
+    }
+
+    /// Whether news is of any use.
+    pub(crate) fn listens(&self) -> bool {
+        !self.schedule.lock().unwrap_or_else(PoisonError::into_inner).stopped
+    }
 }
 
 #[derive(Default)]
@@ -82,6 +98,11 @@ impl Keeper {
     pub(crate) fn unseat(&self, seat: Seat) {
         let held = self.schedule().seats.remove(&seat);
         drop(held);
+    }
+
+    /// A handle by which a store has claims looked after.
+    pub(crate) fn loss_hints(&self) -> LossHints {
+        LossHints::new(Arc::downgrade(&self.0))
     }
 
     /// All claims that are held now.
@@ -156,6 +177,12 @@ async fn work(keeper: Keeper, backend: Arc<dyn LockBackend>) {
     let mut calls: FuturesUnordered<BatchCall> = FuturesUnordered::new();
     loop {
         let now = Moment::now();
+        let news = keeper.0.inbox.take();
+        if !news.is_empty() {
+            for held in keeper.all().into_iter().filter(|held| news.is_about(held.claim().key())) {
+                held.look(now);
+            }
+        }
         let Some(due) = keeper.due(now) else {
             break;
         };

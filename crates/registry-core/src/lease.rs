@@ -106,6 +106,13 @@ impl Lease {
         }
     }
 
+    /// Makes the next renewal due now, unless one is in flight.
+    pub(crate) fn look(&mut self, now: Moment) {
+        if self.unanswered == 0 {
+            self.renew_at = self.renew_at.min(now);
+        }
+    }
+
     /// Notes that a renewal left at `now` and when to try again if it stays unanswered. True if the one before did.
     pub(crate) fn renewal_sent(&mut self, now: Moment, answer_limit: Duration) -> bool {
         self.unanswered += 1;

@@ -442,6 +442,7 @@ impl RegistryBuilder {
             endings_left: 0.into(),
             slots: SlotTable::new(),
         });
+        engine.backend.tell_losses(engine.keeper.loss_hints());
         let closing = Closing {
             keeper: tokio::sync::Mutex::new(Some(runtime.spawn(keeper_work))),
             _janitor: runtime.spawn({

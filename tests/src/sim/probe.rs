@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use async_trait::async_trait;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, Finding, Holder, InvalidKey, Key,
-    LockBackend, LockEvent, Observer, Release, Renewal,
+    LockBackend, LockEvent, LossHints, Observer, Release, Renewal,
 };
 
 use super::Weather;
@@ -125,6 +125,10 @@ impl LockBackend for Probe {
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
         self.inner.wait(claim, busy).await;
+    }
+
+    fn tell_losses(&self, hints: LossHints) {
+        self.inner.tell_losses(hints);
     }
 
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {

@@ -6,7 +6,7 @@ use std::sync::Mutex;
 use async_trait::async_trait;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, Finding, Holder, InvalidKey, Key,
-    LockBackend, MemoryBackend, Release, Renewal,
+    LockBackend, LossHints, MemoryBackend, Release, Renewal,
 };
 
 #[derive(Debug)]
@@ -102,6 +102,11 @@ impl LockBackend for PanickingBackend {
     async fn wait(&self, claim: &Claim, busy: &Busy) {
         self.pass("wait");
         self.inner.wait(claim, busy).await;
+    }
+
+    fn tell_losses(&self, hints: LossHints) {
+        self.pass("tell_losses");
+        self.inner.tell_losses(hints);
     }
 
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
