@@ -1,0 +1,76 @@
+//! How a server is to be started.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+/// How a [`RedisServer`](super::RedisServer) is to be started. Without any option, it is found on the path as
+/// `redis-server`, and writes each command to its file before it answers.
+#[derive(Debug, Clone)]
+pub struct ServerOptions {
+    pub(super) program: PathBuf,
+    pub(super) args: Vec<String>,
+    pub(super) environment: Vec<(String, OsString)>,
+    pub(super) login: Option<(String, String)>,
+    /// The file with which a sentinel is started, as it is at first.
+    pub(super) sentinel: Option<String>,
+}
+
+impl Default for ServerOptions {
+    fn default() -> Self {
+        Self {
+            program: "redis-server".into(),
+            args: Vec::new(),
+            environment: Vec::new(),
+            login: None,
+            sentinel: None,
+        }
+    }
+}
+
+impl ServerOptions {
+    /// A server with its defaults.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds lines of the configuration as arguments, such as `["--maxmemory", "3mb"]`. Of two that say different things, the
+    /// later one counts.
+    #[must_use]
+    pub fn args(mut self, args: &[&str]) -> Self {
+        self.args.extend(args.iter().map(|&arg| arg.to_owned()));
+        self
+    }
+
+    /// Starts another program that takes the same arguments.
+    #[must_use]
+    pub fn program(mut self, program: impl Into<PathBuf>) -> Self {
+        self.program = program.into();
+        self
+    }
+
+    /// Gives the server an environment variable.
+    #[must_use]
+    pub fn env(mut self, name: &str, value: impl Into<OsString>) -> Self {
+        self.environment.push((name.to_owned(), value.into()));
+        self
+    }
+
+    /// Lets only this user in, who may do everything; the testkit's own questions are asked in that name. With the name
+    /// `default`, clients may leave the name out.
+    #[must_use]
+    pub fn login(mut self, user: &str, password: &str) -> Self {
+        self.login = Some((user.to_owned(), password.to_owned()));
+        self
+    }
+
+    /// The login as lines of the configuration, word by word.
+    pub(super) fn login_lines(&self) -> Vec<Vec<String>> {
+        let Some((user, password)) = &self.login else { return Vec::new() };
+        let words = |line: &str| line.split(' ').map(ToOwned::to_owned).collect();
+        if user == "default" {
+            return vec![words(&format!("requirepass {password}"))];
+        }
+        vec![words(&format!("user {user} on >{password} ~* &* +@all")), words("user default off")]
+    }
+}

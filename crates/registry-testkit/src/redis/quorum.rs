@@ -1,0 +1,66 @@
+//! Several servers that know nothing of each other, for locks that want a majority of them.
+
+use std::io;
+
+use super::options::ServerOptions;
+use super::server::RedisServer;
+use crate::ports::Port;
+
+/// Independent masters. They are killed with this handle.
+#[derive(Debug)]
+pub struct RedisQuorum {
+    servers: Vec<RedisServer>,
+}
+
+impl RedisQuorum {
+    /// Starts so many masters.
+    ///
+    /// # Errors
+    /// As for [`RedisServer::start`].
+    ///
+    /// # Cancel safety
+    /// Dropping the future kills the servers.
+    pub async fn start(servers: usize) -> io::Result<Self> {
+        Self::start_with(servers, &ServerOptions::new()).await
+    }
+
+    /// As [`start`](Self::start), with options for each of them.
+    ///
+    /// # Errors
+    /// As for [`RedisServer::start`].
+    ///
+    /// # Cancel safety
+    /// Dropping the future kills the servers.
+    pub async fn start_with(servers: usize, options: &ServerOptions) -> io::Result<Self> {
+        let launch = |_| RedisServer::launch(Port::reserve()?, options.clone());
+        let mut servers = (0..servers).map(launch).collect::<io::Result<Vec<_>>>()?;
+        for server in &mut servers {
+            server.ready().await?;
+        }
+        Ok(Self { servers })
+    }
+
+    /// `redis+quorum://HOST:PORT,HOST:PORT,…`, without a login.
+    #[must_use]
+    pub fn url(&self) -> String {
+        format!("redis+quorum://{}", addresses(&self.servers))
+    }
+
+    /// The servers, in the order in which the URL names them.
+    #[must_use]
+    pub fn servers(&self) -> &[RedisServer] {
+        &self.servers
+    }
+
+    /// The servers, to be killed and started again.
+    #[must_use]
+    pub fn servers_mut(&mut self) -> &mut [RedisServer] {
+        &mut self.servers
+    }
+}
+
+/// The addresses as URLs list them.
+pub(super) fn addresses<'a>(servers: impl IntoIterator<Item = &'a RedisServer>) -> String {
+    let addresses = servers.into_iter().map(|server| server.addr().to_string());
+    addresses.collect::<Vec<_>>().join(",")
+}
