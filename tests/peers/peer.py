@@ -81,10 +81,11 @@ def connect(url):
 def open_lock(options):
     client, cluster = connect(options.url)
     if options.layout == "redisson":
+        name = f"{options.namespace}:{options.key}" if options.namespace else options.key
         lease_ms = options.lease_ms or redisson.LEASE_MS
-        channel = redisson.prefix_name("redisson_lock__channel", options.key)
+        channel = redisson.prefix_name("redisson_lock__channel", name)
         listener = listening(client, cluster, channel)
-        return redisson.RedissonLock(client, listener, options.key, lease_ms, options.verb)
+        return redisson.RedissonLock(client, listener, name, lease_ms, options.verb)
     if cluster:
         sys.exit("peer.py: in a cluster only --layout redisson is known")
     lease_ms = options.lease_ms or spring.LEASE_MS
@@ -116,7 +117,7 @@ def take_sections(lock, options):
         # One step for all who exclude each other, and many for those who do not.
         count = int(counter.read_text(encoding="ascii"))
         time.sleep(options.hold_ms / 1000)
-        counter.write_text(str(count + 1), encoding="ascii")
+        write_over(counter, count + 1)
         leaving = now()
         lock.unlock()
         line = {
@@ -134,6 +135,12 @@ def take_sections(lock, options):
         time.sleep(random.uniform(0, options.pause_ms) / 1000)
     journal.close()
     say("done")
+
+
+def write_over(counter, count):
+    """Puts a number into the file at once: whoever reads it at the wrong time reads a wrong number, not half of one."""
+    with open(counter, "r+", encoding="ascii") as file:
+        file.write(f"{count:>10}")
 
 
 def await_cue():
@@ -177,7 +184,7 @@ def parse():
     parser.add_argument("--spin", action="store_true", help="spring: a registry of the type SPIN_LOCK")
     parser.add_argument("--idle-ms", type=float, default=spring.IDLE_MS, help="spring: between the tries of --spin")
     parser.add_argument("--lease-ms", type=int, help="the original's default unless set: spring 60000, redisson 30000")
-    parser.add_argument("--namespace", default="", help="spring: the registryKey")
+    parser.add_argument("--namespace", default="", help="spring: the registryKey; redisson: what names begin with, if anything")
     parser.add_argument("--key", required=True)
     parser.add_argument("--once", nargs="+", metavar="DO", help="try; hold MS; or hold, until a line of input or its end")
     parser.add_argument("--sections", type=int, help="how many times to take the lock")
@@ -191,8 +198,8 @@ def parse():
         parser.error("give --once, or --sections with --journal and --counter")
     if options.once and not (options.once == ["try"] or options.once[0] == "hold" and len(options.once) <= 2):
         parser.error("--once is followed by try, hold or hold MS")
-    if (options.layout == "spring") != bool(options.namespace):
-        parser.error("--namespace is Spring's registryKey, which Redisson has not")
+    if options.layout == "spring" and not options.namespace:
+        parser.error("give --namespace, which is Spring's registryKey")
     if options.layout == "spring" and options.verb == "SPUBLISH":
         parser.error("Spring knows no SPUBLISH")
     if options.spin and options.layout != "spring":
