@@ -98,6 +98,14 @@ pub enum InvalidKey {
     },
 }
 
+impl InvalidKey {
+    /// The store's layout cannot hold the key, for this reason.
+    #[must_use]
+    pub const fn layout(reason: &'static str) -> Self {
+        Self::Layout { reason }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
