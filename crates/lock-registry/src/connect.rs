@@ -161,7 +161,7 @@ fn redis_config(server: &RedisServer, options: &Layer) -> registry_redis::RedisC
     }
     if let Some(timeout) = options.timeout {
         // The connection must not be given up while the engine still waits for an answer.
-        let longer = config.response_timeout.max(timeout * 6 / 5);
+        let longer = registry_redis::RedisConfig::RESPONSE_TIMEOUT.max(timeout * 6 / 5);
         config = config.with_response_timeout(longer);
     }
     config

@@ -1,214 +1,191 @@
-//! What is asked of a lock's key. Says nothing of Lua, see `script`, and nothing of names, see `names`.
+//! The lock store that the engine drives: one history, or a quorum of several.
 
 use std::fmt;
-use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use redis::Value;
 use registry_core::{
-    Attempt, BackendError, BackendErrorKind, Busy, Capabilities, Claim, FencingToken, Finding,
-    Grant, GuaranteeClass, Holder, Key, LockBackend, Reach, Release, Renewal,
+    Attempt, BackendError, Busy, Capabilities, Claim, Finding, Grant, GuaranteeClass, Holder,
+    InvalidKey, Key, LockBackend, LossHints, Reach, Release, Renewal,
 };
 
-use crate::config::RedisConfig;
-use crate::ears::Ears;
-use crate::link::Link;
-use crate::names::Names;
-use crate::record::{Record, lease_left};
-use crate::script;
+use crate::config::{Layout, RedisConfig, Servers};
+use crate::quorum::Quorum;
+use crate::rumours::Rumours;
+use crate::store::{Answer, Store, names};
 
-/// Locks in a Redis or Valkey server.
+/// Locks in Redis or Valkey servers.
 ///
 /// A grant lives until its lease is over on the server's clock. Tokens are that clock's microseconds, or one more than the last of the key
 /// where that is larger: they grow over release, expiry, and a restart without data. A release wakes the waiters of all processes
-/// by a message.
+/// by a message, and a holder hears at once when somebody else changes or removes its lock, if the server can tell (client tracking).
 ///
-/// What the server forgets is free: without a file of all writes (`appendonly yes`, `appendfsync always`) a restart may free locks that
-/// are held. Their holders learn of it at their next renewal; tokens grow even then, so fenced writes stay safe.
+/// What the servers forget is free. A single server forgets at a restart, unless it keeps a file of all writes (`appendonly yes`,
+/// `appendfsync always`); a failover to a replica forgets what that had not got yet. Holders learn of it at their next renewal at the latest;
+/// tokens grow even then, so fenced writes stay safe.
 ///
-/// Two connections belong to a backend, however many locks are held or awaited; the second is made when somebody waits.
+/// Two connections per server belong to a backend, however many locks are held or awaited; the second is made when somebody waits. Four
+/// more carry the grants that [replicas](RedisConfig::with_replicas) are waited for.
 pub struct RedisBackend {
     config: RedisConfig,
-    pub(crate) names: Names,
-    pub(crate) link: Link,
-    ears: Ears,
+    servers: History,
+    rumours: Rumours,
+}
+
+/// Where the truth is.
+enum History {
+    One(Store),
+    Many(Quorum),
 }
 
 impl RedisBackend {
-    /// Connects to the server.
+    /// Connects to the servers: to one, to the master, to all masters of a cluster, or to a majority of a quorum.
     ///
     /// # Errors
     /// [`BackendError`] with a message that says what to do: `Misconfigured` for a configuration that cannot work, `Denied` for a
-    /// wrong user or password, `Transient` when the server cannot be reached.
+    /// wrong user or password, `Transient` when the servers cannot be reached.
     ///
     /// # Cancel safety
-    /// Dropping the future closes the connection.
+    /// Dropping the future closes the connections.
     pub async fn open(config: RedisConfig) -> Result<Self, BackendError> {
-        check(&config)?;
-        let link = Link::open(&config).await?;
-        // A server that wants a password from somebody who has none takes the connection, and says so to the first question.
-        let _: Value = link.ask(&redis::cmd("TIME")).await?;
-        let ears = Ears::new(link.listener());
-        Ok(Self { names: Names::new(&config.namespace), config, link, ears })
+        config.check()?;
+        let rumours = Rumours::new(names(&config));
+        let servers = match &config.servers {
+            Servers::Quorum(masters) => {
+                History::Many(Quorum::open(masters, &config, &rumours).await?)
+            }
+            _ => History::One(Store::open(&config, &rumours).await?),
+        };
+        Ok(Self { config, servers, rumours })
     }
 
     /// The namespace that this backend's locks live in.
     #[must_use]
     pub fn namespace(&self) -> &str {
-        &self.config.namespace
+        self.config.namespace()
     }
-
-    /// Looks at locks, 500 at a time: the holders of those that are held.
-    async fn look(&self, keys: &[Key]) -> Result<Vec<Holder>, BackendError> {
-        let mut holders = Vec::new();
-        for keys in keys.chunks(LOOK_AT_ONCE) {
-            let mut call = script::LOOK.prepare_invoke();
-            for key in keys {
-                call.key(self.names.lock(key));
-            }
-            let answer: Vec<Value> = self.link.run(&call).await?;
-            let (now, records) = read_look(&answer)?;
-            let held = keys.iter().zip(records).filter(|(_, (record, _))| !record.is_empty());
-            holders.extend(
-                held.map(|(key, (record, left))| {
-                    Record::read(&record).holder(key.clone(), now, left)
-                }),
-            );
-        }
-        Ok(holders)
-    }
-}
-
-fn check(config: &RedisConfig) -> Result<(), BackendError> {
-    let no =
-        |says: String| Err(BackendError::new(BackendErrorKind::Misconfigured, says).as_refused());
-    if config.namespace.is_empty() || config.namespace.len() > NAMESPACE_BYTES_MAX {
-        return no(format!("redis: a namespace has 1 to {NAMESPACE_BYTES_MAX} bytes"));
-    }
-    for (option, given) in [
-        ("connect_timeout", config.connect_timeout),
-        ("response_timeout", config.response_timeout),
-        ("token_memory", config.token_memory),
-    ] {
-        if !(Duration::from_millis(10)..=TIME_MAX).contains(&given) {
-            return no(format!("redis: {option} of {given:?} is not between 10 ms and 366 days"));
-        }
-    }
-    Ok(())
 }
 
 #[async_trait]
 impl LockBackend for RedisBackend {
     fn capabilities(&self) -> Capabilities {
-        Capabilities::new("redis", GuaranteeClass::B, Reach::Network)
+        let class = match self.config.servers {
+            Servers::Single(_) => GuaranteeClass::B,
+            Servers::Sentinel { .. } | Servers::Cluster(_) | Servers::Quorum(_) => {
+                GuaranteeClass::C
+            }
+        };
+        let mut capabilities = Capabilities::new("redis", class, Reach::Network)
             .with_fencing()
             .with_wakes()
-            .with_labels()
-            .with_inspect()
+            .with_inspect();
+        if self.config.layout == Layout::Native {
+            capabilities = capabilities.with_labels();
+        }
+        if self.rumours.are_told() {
+            capabilities = capabilities.with_tells_losses();
+        }
+        capabilities
+    }
+
+    fn check_key(&self, key: &Key) -> Result<(), InvalidKey> {
+        match &self.servers {
+            History::One(store) => store.names.check(key),
+            History::Many(_) => Ok(()),
+        }
+    }
+
+    fn shard(&self, claim: &Claim) -> u32 {
+        match &self.servers {
+            History::One(store) => store.shard(claim.key()),
+            History::Many(_) => 0,
+        }
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        let lock = self.names.lock(claim.key());
-        // Before the question: what is heard of after it was asked may outdate the answer.
-        let heard = self.ears.heard(&lock);
-        let mut call = script::ACQUIRE.key(lock);
-        call.key(self.names.token(claim.key()))
-            .arg(claim.id().to_string())
-            .arg(millis(claim.lease()))
-            .arg(claim.token_block())
-            .arg(millis(self.config.token_memory))
-            .arg(claim.label().unwrap_or_default());
-        match read_attempt(self.link.run(&call).await?)? {
-            Answer::Granted { token, left_ms } => {
-                let lease = lease_left(left_ms).unwrap_or_else(|| claim.lease());
-                Ok(Attempt::Granted(Grant::new(Some(token), lease)))
+        let answer = match &self.servers {
+            History::One(store) => store.try_acquire(claim).await?,
+            History::Many(quorum) => quorum.try_acquire(claim).await?,
+        };
+        Ok(match answer {
+            Answer::Granted { token, lease } => {
+                // The engine never counts on more than it has asked for.
+                Attempt::Granted(Grant::new(Some(token), lease.min(claim.lease())))
             }
-            Answer::Busy { left_ms, record, now_us } => {
-                let holder = Record::read(&record).holder(claim.key().clone(), now_us, left_ms);
-                let mut busy = Busy::new().with_mark(heard).with_holder(holder);
-                if let Some(left) = lease_left(left_ms) {
-                    busy = busy.with_retry_after(left);
-                }
-                Ok(Attempt::Busy(busy))
+            Answer::Busy { left, holder, asked_at } => {
+                let busy = Busy::new().with_mark(asked_at).with_holder(holder);
+                Attempt::Busy(match left {
+                    Some(left) => busy.with_retry_after(left),
+                    None => busy,
+                })
             }
-        }
+        })
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
-        let mut call = script::RENEW.prepare_invoke();
-        for claim in claims {
-            call.key(self.names.lock(claim.key()));
-            call.arg(claim.id().to_string()).arg(millis(claim.lease()));
-        }
-        let answers: Result<Vec<i64>, _> = self.link.run(&call).await;
-        match answers {
-            Ok(answers) if answers.len() == claims.len() => {
-                let renewal = |left| lease_left(left).map_or(Renewal::Gone, Renewal::Renewed);
-                answers.into_iter().map(|left| Ok(renewal(left))).collect()
-            }
-            Ok(_) => vec![Err(unreadable()); claims.len()],
-            Err(error) => vec![Err(error); claims.len()],
+        match &self.servers {
+            History::One(store) => store.renew(claims).await,
+            History::Many(quorum) => quorum.renew(claims).await,
         }
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
-        let mut call = script::RELEASE.key(self.names.lock(claim.key()));
-        call.arg(claim.id().to_string());
-        self.link.run(&call).await.map(freed)
+        match &self.servers {
+            History::One(store) => store.release(claim).await,
+            History::Many(quorum) => quorum.release(claim).await,
+        }
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
-        self.ears.wait(&self.names.lock(claim.key()), busy.mark).await;
+        match &self.servers {
+            History::One(store) => store.wait(claim.key(), busy.mark).await,
+            History::Many(quorum) => quorum.wait(claim.key(), busy.mark).await,
+        }
+    }
+
+    fn tell_losses(&self, hints: LossHints) {
+        self.rumours.tell(hints);
     }
 
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
-        Ok(self.look(std::slice::from_ref(key)).await?.pop())
+        match &self.servers {
+            History::One(store) => Ok(store.look(std::slice::from_ref(key)).await?.pop()),
+            History::Many(quorum) => quorum.inspect(key).await,
+        }
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
-        let mut keys = Vec::new();
-        let mut cursor = 0_u64;
-        let began = Instant::now();
-        // SCAN looks at a bounded piece of the database at a time, so nobody else is held up.
-        loop {
-            let scan = redis::cmd("SCAN")
-                .arg(cursor)
-                .arg("MATCH")
-                .arg(self.names.pattern())
-                .arg("COUNT")
-                .arg(LOOK_AT_ONCE)
-                .to_owned();
-            let (next, names): (u64, Vec<Vec<u8>>) = self.link.ask(&scan).await?;
-            let name = |name: Vec<u8>| self.names.key(std::str::from_utf8(&name).ok()?);
-            keys.extend(names.into_iter().filter_map(name));
-            cursor = next;
-            if cursor == 0 {
-                break;
-            }
-            // The caller has long gone, and a proxy may lead in circles.
-            if began.elapsed() > LIST_LIMIT {
-                return Err(BackendError::transient(
-                    "redis: the database is too large to be listed in time",
-                ));
-            }
+        match &self.servers {
+            History::One(store) => store.list().await,
+            History::Many(quorum) => quorum.list().await,
         }
-        // A key may be told twice while the database is rearranged.
-        keys.sort();
-        keys.dedup();
-        self.look(&keys).await
     }
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
-        let call = script::BREAK.key(self.names.lock(key));
-        self.link.run(&call).await.map(freed)
+        match &self.servers {
+            History::One(store) => store.force_release(key).await,
+            History::Many(quorum) => quorum.force_release(key).await,
+        }
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
-        self.look_for_trouble().await
+        let mut findings = match &self.servers {
+            History::One(store) => store.look_for_trouble().await?,
+            History::Many(quorum) => quorum.look_for_trouble().await?,
+        };
+        if !self.rumours.are_told() {
+            findings.push(Finding::note(
+                "the server does not tell of changes (CLIENT TRACKING): a holder whose lock is taken away learns of it at its next \
+                 renewal",
+            ));
+        }
+        Ok(findings)
     }
 
     async fn close(&self) {
-        self.ears.close();
+        match &self.servers {
+            History::One(store) => store.link.close().await,
+            History::Many(quorum) => quorum.close().await,
+        }
     }
 }
 
@@ -217,70 +194,3 @@ impl fmt::Debug for RedisBackend {
         f.debug_struct("RedisBackend").field("config", &self.config).finish_non_exhaustive()
     }
 }
-
-/// What the script that acquires has answered.
-enum Answer {
-    Granted { token: FencingToken, left_ms: i64 },
-    Busy { left_ms: i64, record: Vec<u8>, now_us: i64 },
-}
-
-fn read_attempt(answer: Value) -> Result<Answer, BackendError> {
-    let Value::Array(parts) = answer else { return Err(unreadable()) };
-    match &parts[..] {
-        [Value::Int(1), token, Value::Int(left_ms)] => {
-            let token = number(token).and_then(|token| FencingToken::try_from(token).ok());
-            Ok(Answer::Granted { token: token.ok_or_else(unreadable)?, left_ms: *left_ms })
-        }
-        [Value::Int(0), Value::Int(left_ms), Value::BulkString(record), now] => Ok(Answer::Busy {
-            left_ms: *left_ms,
-            record: record.clone(),
-            now_us: number(now).ok_or_else(unreadable)?,
-        }),
-        _ => Err(unreadable()),
-    }
-}
-
-/// A lock's record, and the lease that it has left.
-type Found = (Vec<u8>, i64);
-
-/// The time on the server's clock, and what was found for each lock.
-fn read_look(answer: &[Value]) -> Result<(i64, Vec<Found>), BackendError> {
-    let (now, records) = answer.split_first().ok_or_else(unreadable)?;
-    let now = number(now).ok_or_else(unreadable)?;
-    let record = |pair: &[Value]| match pair {
-        [Value::BulkString(record), Value::Int(left)] => Ok((record.clone(), *left)),
-        _ => Err(unreadable()),
-    };
-    Ok((now, records.chunks(2).map(record).collect::<Result<_, _>>()?))
-}
-
-fn number(value: &Value) -> Option<i64> {
-    match value {
-        Value::Int(number) => Some(*number),
-        Value::BulkString(text) => std::str::from_utf8(text).ok()?.parse().ok(),
-        _ => None,
-    }
-}
-
-fn unreadable() -> BackendError {
-    BackendError::new(
-        BackendErrorKind::Protocol,
-        "redis: a script was answered in a way that it cannot answer; is there a proxy in between?",
-    )
-}
-
-const fn freed(answer: i64) -> Release {
-    if answer == 1 { Release::Freed } else { Release::NotHeld }
-}
-
-/// Whole milliseconds, rounded up: a lease must not be shorter than it was asked for.
-fn millis(span: Duration) -> u64 {
-    u64::try_from(span.as_nanos().div_ceil(1_000_000)).unwrap_or(u64::MAX)
-}
-
-/// How many locks are looked at in one step of the server.
-const LOOK_AT_ONCE: usize = 500;
-/// Ten times what the engine waits for.
-const LIST_LIMIT: Duration = Duration::from_secs(30);
-const NAMESPACE_BYTES_MAX: usize = 255;
-const TIME_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);

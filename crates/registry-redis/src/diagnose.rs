@@ -1,13 +1,34 @@
 //! What is set up wrong in the server, or soon will be.
 
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use futures_util::future::join_all;
 use registry_core::{BackendError, Finding};
 
-use crate::backend::RedisBackend;
+use crate::link::Node;
+use crate::store::{Store, read};
 
-impl RedisBackend {
+impl Store {
+    /// Looks at all servers.
     pub(crate) async fn look_for_trouble(&self) -> Result<Vec<Finding>, BackendError> {
+        let nodes = self.link.nodes().await?;
+        let looks = join_all(nodes.iter().map(|node| self.look_at(node))).await;
         let mut findings = Vec::new();
-        let info: String = self.link.ask(redis::cmd("INFO").arg("everything")).await?;
+        for (node, found) in nodes.iter().zip(looks) {
+            findings.extend(found?.into_iter().map(|mut finding| {
+                if nodes.len() > 1 || !self.is_alone() {
+                    finding.message = format!("{}: {}", node.name(), finding.message);
+                }
+                finding
+            }));
+        }
+        Ok(findings)
+    }
+
+    async fn look_at(&self, node: &Arc<Node>) -> Result<Vec<Finding>, BackendError> {
+        let mut findings = Vec::new();
+        let info: String = self.info(node, "everything").await?;
         let value = |name: &str| {
             info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim)
         };
@@ -41,7 +62,7 @@ impl RedisBackend {
             findings.push(Finding::warning(
                 "the server keeps no file of its writes: a restart frees all locks; set appendonly yes and appendfsync always",
             ));
-        } else if let Some(fsync) = self.setting("appendfsync").await
+        } else if let Some(fsync) = self.setting(node, "appendfsync").await
             && fsync != "always"
         {
             findings.push(Finding::warning(format!(
@@ -49,15 +70,15 @@ impl RedisBackend {
             )));
         }
         if value("connected_slaves").is_some_and(|replicas| replicas != "0")
-            && self.setting("min-replicas-to-write").await.is_some_and(|least| least == "0")
+            && self.setting(node, "min-replicas-to-write").await.is_some_and(|least| least == "0")
         {
             findings.push(Finding::warning(
                 "the server has replicas and accepts writes without them (min-replicas-to-write 0): a failover may free locks that \
                  are held",
             ));
         }
-        let published: Result<i64, _> =
-            self.link.ask(redis::cmd("PUBLISH").arg(self.names.probe()).arg("0")).await;
+        let probe = redis::cmd("PUBLISH").arg(self.names.probe()).arg("0").to_owned();
+        let published = self.link.ask(node, &probe).await;
         if published.is_err() {
             findings.push(Finding::warning(
                 "this user may not use the channels of the locks: releases wake nobody, and waiters look by themselves; give it the \
@@ -68,10 +89,41 @@ impl RedisBackend {
     }
 
     /// A setting of the server; `None` where this user may not ask, as on most managed servers.
-    async fn setting(&self, name: &str) -> Option<String> {
+    async fn setting(&self, node: &Arc<Node>, name: &str) -> Option<String> {
         let command = redis::cmd("CONFIG").arg("GET").arg(name).to_owned();
-        let (_, value): (String, String) = self.link.ask(&command).await.ok()?;
-        Some(value)
+        let answer: Vec<(String, String)> = read(self.link.ask(node, &command).await.ok()?).ok()?;
+        answer.into_iter().next().map(|(_, value)| value)
+    }
+
+    async fn info(&self, node: &Arc<Node>, section: &str) -> Result<String, BackendError> {
+        read(self.link.ask(node, &redis::cmd("INFO").arg(section).to_owned()).await?)
+    }
+
+    /// How many microseconds a single server's clock is ahead of ours; only good for comparing servers with each other.
+    pub(crate) async fn clock(&self) -> Result<i64, BackendError> {
+        let ours = || {
+            let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+            i64::try_from(now.as_micros()).unwrap_or(i64::MAX)
+        };
+        let Some(node) = self.link.known(0) else {
+            return Err(BackendError::transient("redis: no server"));
+        };
+        let before = ours();
+        let answer = self.link.ask(&node, &redis::cmd("TIME")).await?;
+        let after = ours();
+        let (seconds, micros): (i64, i64) = read(answer)?;
+        Ok(seconds * 1_000_000 + micros - (before + (after - before) / 2))
+    }
+
+    /// How long a single server has been running.
+    pub(crate) async fn uptime(&self) -> Result<Duration, BackendError> {
+        let Some(node) = self.link.known(0) else {
+            return Err(BackendError::transient("redis: no server"));
+        };
+        let info = self.info(&node, "server").await?;
+        let seconds = info.lines().find_map(|line| line.strip_prefix("uptime_in_seconds:"));
+        let seconds = seconds.and_then(|seconds| seconds.trim().parse().ok()).unwrap_or(0);
+        Ok(Duration::from_secs(seconds))
     }
 }
 

@@ -1,7 +1,8 @@
-//! Hears of releases. One connection, one task, and one subscription per key that somebody waits for; knows nothing of locks.
+//! Hears of releases. One connection per server, one task, and one subscription per lock that somebody waits for; knows nothing of locks.
 //!
 //! A message may be lost with its connection, so everybody is woken after each reconnect; and waiting never relies on messages
-//! alone, that is the engine's part.
+//! alone, that is the engine's part. Commands never use this connection: a message that nobody asked for could be taken for the answer to
+//! a command.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -9,13 +10,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use futures_util::StreamExt as _;
-use redis::aio::{PubSubSink, PubSubStream};
+use redis::aio::MultiplexedConnection;
+use redis::{ErrorKind, PushInfo, PushKind, ServerErrorKind, Value};
 use tokio::sync::{Notify, mpsc};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
-use crate::link::Listening;
+use crate::link::{Dial, Pushes};
+use crate::names::Names;
 
 /// How long a channel that nobody listens to any more stays subscribed: who waited once often waits again.
 const LINGER: Duration = Duration::from_secs(1);
@@ -24,58 +26,73 @@ const LINGER: Duration = Duration::from_secs(1);
 const RETRY_MIN: Duration = Duration::from_millis(50);
 const RETRY_MAX: Duration = Duration::from_secs(2);
 
-/// All channels that are listened to.
+/// How releases are told.
+#[derive(Debug, Clone)]
+pub(crate) struct Hearing {
+    pub(crate) names: Names,
+    /// Channels belong to slots.
+    pub(crate) sharded: bool,
+}
+
+/// All channels of one server that are listened to.
 pub(crate) struct Ears {
     table: Arc<Table>,
     orders: mpsc::UnboundedSender<Arc<str>>,
     task: JoinHandle<()>,
 }
 
-#[derive(Default)]
 struct Table {
-    /// Numbers all changes of all channels, so that a channel that was forgotten and is listened to anew never counts as unchanged.
-    changes: AtomicU64,
+    hearing: Hearing,
     channels: Mutex<HashMap<Arc<str>, Arc<Channel>>>,
+    /// The server is another one now.
+    renewed: Notify,
 }
 
 /// One channel.
 struct Channel {
-    /// Zero until the server has confirmed the subscription; then counts what may have changed since.
-    changes: AtomicU64,
+    /// Zero until the server has confirmed the subscription; then the moment since when nothing has changed.
+    changed_at: AtomicU64,
     changed: Notify,
     listeners: AtomicU64,
 }
 
+/// Numbers all changes of all channels of all servers, so that a channel that was forgotten and is listened to anew, or has moved to another
+/// server, never counts as unchanged.
+static CHANGES: AtomicU64 = AtomicU64::new(1);
+
+/// This moment, for [`Ears::wait`]. To be read before a question whose answer may be outdated by a change.
+pub(crate) fn moment() -> u64 {
+    CHANGES.load(Ordering::Acquire)
+}
+
 impl Ears {
-    /// Listens over connections that `connect` makes, the first of them when there is something to listen to.
-    pub(crate) fn new(connect: impl Fn() -> Listening + Send + 'static) -> Self {
-        let table = Arc::new(Table::default());
+    /// Listens over connections that `dial` makes, the first of them when there is something to listen to.
+    pub(crate) fn new(dial: Dial, hearing: Hearing) -> Self {
+        let table = Arc::new(Table { hearing, channels: Mutex::default(), renewed: Notify::new() });
         let (orders, inbox) = mpsc::unbounded_channel();
-        let task = tokio::spawn(work(Arc::clone(&table), connect, inbox));
+        let task = tokio::spawn(work(Arc::clone(&table), dial, inbox));
         Self { table, orders, task }
     }
 
-    /// How many changes were heard of on `channel`; zero if it is not listened to. To be read before a question whose answer may be
-    /// outdated by a change.
-    pub(crate) fn heard(&self, channel: &str) -> u64 {
-        let channels = self.table.channels();
-        channels.get(channel).map_or(0, |channel| channel.changes.load(Ordering::Acquire))
-    }
-
-    /// Returns when something has changed since `heard` was read. If nothing was listened to then, returns as soon as it is.
-    pub(crate) async fn wait(&self, name: &str, heard: u64) {
-        let channel = self.table.listen(name, &self.orders);
-        let _listener = Listener(&channel);
+    /// Returns when something has changed after `moment`. If nothing was listened to then, returns as soon as it is.
+    pub(crate) async fn wait(&self, name: &str, moment: u64) {
+        let listener = self.table.listen(name, &self.orders);
+        let channel = &listener.0;
         loop {
             let changed = channel.changed.notified();
             tokio::pin!(changed);
             // Listening starts before the look, or a change could slip through in between.
             changed.as_mut().enable();
-            if channel.changes.load(Ordering::Acquire) != heard {
+            if channel.changed_at.load(Ordering::Acquire) > moment {
                 return;
             }
             changed.await;
         }
+    }
+
+    /// Gives the connection up for a new one: the server is another one now.
+    pub(crate) fn renew(&self) {
+        self.table.renewed.notify_one();
     }
 
     /// Ends the connection. Whoever waits hears nothing any more.
@@ -87,6 +104,8 @@ impl Ears {
 impl Drop for Ears {
     fn drop(&mut self) {
         self.close();
+        // Whoever waits here must look where the lock is now.
+        self.table.deafened();
     }
 }
 
@@ -99,22 +118,22 @@ impl fmt::Debug for Ears {
 }
 
 impl Table {
-    fn listen(&self, name: &str, orders: &mpsc::UnboundedSender<Arc<str>>) -> Arc<Channel> {
+    fn listen(&self, name: &str, orders: &mpsc::UnboundedSender<Arc<str>>) -> Listener {
         let mut channels = self.channels();
         if let Some(channel) = channels.get(name) {
             channel.listeners.fetch_add(1, Ordering::AcqRel);
-            return Arc::clone(channel);
+            return Listener(Arc::clone(channel));
         }
         let name: Arc<str> = name.into();
         let channel = Arc::new(Channel {
-            changes: AtomicU64::new(0),
+            changed_at: AtomicU64::new(0),
             changed: Notify::new(),
             listeners: AtomicU64::new(1),
         });
         channels.insert(Arc::clone(&name), Arc::clone(&channel));
         // Without the task nobody hears anything; the engine looks by itself.
         let _ = orders.send(name);
-        channel
+        Listener(channel)
     }
 
     fn names(&self) -> Vec<Arc<str>> {
@@ -124,7 +143,14 @@ impl Table {
     /// Notes that something may have changed on `name`.
     fn change(&self, name: &str) {
         if let Some(channel) = self.channels().get(name) {
-            self.note(channel);
+            note(channel);
+        }
+    }
+
+    /// Takes out a channel that is elsewhere now; whoever waits must look there.
+    fn lose(&self, name: &str) {
+        if let Some(channel) = self.channels().remove(name) {
+            note(&channel);
         }
     }
 
@@ -132,32 +158,16 @@ impl Table {
         self.channels().contains_key(name)
     }
 
-    /// To be called while the table is locked.
-    fn note(&self, channel: &Channel) {
-        channel.changes.store(self.changes.fetch_add(1, Ordering::AcqRel) + 1, Ordering::Release);
-        channel.changed.notify_waiters();
-    }
-
     /// Notes that whatever happened on any channel was not heard.
     fn deafened(&self) {
-        for channel in self.channels().values() {
-            self.note(channel);
-        }
+        self.channels().values().for_each(|channel| note(channel));
     }
 
     /// Takes out the channels that nobody listens to.
     fn forget_idle(&self) -> Vec<Arc<str>> {
         let mut channels = self.channels();
         let idle = |channel: &Channel| channel.listeners.load(Ordering::Acquire) == 0;
-        let names: Vec<_> = channels
-            .iter()
-            .filter(|(_, channel)| idle(channel))
-            .map(|(name, _)| Arc::clone(name))
-            .collect();
-        for name in &names {
-            channels.remove(name);
-        }
-        names
+        channels.extract_if(|_, channel| idle(channel)).map(|(name, _)| name).collect()
     }
 
     fn channels(&self) -> MutexGuard<'_, HashMap<Arc<str>, Arc<Channel>>> {
@@ -165,29 +175,31 @@ impl Table {
     }
 }
 
-/// Somebody who waits.
-struct Listener<'a>(&'a Channel);
+fn note(channel: &Channel) {
+    channel.changed_at.store(CHANGES.fetch_add(1, Ordering::AcqRel) + 1, Ordering::Release);
+    channel.changed.notify_waiters();
+}
 
-impl Drop for Listener<'_> {
+/// Somebody who waits.
+struct Listener(Arc<Channel>);
+
+impl Drop for Listener {
     fn drop(&mut self) {
         self.0.listeners.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
-async fn work(
-    table: Arc<Table>,
-    connect: impl Fn() -> Listening + Send,
-    mut orders: mpsc::UnboundedReceiver<Arc<str>>,
-) {
+async fn work(table: Arc<Table>, dial: Dial, mut orders: mpsc::UnboundedReceiver<Arc<str>>) {
     let mut pause = RETRY_MIN;
     loop {
         // The first who waits calls for the first connection.
         if table.names().is_empty() && orders.recv().await.is_none() {
             return;
         }
-        if let Ok(connection) = connect().await {
-            let (sink, stream) = connection.split();
-            match serve(&table, sink, stream, &mut orders).await {
+        let (told, pushes) = mpsc::unbounded_channel();
+        let hear: Pushes = Arc::new(move |push| _ = told.send(push));
+        if let Ok(connection) = dial(hear).await {
+            match serve(&table, connection, pushes, &mut orders).await {
                 // As if there was no connection: a server may take it and let us listen to nothing.
                 Ended::NeverUp => {}
                 // It had been up; whatever comes now is new trouble.
@@ -203,7 +215,7 @@ async fn work(
 
 /// Why a connection was given up.
 enum Ended {
-    /// Before the first subscription was confirmed.
+    /// Before the first subscriptions were answered.
     NeverUp,
     Broken,
     NobodyLeft,
@@ -212,66 +224,144 @@ enum Ended {
 /// Listens until the connection breaks, or nobody can give orders any more.
 async fn serve(
     table: &Table,
-    mut sink: PubSubSink,
-    mut stream: PubSubStream,
+    mut connection: MultiplexedConnection,
+    mut pushes: mpsc::UnboundedReceiver<PushInfo>,
     orders: &mut mpsc::UnboundedReceiver<Arc<str>>,
 ) -> Ended {
     // What was ordered so far is in the table, or was forgotten since.
     while orders.try_recv().is_ok() {}
-    if !subscribed(&mut sink, &table.names()).await {
+    if let Some(common) = table.hearing.names.common_channel()
+        && !plain(&mut connection, "SUBSCRIBE", &[common.into()]).await
+    {
         return Ended::NeverUp;
     }
-    table.deafened();
+    if !subscribed(table, &mut connection, &table.names()).await {
+        return Ended::NeverUp;
+    }
     let mut tidy = tokio::time::interval(LINGER);
     tidy.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut ticks = 0_u32;
     loop {
         let well = tokio::select! {
-            message = stream.next() => match message {
-                Some(message) => {
-                    table.change(message.get_channel_name());
-                    true
-                }
-                None => false,
-            },
+            biased;
+            push = pushes.recv() => push.is_some_and(|push| heard(table, push)),
             order = orders.recv() => {
                 let Some(name) = order else { return Ended::NobodyLeft };
+                let mut names = vec![name];
+                while names.len() < AT_ONCE && let Ok(name) = orders.try_recv() {
+                    names.push(name);
+                }
                 // Who asked may be gone and the channel forgotten: then nobody would ever unsubscribe from it.
-                let well = !table.has(&name)
-                    || subscribed(&mut sink, std::slice::from_ref(&name)).await;
-                table.change(&name);
-                well
+                names.retain(|name| table.has(name));
+                subscribed(table, &mut connection, &names).await
             }
+            () = table.renewed.notified() => false,
             _ = tidy.tick() => {
                 ticks = ticks.wrapping_add(1);
                 let idle = table.forget_idle();
-                let well = idle.is_empty() || unsubscribed(&mut sink, &idle).await;
-                // A connection that has died without a word answers nothing. Asking for what is there already changes nothing.
-                well && (!ticks.is_multiple_of(HEARTBEAT_TICKS)
-                    || subscribed(&mut sink, &table.names()).await)
+                let verb = if table.hearing.sharded { "SUNSUBSCRIBE" } else { "UNSUBSCRIBE" };
+                let well = plain(&mut connection, verb, &idle).await;
+                // A connection that has died without a word answers nothing.
+                well && (!ticks.is_multiple_of(HEARTBEAT_TICKS) || answers(&mut connection).await)
             }
         };
         if !well {
+            // What changes from here on is not heard until there is a new connection; after it everybody is woken.
             return Ended::Broken;
         }
     }
 }
 
-async fn subscribed(sink: &mut PubSubSink, names: &[Arc<str>]) -> bool {
-    if names.is_empty() {
-        return true;
+/// Takes in what the server has said; false when the connection is of no use any more.
+fn heard(table: &Table, push: PushInfo) -> bool {
+    let text = |value: Option<&Value>| match value {
+        Some(Value::BulkString(text)) => String::from_utf8(text.clone()).ok(),
+        _ => None,
+    };
+    match push.kind {
+        PushKind::Message | PushKind::SMessage => {
+            let channel = text(push.data.first());
+            let names = &table.hearing.names;
+            let meant = match (channel.as_deref(), push.data.get(1)) {
+                (Some(channel), Some(Value::BulkString(message)))
+                    if Some(channel) == names.common_channel() =>
+                {
+                    names.meant_by(message)
+                }
+                _ => channel,
+            };
+            if let Some(channel) = meant {
+                table.change(&channel);
+            }
+            true
+        }
+        // Unless we have asked for it, the slot has moved. The client may have taken this for the answer to something else.
+        PushKind::SUnsubscribe => text(push.data.first()).is_none_or(|name| !table.has(&name)),
+        PushKind::Disconnection => false,
+        _ => true,
     }
-    let names: Vec<&str> = names.iter().map(|name| &**name).collect();
-    matches!(timeout(ANSWER_LIMIT, sink.subscribe(names)).await, Ok(Ok(())))
 }
 
-async fn unsubscribed(sink: &mut PubSubSink, names: &[Arc<str>]) -> bool {
-    let names: Vec<&str> = names.iter().map(|name| &**name).collect();
-    matches!(timeout(ANSWER_LIMIT, sink.unsubscribe(names)).await, Ok(Ok(())))
+/// Subscribes to channels, and notes of each that it may have changed before.
+async fn subscribed(
+    table: &Table,
+    connection: &mut MultiplexedConnection,
+    names: &[Arc<str>],
+) -> bool {
+    let verb = if table.hearing.sharded { "SSUBSCRIBE" } else { "SUBSCRIBE" };
+    for names in names.chunks(AT_ONCE) {
+        let Some(answers) = each(connection, verb, names).await else { return false };
+        for (name, answer) in names.iter().zip(answers) {
+            match answer.extract_error() {
+                Ok(_) => table.change(name),
+                Err(error) if error.kind() == ErrorKind::Server(ServerErrorKind::Moved) => {
+                    table.lose(name);
+                }
+                // It stays unheard. Waiters look by themselves, and try again when they wait anew.
+                Err(_) => {}
+            }
+        }
+    }
+    true
+}
+
+/// The same command for each name; false when the connection is of no use any more.
+async fn plain(connection: &mut MultiplexedConnection, verb: &str, names: &[Arc<str>]) -> bool {
+    for names in names.chunks(AT_ONCE) {
+        if each(connection, verb, names).await.is_none() {
+            return false;
+        }
+    }
+    true
+}
+
+/// The answers to the same command for each name: one command each, because channels of different slots must not share one.
+async fn each(
+    connection: &mut MultiplexedConnection,
+    verb: &str,
+    names: &[Arc<str>],
+) -> Option<Vec<Value>> {
+    if names.is_empty() {
+        return Some(Vec::new());
+    }
+    let mut commands = redis::pipe();
+    for name in names {
+        commands.cmd(verb).arg(&**name);
+    }
+    let sent = connection.send_packed_commands(&commands, 0, names.len());
+    timeout(ANSWER_LIMIT, sent).await.ok()?.ok()
+}
+
+async fn answers(connection: &mut MultiplexedConnection) -> bool {
+    let ping = redis::cmd("PING");
+    matches!(timeout(ANSWER_LIMIT, connection.send_packed_command(&ping)).await, Ok(Ok(_)))
 }
 
 /// How many ticks pass between two looks at whether the connection is alive.
 const HEARTBEAT_TICKS: u32 = 5;
 
-/// How long the server may take to confirm a subscription.
+/// How long the server may take to answer.
 const ANSWER_LIMIT: Duration = Duration::from_secs(5);
+
+/// How many channels are subscribed to together.
+const AT_ONCE: usize = 500;

@@ -5,7 +5,9 @@
 //! message. Waiting, renewal, hand-over and loss are not decided here: the engine in `registry-core` drives a backend through
 //! `LockBackend`.
 //!
-//! So far there is one topology: a single server, or whatever answers like one.
+//! The servers may be a single one, the master that sentinels name, a cluster, or a quorum of masters that know nothing of each other; see
+//! [`RedisConfig`]. What locks look like in them is a [`Layout`]: this library's own, or that of Spring Integration or of Redisson, whose
+//! programs then contend for the same locks.
 //!
 //! # Examples
 //! ```no_run
@@ -26,13 +28,17 @@
 
 mod config;
 mod backend;
+mod quorum;
+mod store;
 mod names;
+mod slot;
 mod script;
 mod record;
 mod link;
 mod ears;
+mod rumours;
 mod diagnose;
 mod error;
 
 pub use backend::RedisBackend;
-pub use config::RedisConfig;
+pub use config::{Layout, Publish, RedisConfig};

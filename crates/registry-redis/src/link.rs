@@ -1,122 +1,233 @@
-//! The way to the server: one connection that carries all commands, made again when it breaks. Knows nothing of locks.
+//! The way to the servers, whatever they are: finds the one that has a lock, follows it where it goes, and knows nothing of locks.
+
+mod cluster;
+mod node;
+mod sentinel;
+mod wire;
 
 use std::fmt;
-use std::future::Future;
-use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 use std::time::Duration;
 
-use redis::aio::{ConnectionManager, ConnectionManagerConfig, PubSub};
-use redis::io::tcp::TcpSettings;
-use redis::{Client, Cmd, ErrorKind, FromRedisValue, RedisError, RedisResult, ScriptInvocation};
+use async_trait::async_trait;
+use redis::aio::MultiplexedConnection;
+use redis::{Cmd, RedisError, RedisResult, Value};
 use registry_core::BackendError;
 
-use crate::config::RedisConfig;
+use crate::config::{Address, RedisConfig, Servers};
+use crate::ears::Hearing;
 use crate::error::explain;
+use crate::rumours::Rumours;
+use crate::script::Call;
 
-/// A connection for messages that is being made.
-pub(crate) type Listening = Pin<Box<dyn Future<Output = RedisResult<PubSub>> + Send>>;
+pub(crate) use node::{Dial, Durable, Node, Pushes};
 
-/// One server, or whatever answers like one.
+/// How servers work together.
+#[async_trait]
+pub(crate) trait Topology: fmt::Debug + Send + Sync {
+    /// Where the locks of a slot are, as far as is known.
+    async fn node(&self, slot: u16) -> RedisResult<Arc<Node>>;
+
+    /// The same, without asking anybody.
+    fn known(&self, slot: u16) -> Option<Arc<Node>>;
+
+    /// All servers that have locks.
+    async fn nodes(&self) -> RedisResult<Vec<Arc<Node>>>;
+
+    /// Learns from an error that `node` gave, and says what to do about it.
+    async fn heed(&self, node: &Arc<Node>, error: &RedisError) -> Next;
+}
+
+/// What to do about an error.
+pub(crate) enum Next {
+    GiveUp,
+    /// Ask this one; with `asking` although the slot is only on its way there.
+    Ask {
+        node: Arc<Node>,
+        asking: bool,
+    },
+}
+
+/// The servers of one [`RedisBackend`](crate::RedisBackend), or one of a quorum.
 pub(crate) struct Link {
-    client: Client,
-    connect_timeout: Duration,
-    settings: ConnectionManagerConfig,
-    commands: Mutex<Arc<ConnectionManager>>,
+    topology: Box<dyn Topology>,
 }
 
 impl Link {
     /// Connects.
-    pub(crate) async fn open(config: &RedisConfig) -> Result<Self, BackendError> {
-        // Without TCP_NODELAY each command would wait for the acknowledgement of the last.
-        let tcp = TcpSettings::default().set_nodelay(true);
-        let server = config.server.clone().set_tcp_settings(tcp);
-        let client = Client::open(server).map_err(|error| explain(&error))?;
-        let settings = ConnectionManagerConfig::new()
-            .set_connection_timeout(Some(config.connect_timeout))
-            .set_response_timeout(Some(config.response_timeout))
-            // The engine knows better when it is worth another try.
-            .set_number_of_retries(0);
-        let commands = ConnectionManager::new_with_config(client.clone(), settings.clone())
-            .await
-            .map_err(|error| explain(&error).as_refused())?;
-        let commands = Mutex::new(Arc::new(commands));
-        Ok(Self { client, connect_timeout: config.connect_timeout, settings, commands })
+    pub(crate) async fn open(
+        config: &RedisConfig,
+        hearing: Hearing,
+        rumours: &Rumours,
+    ) -> Result<Self, BackendError> {
+        let topology: Box<dyn Topology> = match &config.servers {
+            Servers::Single(address) => {
+                let dial = dialler(config, address).map_err(|error| explain(&error))?;
+                let node = Node::new(address.to_string(), dial, config, hearing, rumours);
+                Box::new(Single(Arc::new(node)))
+            }
+            Servers::Sentinel { sentinels, service } => {
+                let follower =
+                    sentinel::Follower::new(config, sentinels, service, hearing, rumours);
+                Box::new(follower.map_err(|error| explain(&error))?)
+            }
+            Servers::Cluster(members) => {
+                Box::new(cluster::Cluster::new(config, members, hearing, rumours))
+            }
+            Servers::Quorum(_) => unreachable!("a quorum has a link to each master"),
+        };
+        Ok(Self { topology })
     }
 
-    /// Runs a script.
-    pub(crate) async fn run<T: FromRedisValue>(
+    /// One of several links to single servers, which may be down just now.
+    pub(crate) fn to(
+        address: &Address,
+        config: &RedisConfig,
+        hearing: Hearing,
+        rumours: &Rumours,
+    ) -> Result<Self, BackendError> {
+        let dial = dialler(config, address).map_err(|error| explain(&error))?;
+        let node = Node::new(address.to_string(), dial, config, hearing, rumours);
+        Ok(Self { topology: Box::new(Single(Arc::new(node))) })
+    }
+
+    /// Connects to all servers, so that what is wrong with the configuration shows.
+    pub(crate) async fn connect(&self) -> Result<(), BackendError> {
+        let refused = |error: RedisError| explain(&error).as_refused();
+        for node in self.topology.nodes().await.map_err(refused)? {
+            node.connect().await.map_err(refused)?;
+        }
+        Ok(())
+    }
+
+    /// Runs a script on the server that has `slot`.
+    pub(crate) async fn run(&self, slot: u16, call: &Call<'_>) -> Result<Value, BackendError> {
+        Ok(self.follow(slot, call, false).await?.answer)
+    }
+
+    /// Runs a script on the server that has `slot`, and waits until its writes are as safe as was asked for.
+    pub(crate) async fn run_durably(
         &self,
-        call: &ScriptInvocation<'_>,
-    ) -> Result<T, BackendError> {
-        let used = self.commands();
-        let answer = call.invoke_async(&mut (*used).clone()).await;
-        answer.map_err(|error| self.failed(&used, &error))
+        slot: u16,
+        call: &Call<'_>,
+    ) -> Result<Durable, BackendError> {
+        self.follow(slot, call, true).await
     }
 
-    /// Runs a command.
-    pub(crate) async fn ask<T: FromRedisValue>(&self, command: &Cmd) -> Result<T, BackendError> {
-        let used = self.commands();
-        let answer = command.query_async(&mut (*used).clone()).await;
-        answer.map_err(|error| self.failed(&used, &error))
-    }
-
-    fn commands(&self) -> Arc<ConnectionManager> {
-        Arc::clone(&self.commands.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-
-    /// Explains an error, and gives up a connection that its manager would keep for ever.
-    fn failed(&self, used: &Arc<ConnectionManager>, error: &RedisError) -> BackendError {
-        if is_kept_after(error) {
-            let mut commands = self.commands.lock().unwrap_or_else(PoisonError::into_inner);
-            // Of many commands that fail together the first does it. Connecting is left to the next command.
-            if Arc::ptr_eq(&commands, used)
-                && let Ok(fresh) = ConnectionManager::new_lazy_with_config(
-                    self.client.clone(),
-                    self.settings.clone(),
-                )
-            {
-                *commands = Arc::new(fresh);
+    async fn follow(
+        &self,
+        slot: u16,
+        call: &Call<'_>,
+        durably: bool,
+    ) -> Result<Durable, BackendError> {
+        let found = self.topology.node(slot).await;
+        let mut node = found.map_err(|error| explain(&error).as_refused())?;
+        let mut asking = false;
+        for _ in 0..REDIRECTIONS_MAX {
+            let answer = if durably {
+                node.run_durably(call, asking).await
+            } else {
+                node.run(call, asking).await.map(|answer| Durable { answer, missing: None })
+            };
+            let error = match answer {
+                Ok(answer) => return Ok(answer),
+                Err(error) => error,
+            };
+            match self.topology.heed(&node, &error).await {
+                Next::GiveUp => return Err(explain(&error)),
+                Next::Ask { node: other, asking: on_its_way } => {
+                    (node, asking) = (other, on_its_way);
+                }
             }
         }
-        explain(error)
+        Err(BackendError::transient("redis: the servers keep sending each other's callers away")
+            .as_refused())
     }
 
-    /// Makes connections for messages. Commands and messages never share one: a message that nobody asked for could be taken for the
-    /// answer to a command.
-    pub(crate) fn listener(&self) -> impl Fn() -> Listening + Send + use<> {
-        let (client, limit) = (self.client.clone(), self.connect_timeout);
-        move || {
-            let client = client.clone();
-            Box::pin(async move {
-                let connecting = client.get_async_pubsub();
-                tokio::time::timeout(limit, connecting).await.unwrap_or_else(|_| {
-                    Err(std::io::Error::from(std::io::ErrorKind::TimedOut).into())
-                })
-            })
+    /// The server that has `slot`, as far as is known.
+    pub(crate) fn known(&self, slot: u16) -> Option<Arc<Node>> {
+        self.topology.known(slot)
+    }
+
+    /// All servers that have locks.
+    pub(crate) async fn nodes(&self) -> Result<Vec<Arc<Node>>, BackendError> {
+        self.topology.nodes().await.map_err(|error| explain(&error).as_refused())
+    }
+
+    /// Sends a command to one server.
+    pub(crate) async fn ask(&self, node: &Arc<Node>, command: &Cmd) -> Result<Value, BackendError> {
+        match node.ask(command).await {
+            Ok(answer) => Ok(answer),
+            Err(error) => {
+                // The next command may have to go elsewhere.
+                let _: Next = self.topology.heed(node, &error).await;
+                Err(explain(&error))
+            }
         }
     }
-}
 
-/// The manager connects anew after a connection that broke, not after one that fell silent, nor after a server that took the
-/// connection and refused to set it up: a login that is wrong for a moment would be wrong for ever.
-fn is_kept_after(error: &RedisError) -> bool {
-    error.is_timeout()
-        || matches!(
-            error.kind(),
-            ErrorKind::AuthenticationFailed
-                | ErrorKind::Client
-                | ErrorKind::Parse
-                | ErrorKind::RESP3NotSupported
-        )
-        // SELECT while connecting; the client has no kind of its own for it.
-        || error.to_string().contains("refused to switch database")
+    /// Ends the connections for messages.
+    pub(crate) async fn close(&self) {
+        for node in self.topology.nodes().await.unwrap_or_default() {
+            node.ears.close();
+        }
+    }
 }
 
 impl fmt::Debug for Link {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Link")
-            .field("server", &self.client.get_connection_info().addr().to_string())
-            .finish_non_exhaustive()
+        f.debug_tuple("Link").field(&self.topology).finish()
     }
 }
+
+/// One server for everything.
+#[derive(Debug)]
+struct Single(Arc<Node>);
+
+#[async_trait]
+impl Topology for Single {
+    async fn node(&self, _slot: u16) -> RedisResult<Arc<Node>> {
+        Ok(Arc::clone(&self.0))
+    }
+
+    fn known(&self, _slot: u16) -> Option<Arc<Node>> {
+        Some(Arc::clone(&self.0))
+    }
+
+    async fn nodes(&self) -> RedisResult<Vec<Arc<Node>>> {
+        Ok(vec![Arc::clone(&self.0)])
+    }
+
+    async fn heed(&self, _node: &Arc<Node>, _error: &RedisError) -> Next {
+        Next::GiveUp
+    }
+}
+
+/// Makes connections to one server.
+fn dialler(config: &RedisConfig, address: &Address) -> RedisResult<Dial> {
+    let client = config.access.server(address)?;
+    let (connect, response) = (config.connect_timeout, config.response_timeout);
+    Ok(Arc::new(move |pushes| {
+        let client = client.clone();
+        Box::pin(async move { dial(&client, connect, response, pushes).await })
+    }))
+}
+
+async fn dial(
+    client: &redis::Client,
+    connect: Duration,
+    response: Duration,
+    pushes: Pushes,
+) -> RedisResult<MultiplexedConnection> {
+    let settings = redis::AsyncConnectionConfig::new()
+        .set_connection_timeout(Some(connect))
+        .set_response_timeout(Some(response))
+        .set_push_sender(move |push| {
+            pushes(push);
+            Ok::<(), std::convert::Infallible>(())
+        });
+    client.get_multiplexed_async_connection_with_config(&settings).await
+}
+
+/// More than one is rare: a slot that moves while it is asked for.
+const REDIRECTIONS_MAX: usize = 8;

@@ -1,45 +1,140 @@
-//! What the keys of a lock are called in the server. Injective, and all keys of one lock share a cluster slot.
+//! What the keys and channels of a lock are called in the servers, in each layout. Injective, and in a cluster all keys of one lock share
+//! a slot.
 //!
-//! `NAMESPACE:{KEY}` is the lock, `NAMESPACE:{KEY}:token` its newest token, and `NAMESPACE:{KEY}` also the channel that tells of its release.
-//! In a cluster the slot is that of the text between the first `{` and the first `}` after it, which is why braces in
-//! namespace and key are written as percent signs and digits; the rest stays readable.
+//! A slot is that of the text between the first `{` of a name and the first `}` after it, if there is any.
+//!
+//! | layout | lock | its newest tokens | channels of its release |
+//! |---|---|---|---|
+//! | native | `NAMESPACE:{KEY}`, escaped | `NAMESPACE:{KEY}:token` | as the lock |
+//! | Spring | `NAMESPACE:KEY` | `lock-registry:token:{NAMESPACE:KEY}` | `NAMESPACE-channel:NAMESPACE:KEY`, `NAMESPACE-channel` |
+//! | Redisson | `KEY` or `NAMESPACE:KEY` | `lock-registry:token:{LOCK}` | `redisson_lock__channel:{LOCK}` |
+//!
+//! Braces around a name that has some itself are left out, by Redisson's rule.
 
 use percent_encoding::{AsciiSet, CONTROLS, percent_decode_str, utf8_percent_encode};
-use registry_core::Key;
+use registry_core::{ClaimId, InvalidKey, Key};
+
+use crate::config::Layout;
+use crate::slot::slot;
 
 /// Escaped in a key: what would end the tag, and the escape itself. Control characters, because people read these names.
 const IN_KEY: &AsciiSet = &CONTROLS.add(b'%').add(b'{').add(b'}');
 
 #[derive(Debug, Clone)]
 pub(crate) struct Names {
-    /// Up to and including the brace that opens the tag.
+    layout: Layout,
+    /// What all locks' names begin with.
     prefix: String,
+    /// The channel of all releases, as older versions of Spring have it.
+    common_channel: Option<String>,
+    /// What the names of all other channels begin with.
+    channel_prefix: String,
+    /// Names must share a slot.
+    sharded: bool,
 }
 
 impl Names {
-    pub(crate) fn new(namespace: &str) -> Self {
-        Self { prefix: format!("{}:{{", escaped(namespace)) }
+    pub(crate) fn new(layout: Layout, namespace: &str, sharded: bool) -> Self {
+        let (prefix, channel_prefix, common_channel) = match layout {
+            Layout::Native => (format!("{}:{{", escaped(namespace)), String::new(), None),
+            Layout::Spring => (
+                format!("{namespace}:"),
+                format!("{namespace}-channel:"),
+                Some(format!("{namespace}-channel")),
+            ),
+            Layout::Redisson if namespace.is_empty() => {
+                (String::new(), REDISSON_CHANNEL.to_owned(), None)
+            }
+            Layout::Redisson => (format!("{namespace}:"), REDISSON_CHANNEL.to_owned(), None),
+        };
+        Self { layout, prefix, common_channel, channel_prefix, sharded }
     }
 
-    /// The key of the lock itself, which is also the channel of its releases.
+    /// The key of the lock itself.
     pub(crate) fn lock(&self, key: &Key) -> String {
-        format!("{}{}}}", self.prefix, escaped(key.as_str()))
+        match self.layout {
+            Layout::Native => format!("{}{}}}", self.prefix, escaped(key.as_str())),
+            Layout::Spring | Layout::Redisson => format!("{}{}", self.prefix, key.as_str()),
+        }
+    }
+
+    /// The key of the newest tokens of `lock`.
+    pub(crate) fn token(&self, lock: &str) -> String {
+        match self.layout {
+            Layout::Native => format!("{lock}:token"),
+            Layout::Spring | Layout::Redisson => beside("lock-registry:token:", lock),
+        }
+    }
+
+    /// The channel on which those who wait for `lock` hear of its release.
+    pub(crate) fn channel(&self, lock: &str) -> String {
+        match self.layout {
+            Layout::Native => lock.to_owned(),
+            Layout::Spring => format!("{}{lock}", self.channel_prefix),
+            Layout::Redisson => beside(&self.channel_prefix, lock),
+        }
+    }
+
+    /// The channel on which some hear of all releases; the message is the name of the lock.
+    pub(crate) fn common_channel(&self) -> Option<&str> {
+        self.common_channel.as_deref()
+    }
+
+    /// The channel of a lock that was named in a message on the common channel.
+    pub(crate) fn meant_by(&self, message: &[u8]) -> Option<String> {
+        std::str::from_utf8(message).ok().map(|lock| self.channel(lock))
+    }
+
+    /// What is said of the release of `lock`.
+    pub(crate) fn message<'a>(&self, lock: &'a str) -> &'a str {
+        match self.layout {
+            Layout::Spring => lock,
+            Layout::Native | Layout::Redisson => "0",
+        }
     }
 
     /// A channel of this namespace that no lock has.
     pub(crate) fn probe(&self) -> String {
-        self.prefix.clone() + "}"
+        format!("{}{}}}", self.channel_prefix, self.prefix)
     }
 
-    /// The key of the newest token.
-    pub(crate) fn token(&self, key: &Key) -> String {
-        self.lock(key) + ":token"
+    /// How a claim is written down.
+    pub(crate) fn claim(&self, id: ClaimId) -> String {
+        let id = id.to_string();
+        if self.layout == Layout::Native {
+            return id;
+        }
+        let uuid =
+            format!("{}-{}-{}-{}-{}", &id[..8], &id[8..12], &id[12..16], &id[16..20], &id[20..]);
+        match self.layout {
+            // An instance and one of its threads: here an instance per claim.
+            Layout::Redisson => uuid + ":1",
+            Layout::Native | Layout::Spring => uuid,
+        }
+    }
+
+    /// Refuses a key whose names would not share a slot.
+    pub(crate) fn check(&self, key: &Key) -> Result<(), InvalidKey> {
+        if self.layout == Layout::Native || !self.sharded {
+            return Ok(());
+        }
+        let lock = self.lock(key);
+        let told = self.layout == Layout::Redisson && slot(&self.channel(&lock)) != slot(&lock);
+        if told || slot(&self.token(&lock)) != slot(&lock) {
+            return Err(InvalidKey::layout(
+                "its braces would put the keys of one lock into different slots of the cluster",
+            ));
+        }
+        Ok(())
     }
 
     /// The lock's key, if `name` is the name of a lock in this namespace.
     pub(crate) fn key(&self, name: &str) -> Option<Key> {
-        let key = name.strip_prefix(&self.prefix)?.strip_suffix('}')?;
-        let key = percent_decode_str(key).decode_utf8().ok()?;
+        let key = name.strip_prefix(&self.prefix)?;
+        if self.layout != Layout::Native {
+            return Key::new(key).ok().filter(|_| !name.starts_with("lock-registry:token:"));
+        }
+        let key = percent_decode_str(key.strip_suffix('}')?).decode_utf8().ok()?;
         let key = Key::new(&key).ok()?;
         // Only names as we write them.
         (self.lock(&key) == name).then_some(key)
@@ -54,9 +149,39 @@ impl Names {
             }
             pattern.push(character);
         }
-        pattern + "*}"
+        pattern + if self.layout == Layout::Native { "*}" } else { "*" }
+    }
+
+    /// The type of a lock's key.
+    pub(crate) const fn kind(&self) -> &'static str {
+        match self.layout {
+            Layout::Native | Layout::Spring => "string",
+            Layout::Redisson => "hash",
+        }
+    }
+
+    /// Whether `record` can be that of a holder; of other keys with such a name nothing is known.
+    pub(crate) fn is_holder(&self, record: &[u8]) -> bool {
+        let uuid = |id: &[u8]| {
+            id.len() == 36 && id.iter().all(|byte| byte.is_ascii_hexdigit() || *byte == b'-')
+        };
+        match self.layout {
+            // The name is enough.
+            Layout::Native | Layout::Spring => true,
+            Layout::Redisson => {
+                record.get(..36).is_some_and(uuid)
+                    && record.get(36).is_some_and(|byte| *byte == b':')
+            }
+        }
     }
 }
+
+/// The name of what belongs to `lock` and shares its slot.
+fn beside(prefix: &str, lock: &str) -> String {
+    if lock.contains('{') { format!("{prefix}{lock}") } else { format!("{prefix}{{{lock}}}") }
+}
+
+const REDISSON_CHANNEL: &str = "redisson_lock__channel:";
 
 fn escaped(text: &str) -> String {
     // Everything that is not ASCII would be escaped too; it is harmless and should be readable.
@@ -81,9 +206,13 @@ mod tests {
         Key::new(text).unwrap()
     }
 
+    fn native(namespace: &str) -> Names {
+        Names::new(Layout::Native, namespace, true)
+    }
+
     #[test]
     fn names_are_pinned() {
-        let names = Names::new("lock-registry");
+        let names = native("lock-registry");
         for (given, name) in [
             ("orders/42", "lock-registry:{orders/42}"),
             ("{a}b", "lock-registry:{%7Ba%7Db}"),
@@ -92,15 +221,15 @@ mod tests {
             ("Schlüssel 🔑", "lock-registry:{Schlüssel 🔑}"),
         ] {
             assert_eq!(names.lock(&key(given)), name);
-            assert_eq!(names.token(&key(given)), format!("{name}:token"));
+            assert_eq!(names.token(&names.lock(&key(given))), format!("{name}:token"));
         }
-        assert_eq!(Names::new("a{b}:*").lock(&key("k")), "a%7Bb%7D:*:{k}");
-        assert_eq!(Names::new("a*b").pattern(), r"a\*b:{*}");
+        assert_eq!(native("a{b}:*").lock(&key("k")), "a%7Bb%7D:*:{k}");
+        assert_eq!(native("a*b").pattern(), r"a\*b:{*}");
     }
 
     #[test]
     fn only_names_of_locks_are_read_as_such() {
-        let names = Names::new("n");
+        let names = native("n");
         for name in ["n:{k}:token", "n:{k", "m:{k}", "n:{}", "n:{%6B}", "n:{a{b}", "k"] {
             assert_eq!(names.key(name), None, "{name}");
         }
@@ -109,7 +238,7 @@ mod tests {
     proptest! {
         #[test]
         fn a_name_tells_its_key_and_no_other(text in ".{1,40}", namespace in ".{1,10}") {
-            let names = Names::new(&namespace);
+            let names = native(&namespace);
             let name = names.lock(&key(&text));
             prop_assert_eq!(names.key(&name), Some(key(&text)));
             // The cluster's rule: the text between the first brace that opens and the first one after it that closes.
@@ -122,7 +251,7 @@ mod tests {
             a in ".{1,10}", b in ".{1,10}", key_a in ".{1,10}", key_b in ".{1,10}",
         ) {
             let same = a == b && key_a == key_b;
-            let (one, other) = (Names::new(&a).lock(&key(&key_a)), Names::new(&b).lock(&key(&key_b)));
+            let (one, other) = (native(&a).lock(&key(&key_a)), native(&b).lock(&key(&key_b)));
             prop_assert_eq!(one == other, same);
         }
     }

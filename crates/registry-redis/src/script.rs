@@ -1,27 +1,111 @@
-//! What the server is asked to do, in its own language. Each script is one step that nothing comes in between.
+//! What the servers are asked to do, in their own language. Each script is one step that nothing comes in between.
 //!
+//! A script is the same for all layouts; before it come the few functions in which layouts differ, see `script/layout`.
 //! Tokens are numbers of microseconds; Lua counts exactly up to 2^53 of them, which is the year 2255.
 
 use std::sync::LazyLock;
 
-use redis::Script;
+use redis::{Arg, Cmd, ToRedisArgs};
 
-/// Grants the lock if nobody holds it.
-pub(crate) static ACQUIRE: LazyLock<Script> =
-    LazyLock::new(|| Script::new(include_str!("script/acquire.lua")));
+use crate::config::Layout;
 
-/// Prolongs leases; never brings one back, never shortens one.
-pub(crate) static RENEW: LazyLock<Script> =
-    LazyLock::new(|| Script::new(include_str!("script/renew.lua")));
+/// The scripts of one layout.
+pub(crate) struct Scripts {
+    /// Grants the lock if nobody holds it.
+    pub(crate) acquire: Script,
+    /// Prolongs leases; never brings one back, never shortens one.
+    pub(crate) renew: Script,
+    /// Ends the grant of one claim and tells those who wait.
+    pub(crate) release: Script,
+    /// Ends the grant of whoever holds the lock and tells those who wait.
+    pub(crate) break_open: Script,
+    /// Tells who holds locks.
+    pub(crate) look: Script,
+    /// Writes down the token of a majority.
+    pub(crate) raise: Script,
+}
 
-/// Ends the grant of one claim and tells those who wait.
-pub(crate) static RELEASE: LazyLock<Script> =
-    LazyLock::new(|| Script::new(include_str!("script/release.lua")));
+impl Scripts {
+    pub(crate) fn of(layout: Layout) -> &'static Self {
+        static NATIVE: LazyLock<Scripts> =
+            LazyLock::new(|| Scripts::after(include_str!("script/layout/native.lua")));
+        static SPRING: LazyLock<Scripts> =
+            LazyLock::new(|| Scripts::after(include_str!("script/layout/spring.lua")));
+        static REDISSON: LazyLock<Scripts> =
+            LazyLock::new(|| Scripts::after(include_str!("script/layout/redisson.lua")));
+        match layout {
+            Layout::Native => &NATIVE,
+            Layout::Spring => &SPRING,
+            Layout::Redisson => &REDISSON,
+        }
+    }
 
-/// Ends the grant of whoever holds the lock and tells those who wait.
-pub(crate) static BREAK: LazyLock<Script> =
-    LazyLock::new(|| Script::new(include_str!("script/break.lua")));
+    fn after(layout: &str) -> Self {
+        let script = |body: &str| Script::new(format!("{layout}\n{body}"));
+        Self {
+            acquire: script(include_str!("script/acquire.lua")),
+            renew: script(include_str!("script/renew.lua")),
+            release: script(include_str!("script/release.lua")),
+            break_open: script(include_str!("script/break.lua")),
+            look: script(include_str!("script/look.lua")),
+            raise: script(include_str!("script/raise.lua")),
+        }
+    }
+}
 
-/// Tells who holds locks.
-pub(crate) static LOOK: LazyLock<Script> =
-    LazyLock::new(|| Script::new(include_str!("script/look.lua")));
+/// A program for a server.
+pub(crate) struct Script {
+    source: String,
+    hash: String,
+}
+
+impl Script {
+    pub(crate) fn new(source: String) -> Self {
+        let hash = redis::Script::new(&source).get_hash().to_owned();
+        Self { source, hash }
+    }
+
+    /// A call with these keys, to which arguments are yet to be added.
+    pub(crate) fn call<I>(&self, keys: I) -> Call<'_>
+    where
+        I: IntoIterator<Item: ToRedisArgs, IntoIter: ExactSizeIterator>,
+    {
+        let keys = keys.into_iter();
+        let mut command = redis::cmd("EVALSHA");
+        command.arg(&self.hash).arg(keys.len());
+        for key in keys {
+            command.arg(key);
+        }
+        Call { script: self, command }
+    }
+}
+
+/// A script with its keys and arguments.
+pub(crate) struct Call<'a> {
+    script: &'a Script,
+    command: Cmd,
+}
+
+impl Call<'_> {
+    pub(crate) fn arg(mut self, argument: impl ToRedisArgs) -> Self {
+        self.command.arg(argument);
+        self
+    }
+
+    /// For a server that knows the script.
+    pub(crate) fn known(&self) -> &Cmd {
+        &self.command
+    }
+
+    /// For a server that does not, which then will.
+    pub(crate) fn unknown(&self) -> Cmd {
+        let mut command = redis::cmd("EVAL");
+        command.arg(&self.script.source);
+        for argument in self.command.args_iter().skip(2) {
+            if let Arg::Simple(argument) = argument {
+                command.arg(argument);
+            }
+        }
+        command
+    }
+}

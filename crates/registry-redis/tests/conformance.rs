@@ -58,7 +58,7 @@ impl Store for OneServer {
 
 registry_conformance::conformance! {
     harness = Standalone,
-    runs = 210,
+    runs = 213,
     skips = 8,
     without = [fair, remote],
 }

@@ -1,8 +1,10 @@
--- KEYS: the lock. Answers 1 if somebody held it.
-if redis.call('GET', KEYS[1]) then
-  redis.call('DEL', KEYS[1])
-  -- A hint: a user who may not publish must not hear that nothing was done.
-  redis.pcall('PUBLISH', KEYS[1], '0')
-  return 1
+-- KEYS: the lock. ARGV: how to publish, message, channels. Answers 1 if somebody held it.
+if not holder(KEYS[1]) then
+  return 0
 end
-return 0
+redis.call('DEL', KEYS[1])
+for i = 3, #ARGV do
+  -- A hint: a user who may not publish must not hear that nothing was done.
+  redis.pcall(ARGV[1], ARGV[i], ARGV[2])
+end
+return 1

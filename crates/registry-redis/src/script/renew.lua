@@ -3,12 +3,14 @@
 local answers = {}
 for i, lock in ipairs(KEYS) do
   local claim, lease = ARGV[2 * i - 1], tonumber(ARGV[2 * i])
-  -- A key that is no string is somebody else's and says nothing of the others.
-  local held = redis.pcall('GET', lock)
-  if type(held) == 'string' and string.sub(held, 1, 32) == claim then
+  -- A key of another kind is somebody else's and says nothing of the others.
+  local well, held = pcall(holder, lock)
+  if well and held == claim then
     local left = redis.call('PTTL', lock)
     if left < lease then
       redis.call('PEXPIRE', lock, lease)
+      -- A read after the last write: of the next change by somebody else the server tells, if it was asked to.
+      redis.call('PTTL', lock)
       left = lease
     end
     answers[i] = left

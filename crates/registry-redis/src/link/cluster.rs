@@ -1,0 +1,324 @@
+//! A cluster: which server has which slot. Learns from what servers say when they are asked for a slot that they do not have, and asks
+//! anew when something breaks.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use redis::{ErrorKind, RedisError, RedisResult, ServerErrorKind, Value};
+use tokio::sync::{Notify, watch};
+use tokio::task::JoinHandle;
+use tokio::time::{sleep, timeout};
+
+use super::wire::is_end;
+use super::{Next, Node, Topology, dialler};
+use crate::config::{Address, RedisConfig};
+use crate::ears::Hearing;
+use crate::rumours::Rumours;
+use crate::slot::SLOTS;
+
+/// How often the servers are asked without a reason.
+const LOOK_EACH: Duration = Duration::from_secs(10);
+/// How long a server may take to answer.
+const ANSWER_LIMIT: Duration = Duration::from_millis(500);
+/// The least pause between two rounds of questions.
+const PAUSE: Duration = Duration::from_millis(100);
+/// How long a slot that is being moved is left in peace.
+const MOVING: Duration = Duration::from_millis(20);
+
+pub(super) struct Cluster {
+    shared: Arc<Shared>,
+    task: JoinHandle<()>,
+}
+
+struct Shared {
+    config: RedisConfig,
+    members: Vec<Address>,
+    hearing: Hearing,
+    rumours: Rumours,
+    nodes: Mutex<HashMap<Address, Arc<Node>>>,
+    /// By slot.
+    owners: RwLock<Vec<Option<Arc<Node>>>>,
+    look: Notify,
+    /// Counts the rounds of questions.
+    looked: watch::Sender<u64>,
+}
+
+impl Cluster {
+    pub(super) fn new(
+        config: &RedisConfig,
+        members: &[Address],
+        hearing: Hearing,
+        rumours: &Rumours,
+    ) -> Self {
+        let shared = Arc::new(Shared {
+            config: config.clone(),
+            members: members.to_vec(),
+            hearing,
+            rumours: rumours.clone(),
+            nodes: Mutex::default(),
+            owners: RwLock::new(vec![None; SLOTS]),
+            look: Notify::new(),
+            looked: watch::Sender::new(0),
+        });
+        let task = tokio::spawn(scout(Arc::clone(&shared)));
+        Self { shared, task }
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+#[async_trait]
+impl Topology for Cluster {
+    async fn node(&self, slot: u16) -> RedisResult<Arc<Node>> {
+        if let Some(node) = self.known(slot) {
+            return Ok(node);
+        }
+        // Nobody is known to have it. The next round of questions may tell.
+        self.shared.look_now().await;
+        self.known(slot).ok_or_else(|| {
+            let down = ErrorKind::Server(ServerErrorKind::ClusterDown);
+            (down, "no server is known to have this slot").into()
+        })
+    }
+
+    fn known(&self, slot: u16) -> Option<Arc<Node>> {
+        let owners = self.shared.owners.read().unwrap_or_else(PoisonError::into_inner);
+        owners.get(usize::from(slot)).cloned().flatten()
+    }
+
+    async fn nodes(&self) -> RedisResult<Vec<Arc<Node>>> {
+        let mut nodes = self.shared.masters();
+        if nodes.is_empty() {
+            self.shared.look_now().await;
+            nodes = self.shared.masters();
+        }
+        if nodes.is_empty() {
+            // What is wrong with the first is most likely wrong with all.
+            let Some(member) = self.shared.members.first() else { return Ok(nodes) };
+            self.shared.server(member)?.connect().await?;
+            let down = ErrorKind::Server(ServerErrorKind::ClusterDown);
+            return Err((down, "no server is known to have any slot").into());
+        }
+        Ok(nodes)
+    }
+
+    async fn heed(&self, node: &Arc<Node>, error: &RedisError) -> Next {
+        let ErrorKind::Server(kind) = error.kind() else {
+            if is_end(error) {
+                self.shared.look.notify_one();
+            }
+            return Next::GiveUp;
+        };
+        match kind {
+            ServerErrorKind::Moved | ServerErrorKind::Ask => {
+                let Some((address, slot)) = error.redirect_node() else { return Next::GiveUp };
+                let asking = kind == ServerErrorKind::Ask;
+                let there = read_address(address, node.name());
+                let Some(Ok(there)) = there.map(|there| self.shared.server(&there)) else {
+                    return Next::GiveUp;
+                };
+                if !asking {
+                    self.shared.moved(slot, &there);
+                    self.shared.look.notify_one();
+                }
+                Next::Ask { node: there, asking }
+            }
+            ServerErrorKind::TryAgain => {
+                sleep(MOVING).await;
+                Next::Ask { node: Arc::clone(node), asking: false }
+            }
+            ServerErrorKind::ClusterDown
+            | ServerErrorKind::MasterDown
+            | ServerErrorKind::ReadOnly
+            | ServerErrorKind::BusyLoading => {
+                self.shared.look.notify_one();
+                Next::GiveUp
+            }
+            _ => Next::GiveUp,
+        }
+    }
+}
+
+impl Shared {
+    /// The server at `address`, known or not.
+    fn server(&self, address: &Address) -> RedisResult<Arc<Node>> {
+        let mut nodes = self.nodes.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(node) = nodes.get(address) {
+            return Ok(Arc::clone(node));
+        }
+        let dial = dialler(&self.config, address)?;
+        let name = address.to_string();
+        let node = Node::new(name, dial, &self.config, self.hearing.clone(), &self.rumours);
+        let node = Arc::new(node);
+        nodes.insert(address.clone(), Arc::clone(&node));
+        Ok(node)
+    }
+
+    fn masters(&self) -> Vec<Arc<Node>> {
+        let owners = self.owners.read().unwrap_or_else(PoisonError::into_inner);
+        let mut masters: Vec<Arc<Node>> = Vec::new();
+        for owner in owners.iter().flatten() {
+            // Slots come in long runs.
+            let seen = |master: &Arc<Node>| Arc::ptr_eq(master, owner);
+            if !masters.last().is_some_and(seen) && !masters.iter().any(seen) {
+                masters.push(Arc::clone(owner));
+            }
+        }
+        masters
+    }
+
+    fn moved(&self, slot: u16, to: &Arc<Node>) {
+        let mut owners = self.owners.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(owner) = owners.get_mut(usize::from(slot)) {
+            *owner = Some(Arc::clone(to));
+        }
+    }
+
+    /// Returns after a round of questions that began later than this.
+    async fn look_now(&self) {
+        let mut looked = self.looked.subscribe();
+        // The round that is under way may have asked before.
+        let enough = *looked.borrow() + 2;
+        for _ in 0..2 {
+            self.look.notify_one();
+            let limit = (ANSWER_LIMIT + PAUSE) * 3;
+            let changed = timeout(limit, looked.wait_for(|looked| *looked + 1 >= enough));
+            if changed.await.is_ok() {
+                return;
+            }
+        }
+    }
+
+    /// Asks servers who has which slot, until one knows.
+    async fn ask_around(&self) {
+        let mut asked: Vec<Arc<Node>> = self.masters();
+        for member in &self.members {
+            if let Ok(node) = self.server(member)
+                && !asked.iter().any(|asked| Arc::ptr_eq(asked, &node))
+            {
+                asked.push(node);
+            }
+        }
+        let question = redis::cmd("CLUSTER").arg("SLOTS").to_owned();
+        // All are asked together: the dead ones must not keep us from the living. The first answer counts.
+        let mut answers: futures_util::stream::FuturesUnordered<_> = asked
+            .iter()
+            .map(async |node| {
+                let answer = timeout(ANSWER_LIMIT, node.ask(&question)).await.ok()?.ok()?;
+                read_slots(&answer, node.name())
+            })
+            .collect();
+        while let Some(answer) = futures_util::StreamExt::next(&mut answers).await {
+            if let Some(ranges) = answer.filter(|ranges| !ranges.is_empty()) {
+                drop(answers);
+                self.learn(ranges);
+                return;
+            }
+        }
+    }
+
+    fn learn(&self, ranges: Vec<Range>) {
+        let mut fresh = vec![None; SLOTS];
+        for Range { first, last, master } in ranges {
+            let Ok(node) = self.server(&master) else { continue };
+            if let Some(slots) = fresh.get_mut(usize::from(first)..=usize::from(last)) {
+                slots.fill(Some(node));
+            }
+        }
+        let old = {
+            let mut owners = self.owners.write().unwrap_or_else(PoisonError::into_inner);
+            std::mem::replace(&mut *owners, fresh)
+        };
+        drop(old);
+        // A server that has no slots any more has no locks either; its connections are of no use.
+        let masters = self.masters();
+        let members = &self.members;
+        self.nodes.lock().unwrap_or_else(PoisonError::into_inner).retain(|address, node| {
+            members.contains(address) || masters.iter().any(|master| Arc::ptr_eq(master, node))
+        });
+    }
+}
+
+/// Keeps the map of slots until aborted.
+async fn scout(shared: Arc<Shared>) {
+    loop {
+        shared.ask_around().await;
+        shared.looked.send_modify(|looked| *looked += 1);
+        sleep(PAUSE).await;
+        tokio::select! {
+            () = shared.look.notified() => {}
+            () = sleep(LOOK_EACH) => {}
+        }
+    }
+}
+
+/// Some slots and the server that has them.
+struct Range {
+    first: u16,
+    last: u16,
+    master: Address,
+}
+
+/// Reads what `CLUSTER SLOTS` answers; `asked` is the server that was asked.
+fn read_slots(answer: &Value, asked: &str) -> Option<Vec<Range>> {
+    let Value::Array(ranges) = answer else { return None };
+    ranges.iter().map(|range| read_range(range, asked)).collect()
+}
+
+fn read_range(range: &Value, asked: &str) -> Option<Range> {
+    let Value::Array(parts) = range else { return None };
+    let [Value::Int(first), Value::Int(last), Value::Array(master), ..] = &parts[..] else {
+        return None;
+    };
+    let [host, Value::Int(port), ..] = &master[..] else { return None };
+    let host = match host {
+        Value::BulkString(host) => std::str::from_utf8(host).ok()?,
+        Value::Nil => "",
+        _ => return None,
+    };
+    let master = read_address(&format!("{host}:{port}"), asked)?;
+    Some(Range { first: u16::try_from(*first).ok()?, last: u16::try_from(*last).ok()?, master })
+}
+
+/// Reads `HOST:PORT`. A server that does not know its own name leaves it out: then it is that of the server that was asked.
+fn read_address(text: &str, asked: &str) -> Option<Address> {
+    let (host, port) = text.rsplit_once(':')?;
+    let host = match host {
+        "" | "?" => asked.rsplit_once(':')?.0,
+        host => host,
+    };
+    let host = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
+    Some(Address::Tcp { host: host.to_owned(), port: port.parse().ok()? })
+}
+
+impl fmt::Debug for Cluster {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Cluster").field(&self.shared.masters()).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_are_read_as_servers_write_them() {
+        for (text, address) in [
+            ("10.0.0.1:6380", "10.0.0.1:6380"),
+            ("::1:6380", "[::1]:6380"),
+            (":6380", "asked:6380"),
+            ("?:6380", "asked:6380"),
+            ("host.example:1", "host.example:1"),
+        ] {
+            assert_eq!(read_address(text, "asked:6379").unwrap().to_string(), address, "{text}");
+        }
+        assert_eq!(read_address("nonsense", "asked:6379"), None);
+    }
+}

@@ -1,0 +1,266 @@
+//! A master that is followed where it goes: sentinels say who it is.
+//!
+//! All sentinels are asked together, and the answer of the newest configuration counts: one that was cut off from the others may still
+//! speak for an old master. A new master is looked for when the sentinels say that there is one, at regular intervals, and after each
+//! error that may come from an old one.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use futures_util::StreamExt as _;
+use futures_util::future::join_all;
+use redis::{ErrorKind, RedisError, RedisResult, ServerErrorKind, Value};
+use tokio::sync::Notify;
+use tokio::task::JoinHandle;
+use tokio::time::{sleep, timeout};
+
+use super::wire::{Wire, is_end};
+use super::{Dial, Next, Node, Topology, dialler};
+use crate::config::{Address, RedisConfig};
+use crate::ears::Hearing;
+use crate::rumours::Rumours;
+
+/// How often the sentinels are asked without a reason.
+const LOOK_EACH: Duration = Duration::from_secs(1);
+/// How long a sentinel may take to answer.
+const ANSWER_LIMIT: Duration = Duration::from_millis(500);
+/// The least pause between two rounds of questions.
+const PAUSE: Duration = Duration::from_millis(50);
+
+pub(super) struct Follower {
+    node: Arc<Node>,
+    shared: Arc<Shared>,
+    task: JoinHandle<()>,
+}
+
+struct Shared {
+    service: String,
+    sentinels: Vec<Sentinel>,
+    /// The master that connections are made to, if it was found yet.
+    master: Mutex<Option<Address>>,
+    look: Notify,
+}
+
+struct Sentinel {
+    wire: Wire,
+    client: redis::Client,
+}
+
+impl Follower {
+    pub(super) fn new(
+        config: &RedisConfig,
+        sentinels: &[Address],
+        service: &str,
+        hearing: Hearing,
+        rumours: &Rumours,
+    ) -> RedisResult<Self> {
+        let sentinel = |address| {
+            let client = config.access.sentinel(address)?;
+            let (dialled, connect) = (client.clone(), config.connect_timeout);
+            let wire = Wire::new(move || {
+                let client = dialled.clone();
+                let settings = redis::AsyncConnectionConfig::new()
+                    .set_connection_timeout(Some(connect))
+                    .set_response_timeout(Some(ANSWER_LIMIT));
+                Box::pin(async move {
+                    client.get_multiplexed_async_connection_with_config(&settings).await
+                })
+            });
+            Ok(Sentinel { wire, client })
+        };
+        let shared = Arc::new(Shared {
+            service: service.to_owned(),
+            sentinels: sentinels.iter().map(sentinel).collect::<RedisResult<_>>()?,
+            master: Mutex::default(),
+            look: Notify::new(),
+        });
+        let dial = to_master(config.clone(), Arc::clone(&shared));
+        let node =
+            Arc::new(Node::new(format!("master of {service}"), dial, config, hearing, rumours));
+        let task = tokio::spawn(follow(Arc::clone(&shared), Arc::clone(&node)));
+        Ok(Self { node, shared, task })
+    }
+}
+
+impl Drop for Follower {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+#[async_trait]
+impl Topology for Follower {
+    async fn node(&self, _slot: u16) -> RedisResult<Arc<Node>> {
+        Ok(Arc::clone(&self.node))
+    }
+
+    fn known(&self, _slot: u16) -> Option<Arc<Node>> {
+        Some(Arc::clone(&self.node))
+    }
+
+    async fn nodes(&self) -> RedisResult<Vec<Arc<Node>>> {
+        Ok(vec![Arc::clone(&self.node)])
+    }
+
+    async fn heed(&self, _node: &Arc<Node>, error: &RedisError) -> Next {
+        let demoted = [
+            ErrorKind::Server(ServerErrorKind::ReadOnly),
+            ErrorKind::Server(ServerErrorKind::MasterDown),
+            ErrorKind::Server(ServerErrorKind::BusyLoading),
+        ];
+        if is_end(error) || demoted.contains(&error.kind()) || error.code() == Some("UNBLOCKED") {
+            if demoted.contains(&error.kind()) {
+                // The connection is well; it is the server that is not the master any more.
+                self.shared.forget_master();
+                self.node.renew();
+            }
+            self.shared.look.notify_one();
+        }
+        Next::GiveUp
+    }
+}
+
+impl Shared {
+    /// Asks all sentinels who the master is.
+    async fn resolve(&self) -> RedisResult<Address> {
+        let question = redis::cmd("SENTINEL").arg("MASTER").arg(&self.service).to_owned();
+        let answers = join_all(self.sentinels.iter().map(async |sentinel| {
+            let asked = timeout(ANSWER_LIMIT, sentinel.wire.send(&question)).await;
+            let timed_out = || Err(std::io::Error::from(std::io::ErrorKind::TimedOut).into());
+            read_master(&asked.unwrap_or_else(|_| timed_out())?)
+        }))
+        .await;
+        let mut newest: Option<(u64, Address)> = None;
+        let mut trouble = None;
+        for answer in answers {
+            match answer {
+                Ok((epoch, address))
+                    if newest.as_ref().is_none_or(|(newest, _)| epoch > *newest) =>
+                {
+                    newest = Some((epoch, address));
+                }
+                Ok(_) => {}
+                // What a sentinel says of its trouble is worth more than that another one is not there.
+                Err(error) if is_end(&error) => _ = trouble.get_or_insert(error),
+                Err(error) => trouble = Some(error),
+            }
+        }
+        let no_sentinel = || (ErrorKind::Client, "there are no sentinels").into();
+        newest.map(|(_, address)| address).ok_or_else(|| trouble.unwrap_or_else(no_sentinel))
+    }
+
+    /// Notes the master, and tells whether it is another one than before.
+    fn note(&self, address: &Address) -> bool {
+        let mut master = self.master();
+        let other = master.as_ref().is_some_and(|master| master != address);
+        *master = Some(address.clone());
+        other
+    }
+
+    fn forget_master(&self) {
+        *self.master() = None;
+    }
+
+    fn master(&self) -> std::sync::MutexGuard<'_, Option<Address>> {
+        self.master.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn read_master(answer: &Value) -> RedisResult<(u64, Address)> {
+    let fields: std::collections::HashMap<String, String> = redis::from_redis_value_ref(answer)?;
+    let field = |name: &str| fields.get(name).filter(|value| !value.is_empty());
+    let unreadable =
+        || RedisError::from((ErrorKind::UnexpectedReturnType, "not a sentinel's answer"));
+    let host = field("ip").ok_or_else(unreadable)?.clone();
+    let port = field("port").and_then(|port| port.parse().ok()).ok_or_else(unreadable)?;
+    let epoch = field("config-epoch").and_then(|epoch| epoch.parse().ok()).unwrap_or(0);
+    Ok((epoch, Address::Tcp { host, port }))
+}
+
+/// Makes connections to whoever is the master, and says so itself.
+fn to_master(config: RedisConfig, shared: Arc<Shared>) -> Dial {
+    let config = Arc::new(config);
+    Arc::new(move |pushes| {
+        let (config, shared) = (Arc::clone(&config), Arc::clone(&shared));
+        Box::pin(async move {
+            let address = shared.resolve().await?;
+            shared.note(&address);
+            let mut connection = dialler(&config, &address)?(pushes).await?;
+            let role =
+                connection.send_packed_command(&redis::cmd("ROLE")).await?.extract_error()?;
+            let is_master = matches!(
+                &role,
+                Value::Array(parts) if matches!(parts.first(), Some(Value::BulkString(role)) if role == b"master")
+            );
+            if is_master {
+                return Ok(connection);
+            }
+            // A failover is under way.
+            shared.look.notify_one();
+            Err((ErrorKind::Server(ServerErrorKind::ReadOnly), "the server is not the master")
+                .into())
+        })
+    })
+}
+
+/// Looks for another master until aborted.
+async fn follow(shared: Arc<Shared>, node: Arc<Node>) {
+    let mut sentinel = 0;
+    loop {
+        let messages = match shared.sentinels.get(sentinel) {
+            Some(sentinel) => listen(&sentinel.client).await,
+            None => return,
+        };
+        match messages {
+            Some(messages) => {
+                let mut messages = messages.into_on_message();
+                loop {
+                    look(&shared, &node).await;
+                    sleep(PAUSE).await;
+                    let spoken = tokio::select! {
+                        message = messages.next() => message.is_some(),
+                        () = shared.look.notified() => true,
+                        () = sleep(LOOK_EACH) => true,
+                    };
+                    if !spoken {
+                        break;
+                    }
+                }
+            }
+            None => {
+                look(&shared, &node).await;
+                sleep(PAUSE * 5).await;
+            }
+        }
+        // Another one may be better off.
+        sentinel = (sentinel + 1) % shared.sentinels.len();
+    }
+}
+
+async fn listen(sentinel: &redis::Client) -> Option<redis::aio::PubSub> {
+    let listening = async {
+        let mut messages = sentinel.get_async_pubsub().await?;
+        messages.subscribe("+switch-master").await?;
+        RedisResult::Ok(messages)
+    };
+    timeout(ANSWER_LIMIT, listening).await.ok()?.ok()
+}
+
+async fn look(shared: &Shared, node: &Node) {
+    if let Ok(address) = shared.resolve().await
+        && shared.note(&address)
+    {
+        node.renew();
+    }
+}
+
+impl fmt::Debug for Follower {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Follower")
+            .field("service", &self.shared.service)
+            .field("master", &*self.shared.master())
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,77 @@
+//! Passes on what the servers say of changes to locks, to the registries that may hold them.
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use redis::Value;
+use registry_core::LossHints;
+
+use crate::names::Names;
+
+/// Those who want to know.
+#[derive(Clone)]
+pub(crate) struct Rumours(Arc<Inner>);
+
+struct Inner {
+    names: Names,
+    /// A server would not tell.
+    untold: AtomicBool,
+    registries: Mutex<Vec<LossHints>>,
+}
+
+impl Rumours {
+    pub(crate) fn new(names: Names) -> Self {
+        Self(Arc::new(Inner {
+            names,
+            untold: AtomicBool::new(false),
+            registries: Mutex::default(),
+        }))
+    }
+
+    /// One more who wants to know.
+    pub(crate) fn tell(&self, hints: LossHints) {
+        let mut registries = self.0.registries.lock().unwrap_or_else(PoisonError::into_inner);
+        registries.retain(LossHints::is_live);
+        registries.push(hints);
+    }
+
+    /// Notes whether a server tells.
+    pub(crate) fn note(&self, told: bool) {
+        self.0.untold.store(!told, Ordering::Release);
+    }
+
+    /// Whether the servers tell.
+    pub(crate) fn are_told(&self) -> bool {
+        !self.0.untold.load(Ordering::Acquire)
+    }
+
+    /// Passes on which keys the server has named; no list means all.
+    pub(crate) fn spread(&self, named: &[Value]) {
+        let Some(Value::Array(names)) = named.first() else { return self.spread_all() };
+        for name in names {
+            let Value::BulkString(name) = name else { continue };
+            let key = std::str::from_utf8(name).ok().and_then(|name| self.0.names.key(name));
+            if let Some(key) = key {
+                self.each(|hints| hints.look_at(&key));
+            }
+        }
+    }
+
+    /// Passes on that anything may have changed.
+    pub(crate) fn spread_all(&self) {
+        self.each(LossHints::look_at_all);
+    }
+
+    fn each(&self, tell: impl Fn(&LossHints)) {
+        let registries = self.0.registries.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        registries.iter().for_each(tell);
+    }
+}
+
+// By hand: names would be all that there is to see.
+impl fmt::Debug for Rumours {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Rumours").field("told", &self.are_told()).finish_non_exhaustive()
+    }
+}
