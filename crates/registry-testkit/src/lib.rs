@@ -6,6 +6,8 @@
 // Faults.
 pub mod ports;
 pub mod proxy;
+#[cfg(target_os = "linux")]
+pub mod clock;
 // Somebody else.
 #[cfg(unix)]
 pub mod process;
@@ -25,8 +27,10 @@ pub mod check;
 pub mod seed;
 
 mod eventually;
+mod shown;
 
 pub use eventually::{NotInTime, Settled, eventually, within};
+pub use shown::error_text;
 
 // The examples of the README are compiled and run.
 #[cfg(all(doctest, unix))]

@@ -1,0 +1,47 @@
+//! What a person could be shown of an error, for tests that look for something in it: a reason, or a password.
+
+use std::error::Error;
+
+/// Everything that can be shown of `error` and of its sources, in all the ways in which it can be shown.
+#[must_use]
+pub fn error_text(error: &dyn Error) -> String {
+    let mut text = format!("{error:?}");
+    let mut next = Some(error);
+    while let Some(error) = next {
+        text = format!("{text}\n{error}\n{error:#?}");
+        next = error.source();
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fmt;
+    use std::io;
+
+    use super::*;
+
+    #[derive(Debug)]
+    struct Outer(io::Error);
+
+    impl fmt::Display for Outer {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("the outer one")
+        }
+    }
+
+    impl Error for Outer {
+        fn source(&self) -> Option<&(dyn Error + 'static)> {
+            Some(&self.0)
+        }
+    }
+
+    #[test]
+    fn all_of_an_error_and_its_sources_is_told() {
+        let inner = io::Error::new(io::ErrorKind::NotFound, "the inner one");
+        let text = error_text(&Outer(inner));
+        for part in ["the outer one", "the inner one", "Outer(", "NotFound"] {
+            assert!(text.contains(part), "{part} is not in {text}");
+        }
+    }
+}
