@@ -1,13 +1,27 @@
 //! Redis servers, alone and together: what the other tests build on. Needs `redis-server`.
 
-#![cfg(unix)]
+#![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
 
-use std::net::SocketAddr;
+use std::io::{self, Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::process::Command;
+use std::sync::Arc;
+use std::time::Duration;
 
+use registry_testkit::clock::ClockShim;
+use registry_testkit::eventually;
+use registry_testkit::process::HelperProcess;
 use registry_testkit::redis::{
     RedisCluster, RedisQuorum, RedisServer, Reply, SentinelOptions, SentinelSetup, ServerOptions,
+    TlsFolder,
 };
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
+
+/// Long enough for the slowest machine; costs time only when a test fails.
+const LIMIT: Duration = Duration::from_secs(60);
 
 async fn get(server: &RedisServer, key: &str) -> Option<String> {
     server.ask_args(&["GET", key]).await.unwrap().granted().unwrap().text()
@@ -75,7 +89,7 @@ async fn masters_of_a_quorum_know_nothing_of_each_other() {
 
 #[tokio::test]
 async fn sentinels_choose_another_master_when_they_are_told_to() {
-    let setup = SentinelSetup::start().await.unwrap();
+    let mut setup = SentinelSetup::start().await.unwrap();
     let old = setup.master().await.unwrap();
     assert!(setup.url().starts_with("redis+sentinel://127.0.0.1:"), "{}", setup.url());
     assert!(setup.url().ends_with("/mymaster") && !setup.url().contains(&old.to_string()));
@@ -84,6 +98,10 @@ async fn sentinels_choose_another_master_when_they_are_told_to() {
     let new = setup.failover().await.unwrap();
     assert!(new != old && new == setup.master().await.unwrap());
     assert_eq!(get(setup.server(new), "k").await.as_deref(), Some("v"));
+    // It remembers what it has become.
+    setup.server_mut(new).start_again().await.unwrap();
+    let role = setup.server(new).ask_args(&["ROLE"]).await.unwrap();
+    assert_eq!(role.items()[0].text().as_deref(), Some("master"));
 }
 
 #[tokio::test]
@@ -115,19 +133,18 @@ async fn sentinels_and_servers_can_want_logins_of_their_own() {
     let new = setup.wait_for_new_master(old).await.unwrap();
     setup.resume(old).unwrap();
     for addr in [new, setup.sentinels()[0].addr()] {
-        let stranger = refused_without_login(addr).await;
-        assert!(stranger.starts_with("-NOAUTH"), "{stranger}");
+        let told = ping(TcpStream::connect(addr).unwrap()).unwrap();
+        assert!(told.starts_with("-NOAUTH"), "{told}");
     }
 }
 
-/// What somebody without a login is told.
-async fn refused_without_login(addr: SocketAddr) -> String {
-    use tokio::io::{AsyncBufReadExt, AsyncWriteExt, BufReader};
-    let mut stream = BufReader::new(tokio::net::TcpStream::connect(addr).await.unwrap());
-    stream.write_all(b"PING\r\n").await.unwrap();
-    let mut line = String::new();
-    stream.read_line(&mut line).await.unwrap();
-    line
+/// What a client without a login is told.
+fn ping(mut stream: impl Read + Write) -> io::Result<String> {
+    stream.write_all(b"PING\r\n")?;
+    let mut line = vec![0; 1_024];
+    let length = stream.read(&mut line)?;
+    line.truncate(length);
+    Ok(String::from_utf8_lossy(&line).into_owned())
 }
 
 #[tokio::test]
@@ -183,4 +200,116 @@ async fn a_slot_moves_with_its_keys_and_may_stop_half_way() {
     }
     cluster.migrate(slot, from).await.unwrap();
     assert_eq!(get(cluster.node(from), "{k}249").await.as_deref(), Some("v"));
+}
+
+/// What a client is told over an encrypted connection, if it trusts `ca` and shows the certificate of `client`.
+fn ping_encrypted(
+    addr: SocketAddr,
+    ca: &TlsFolder,
+    client: Option<&TlsFolder>,
+) -> io::Result<String> {
+    let mut roots = RootCertStore::empty();
+    roots.add(CertificateDer::from_pem_file(ca.ca_file()).unwrap()).unwrap();
+    let config = ClientConfig::builder().with_root_certificates(roots);
+    let config = match client {
+        None => config.with_no_client_auth(),
+        Some(client) => {
+            let certificate = CertificateDer::from_pem_file(client.client_cert_file()).unwrap();
+            let key = PrivateKeyDer::from_pem_file(client.client_key_file()).unwrap();
+            config.with_client_auth_cert(vec![certificate], key).unwrap()
+        }
+    };
+    let name = addr.ip().into();
+    let session = ClientConnection::new(Arc::new(config), name).map_err(io::Error::other)?;
+    ping(StreamOwned::new(session, TcpStream::connect(addr)?))
+}
+
+#[tokio::test]
+async fn an_encrypting_server_is_known_by_its_authority_and_its_name() {
+    let tls = TlsFolder::new().unwrap();
+    let server = RedisServer::start_tls(&tls, &["--requirepass", "pw"]).await.unwrap();
+    assert_eq!(server.url(), format!("rediss://{}", server.addr()));
+    let told = ping_encrypted(server.addr(), &tls, None).unwrap();
+    assert!(told.starts_with("-NOAUTH"), "{told}");
+    let other = TlsFolder::new().unwrap();
+    let stranger = ping_encrypted(server.addr(), &other, None).unwrap_err().to_string();
+    assert!(stranger.contains("certificate"), "{stranger}");
+    let elsewhere = TlsFolder::for_hosts(&["elsewhere.test"]).unwrap();
+    let named_otherwise = RedisServer::start_tls(&elsewhere, &[]).await.unwrap();
+    let wrong = ping_encrypted(named_otherwise.addr(), &elsewhere, None).unwrap_err().to_string();
+    assert!(wrong.contains("not valid for name"), "{wrong}");
+    // Without encryption, nobody is understood.
+    let plain = ping(TcpStream::connect(server.addr()).unwrap());
+    assert!(!plain.is_ok_and(|told| told.starts_with(['+', '-'])));
+}
+
+#[tokio::test]
+async fn an_encrypting_server_can_want_certificates_of_its_clients() {
+    let tls = TlsFolder::new().unwrap();
+    let server = RedisServer::start_tls(&tls, &["--tls-auth-clients", "yes"]).await.unwrap();
+    assert_eq!(ping_encrypted(server.addr(), &tls, Some(&tls)).unwrap(), "+PONG\r\n");
+    let other = TlsFolder::new().unwrap();
+    for stranger in [None, Some(&other)] {
+        let told = ping_encrypted(server.addr(), &tls, stranger);
+        assert!(!told.as_ref().is_ok_and(|told| told.starts_with('+')), "{told:?}");
+    }
+}
+
+#[tokio::test]
+async fn sentinels_and_clusters_can_encrypt() {
+    let tls = TlsFolder::new().unwrap();
+    let server = ServerOptions::new().tls(&tls);
+    let sentinel = SentinelOptions::new().servers(server.clone());
+    let (setup, cluster) =
+        tokio::try_join!(SentinelSetup::start_with(&sentinel), RedisCluster::start_with(&server))
+            .unwrap();
+    assert!(setup.url().starts_with("rediss+sentinel://"), "{}", setup.url());
+    assert!(cluster.url().starts_with("rediss+cluster://"), "{}", cluster.url());
+    let slot = RedisCluster::slot_of("k");
+    let master = cluster.master_of(slot).await.unwrap();
+    for addr in [setup.sentinels()[0].addr(), setup.master().await.unwrap(), master] {
+        assert_eq!(ping_encrypted(addr, &tls, None).unwrap(), "+PONG\r\n");
+    }
+    set(cluster.node(master), "k", "v").await;
+    let to = cluster.master_of(RedisCluster::slot_of("other")).await.unwrap();
+    cluster.migrate(slot, to).await.unwrap();
+    assert_eq!(get(cluster.node(to), "k").await.as_deref(), Some("v"));
+}
+
+#[tokio::test]
+async fn a_key_ends_by_the_wall_clock_of_its_server() {
+    let clock = ClockShim::new().unwrap();
+    let server = RedisServer::start_with(ServerOptions::new().clock(&clock)).await.unwrap();
+    server.ask_args(&["SET", "minute", "v", "EX", "60"]).await.unwrap();
+    clock.jump_wall(61).unwrap();
+    assert_eq!(get(&server, "minute").await, None);
+    server.ask_args(&["SET", "minute", "v", "EX", "60"]).await.unwrap();
+    clock.jump_wall(-3_600).unwrap();
+    let left = server.ask_args(&["TTL", "minute"]).await.unwrap().number();
+    assert!(left > Some(3_600), "{left:?}");
+}
+
+/// In the child that the next test starts, the number of the server's process follows.
+const CHILD: &str = "THE_TEST_TO_BE_KILLED";
+
+#[tokio::test]
+async fn a_killed_test_leaves_no_server() {
+    if std::env::var_os(CHILD).is_some() {
+        let server = RedisServer::start(&[]).await.unwrap();
+        let info = server.ask("INFO server").await.unwrap();
+        let id = info.lines().find_map(|line| line.strip_prefix("process_id:")).unwrap();
+        // Even a stopped one ends.
+        server.pause().unwrap();
+        println!("\nserver {id}");
+        std::future::pending::<()>().await;
+    }
+    let mut again = Command::new(std::env::current_exe().unwrap());
+    again.args(["a_killed_test_leaves_no_server", "--exact", "--nocapture"]).env(CHILD, "yes");
+    let mut test = HelperProcess::spawn(again).unwrap();
+    let id = |line: &str| line.strip_prefix("server ").map(ToOwned::to_owned);
+    let id = test.expect_map(id, LIMIT).await.unwrap();
+    let stat = || std::fs::read_to_string(format!("/proc/{id}/stat")).unwrap_or_default();
+    assert!(stat().contains(") T "), "{}", stat());
+    test.kill().unwrap();
+    eventually(LIMIT, async || stat().is_empty() || stat().contains(") Z ")).await;
 }

@@ -6,7 +6,7 @@ use std::io;
 use std::net::SocketAddr;
 
 use super::options::ServerOptions;
-use super::quorum::addresses;
+use super::quorum::url;
 use super::reply::Reply;
 use super::server::RedisServer;
 use super::waiting::{Waiting, not_yet};
@@ -145,12 +145,12 @@ impl RedisCluster {
         Ok(())
     }
 
-    /// `redis+cluster://HOST:PORT,HOST:PORT,HOST:PORT`, without a login. It names the nodes that were masters at the start; the
+    /// `redis+cluster://HOST:PORT,HOST:PORT,HOST:PORT`, without a login; `rediss` for encrypted connections. It names the nodes that were masters at the start; the
     /// others are to be found.
     #[must_use]
     pub fn url(&self) -> String {
         let named = self.nodes.iter().take(MASTERS.into());
-        format!("redis+cluster://{}", addresses(named.map(|node| &node.server)))
+        url("cluster", named.map(|node| &node.server))
     }
 
     /// Where the nodes are.

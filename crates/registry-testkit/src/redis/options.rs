@@ -3,6 +3,10 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
+use super::tls::TlsFolder;
+#[cfg(target_os = "linux")]
+use crate::clock::ClockShim;
+
 /// How a [`RedisServer`](super::RedisServer) is to be started. Without any option, it is found on the path as
 /// `redis-server`, and writes each command to its file before it answers.
 #[derive(Debug, Clone)]
@@ -11,6 +15,7 @@ pub struct ServerOptions {
     pub(super) args: Vec<String>,
     pub(super) environment: Vec<(String, OsString)>,
     pub(super) login: Option<(String, String)>,
+    pub(super) tls: Option<TlsFolder>,
     /// The file with which a sentinel is started, as it is at first.
     pub(super) sentinel: Option<String>,
 }
@@ -22,6 +27,7 @@ impl Default for ServerOptions {
             args: Vec::new(),
             environment: Vec::new(),
             login: None,
+            tls: None,
             sentinel: None,
         }
     }
@@ -62,6 +68,26 @@ impl ServerOptions {
     pub fn login(mut self, user: &str, password: &str) -> Self {
         self.login = Some((user.to_owned(), password.to_owned()));
         self
+    }
+
+    /// Encrypts all connections with the server's certificate from `folder`. Clients need none, unless
+    /// `["--tls-auth-clients", "yes"]` is among the arguments; then it is one of the same authority.
+    ///
+    /// The testkit's own questions are asked through a door of their own, a socket in the server's folder.
+    #[must_use]
+    pub fn tls(mut self, folder: &TlsFolder) -> Self {
+        self.tls = Some(folder.clone());
+        self
+    }
+
+    /// Lets the server live by these clocks, which must outlive it.
+    #[cfg(target_os = "linux")]
+    #[must_use]
+    pub fn clock(self, clock: &ClockShim) -> Self {
+        clock
+            .environment()
+            .into_iter()
+            .fold(self, |options, (name, value)| options.env(name, value))
     }
 
     /// The login as lines of the configuration, word by word.

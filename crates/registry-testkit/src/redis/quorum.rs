@@ -40,10 +40,10 @@ impl RedisQuorum {
         Ok(Self { servers })
     }
 
-    /// `redis+quorum://HOST:PORT,HOST:PORT,…`, without a login.
+    /// `redis+quorum://HOST:PORT,HOST:PORT,…`, without a login; `rediss` for encrypted connections.
     #[must_use]
     pub fn url(&self) -> String {
-        format!("redis+quorum://{}", addresses(&self.servers))
+        url("quorum", &self.servers)
     }
 
     /// The servers, in the order in which the URL names them.
@@ -59,8 +59,12 @@ impl RedisQuorum {
     }
 }
 
-/// The addresses as URLs list them.
-pub(super) fn addresses<'a>(servers: impl IntoIterator<Item = &'a RedisServer>) -> String {
+/// The URL of several servers of one kind.
+pub(super) fn url<'a>(
+    kind: &str,
+    servers: impl IntoIterator<Item = &'a RedisServer> + Clone,
+) -> String {
+    let scheme = servers.clone().into_iter().next().map_or("redis", RedisServer::scheme);
     let addresses = servers.into_iter().map(|server| server.addr().to_string());
-    addresses.collect::<Vec<_>>().join(",")
+    format!("{scheme}+{kind}://{}", addresses.collect::<Vec<_>>().join(","))
 }

@@ -4,7 +4,7 @@ use std::io;
 use std::net::SocketAddr;
 
 use super::options::ServerOptions;
-use super::quorum::addresses;
+use super::quorum::url;
 use super::reply::Reply;
 use super::server::RedisServer;
 use super::waiting::{Waiting, not_yet};
@@ -32,7 +32,8 @@ impl SentinelOptions {
         Self::default()
     }
 
-    /// Options of the master and its replicas. Their [login](ServerOptions::login) is told to the sentinels and to the replicas.
+    /// Options of the master and its replicas. Their [login](ServerOptions::login) is told to the sentinels and to the replicas; that
+    /// they encrypt holds for the sentinels as well.
     #[must_use]
     pub fn servers(mut self, options: ServerOptions) -> Self {
         self.servers = options;
@@ -75,6 +76,7 @@ impl SentinelOptions {
         lines.extend(self.sentinel_lines.iter().cloned());
         let mut options = self.sentinels.clone();
         options.program.clone_from(&self.servers.program);
+        options.tls.clone_from(&self.servers.tls);
         options.sentinel = Some(lines.join("\n"));
         options
     }
@@ -151,10 +153,10 @@ impl SentinelSetup {
         Ok(setup)
     }
 
-    /// `redis+sentinel://HOST:PORT,HOST:PORT,HOST:PORT/mymaster`, without logins.
+    /// `redis+sentinel://HOST:PORT,HOST:PORT,HOST:PORT/mymaster`, without logins; `rediss` for encrypted connections.
     #[must_use]
     pub fn url(&self) -> String {
-        format!("redis+sentinel://{}/{NAME}", addresses(&self.sentinels))
+        format!("{}/{NAME}", url("sentinel", &self.sentinels))
     }
 
     /// Where the master is, as a sentinel says.

@@ -1,0 +1,118 @@
+//! Certificates for encrypted connections: an authority of the test's own, and what it has signed. The program `openssl` makes them.
+
+use std::net::IpAddr;
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::Arc;
+use std::{fs, io};
+
+use tempfile::TempDir;
+
+/// What the certificates are good for.
+const PURPOSES: &str = "
+[req]
+distinguished_name = nobody
+[nobody]
+[authority]
+basicConstraints = critical, CA:TRUE
+keyUsage = critical, keyCertSign, cRLSign
+[server]
+basicConstraints = CA:FALSE
+# A server is a client as well, of other servers.
+extendedKeyUsage = serverAuth, clientAuth
+subjectAltName = HOSTS
+[client]
+basicConstraints = CA:FALSE
+extendedKeyUsage = clientAuth
+";
+
+/// A folder with an authority's certificate, and a server's and a client's that it has signed, each with its key. All are PEM files.
+/// Clones are the same folder; it is removed with the last of them.
+#[derive(Debug, Clone)]
+pub struct TlsFolder(Arc<TempDir>);
+
+impl TlsFolder {
+    /// Certificates by which a server is known as `127.0.0.1` and as `localhost`, signed by an authority that is new.
+    ///
+    /// # Errors
+    /// When there is no program `openssl`, or it cannot make them.
+    pub fn new() -> io::Result<Self> {
+        Self::for_hosts(&["127.0.0.1", "localhost"])
+    }
+
+    /// As [`new`](Self::new), for a server that is known by other names.
+    ///
+    /// # Errors
+    /// As for [`new`](Self::new).
+    pub fn for_hosts(hosts: &[&str]) -> io::Result<Self> {
+        let tls = Self(Arc::new(tempfile::tempdir()?));
+        let kind = |host: &str| if host.parse::<IpAddr>().is_ok() { "IP" } else { "DNS" };
+        let hosts: Vec<String> =
+            hosts.iter().map(|host| format!("{}:{host}", kind(host))).collect();
+        fs::write(tls.file("purposes"), PURPOSES.replace("HOSTS", &hosts.join(",")))?;
+        tls.openssl(&format!("req -x509 {} -out ca.pem -extensions authority", asked_for("ca")))?;
+        for name in ["server", "client"] {
+            tls.openssl(&format!("req -new {} -out {name}.csr", asked_for(name)))?;
+            tls.openssl(&format!(
+                "x509 -req -in {name}.csr -CA ca.pem -CAkey ca.key -CAcreateserial -days 30 \
+                 -extfile purposes -extensions {name} -out {name}.pem"
+            ))?;
+        }
+        Ok(tls)
+    }
+
+    fn openssl(&self, line: &str) -> io::Result<()> {
+        let done =
+            Command::new("openssl").args(line.split(' ')).current_dir(self.0.path()).output();
+        let done = done.map_err(|error| {
+            io::Error::other(format!("openssl is needed (apt-get install openssl): {error}"))
+        })?;
+        if !done.status.success() {
+            let said = String::from_utf8_lossy(&done.stderr);
+            return Err(io::Error::other(format!("openssl {line}: {said}")));
+        }
+        Ok(())
+    }
+
+    /// The certificate of the authority.
+    #[must_use]
+    pub fn ca_file(&self) -> PathBuf {
+        self.file("ca.pem")
+    }
+
+    /// The certificate by which a server is known.
+    #[must_use]
+    pub fn server_cert_file(&self) -> PathBuf {
+        self.file("server.pem")
+    }
+
+    /// The key of the server's certificate.
+    #[must_use]
+    pub fn server_key_file(&self) -> PathBuf {
+        self.file("server.key")
+    }
+
+    /// The certificate by which a client is known.
+    #[must_use]
+    pub fn client_cert_file(&self) -> PathBuf {
+        self.file("client.pem")
+    }
+
+    /// The key of the client's certificate.
+    #[must_use]
+    pub fn client_key_file(&self) -> PathBuf {
+        self.file("client.key")
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+}
+
+/// What is common to all that is asked for: a key of its own, and a name.
+fn asked_for(name: &str) -> String {
+    format!(
+        "-config purposes -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -keyout {name}.key \
+         -subj /CN={name} -days 30"
+    )
+}
