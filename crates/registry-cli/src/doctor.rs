@@ -49,6 +49,7 @@ fn machine_report(
             "fencing": capabilities.fencing,
             "fair": capabilities.fair,
             "wakes": capabilities.wakes,
+            "tells_losses": capabilities.tells_losses,
             "shared": capabilities.shared,
             "labels": capabilities.labels,
             "inspect": capabilities.inspect,
@@ -70,6 +71,7 @@ fn human_report(settings: &[Setting], capabilities: &Capabilities, findings: &[F
         row("fencing tokens", yes_no(capabilities.fencing)),
         row("grants in order", yes_no(capabilities.fair)),
         row("wakes waiters", yes_no(capabilities.wakes)),
+        row("tells losses", yes_no(capabilities.tells_losses)),
         row("keeps labels", yes_no(capabilities.labels)),
         row("tells holders", yes_no(capabilities.inspect)),
         row(

@@ -164,7 +164,10 @@ fn unexpected(reply: &Reply) -> BackendError {
 #[async_trait]
 impl LockBackend for DistantBackend {
     fn capabilities(&self) -> Capabilities {
-        self.near.capabilities()
+        let mut capabilities = self.near.capabilities();
+        // What the near client hears is about the claims of the near client.
+        capabilities.tells_losses = false;
+        capabilities
     }
 
     fn check_key(&self, key: &Key) -> Result<(), InvalidKey> {

@@ -275,6 +275,7 @@ impl LockBackend for FaultyBackend {
         }
     }
 
+    // What is said in passing needs no request: nothing is put in its way.
     fn tell_losses(&self, hints: LossHints) {
         self.inner.tell_losses(hints);
     }

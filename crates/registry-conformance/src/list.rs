@@ -189,6 +189,9 @@ macro_rules! __for_all_clauses {
                 a_lost_lock_stays_lost [],
                 a_lock_that_is_let_go_is_not_lost [],
                 a_held_lock_is_not_told_as_lost [],
+                a_broken_lock_is_told_at_once [inspect tells_losses],
+                a_broken_lock_that_is_not_renewed_is_told_at_once [inspect tells_losses],
+                every_registry_over_a_client_is_told_of_its_losses [inspect tells_losses],
                 an_outage_longer_than_the_lease_is_a_loss [],
                 a_store_that_never_answers_is_a_loss [],
                 an_unrenewed_lock_is_lost_when_its_lease_ends [],
@@ -292,6 +295,9 @@ macro_rules! need {
     };
     (wakes) => {
         Need::Wakes
+    };
+    (tells_losses) => {
+        Need::TellsLosses
     };
     (labels) => {
         Need::Labels

@@ -21,6 +21,8 @@ pub enum Need {
     Handoff,
     /// [`Capabilities::wakes`].
     Wakes,
+    /// [`Capabilities::tells_losses`].
+    TellsLosses,
     /// [`Capabilities::labels`].
     Labels,
     /// [`Capabilities::inspect`].
@@ -37,12 +39,13 @@ pub enum Need {
 
 impl Need {
     /// All needs, in the order of their declaration.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::Faithful,
         Self::Fencing,
         Self::Fair,
         Self::Handoff,
         Self::Wakes,
+        Self::TellsLosses,
         Self::Labels,
         Self::Inspect,
         Self::Namespaces,
@@ -60,6 +63,7 @@ impl Need {
             Self::Fair => "fair",
             Self::Handoff => "handoff",
             Self::Wakes => "wakes",
+            Self::TellsLosses => "tells_losses",
             Self::Labels => "labels",
             Self::Inspect => "inspect",
             Self::Namespaces => "namespaces",
@@ -82,6 +86,7 @@ impl Need {
             Self::Fair => Some(capabilities.fair),
             Self::Handoff => Some(!capabilities.fair),
             Self::Wakes => Some(capabilities.wakes),
+            Self::TellsLosses => Some(capabilities.tells_losses),
             Self::Labels => Some(capabilities.labels),
             Self::Inspect => Some(capabilities.inspect),
             // A store beyond this process outlives its clients, so its harness can always restart it somehow.

@@ -29,7 +29,7 @@
 ///
 /// registry_conformance::conformance! {
 ///     harness = Memory,
-///     runs = 206,
+///     runs = 209,
 ///     skips = 12,
 ///     without = [fair, namespaces, restart, wipe, remote],
 /// }
@@ -136,6 +136,11 @@ macro_rules! __ignored {
     (wakes $test:item) => {
         #[test]
         #[ignore = "the store does not wake waiters"]
+        $test
+    };
+    (tells_losses $test:item) => {
+        #[test]
+        #[ignore = "the store does not tell holders of losses"]
         $test
     };
     (labels $test:item) => {

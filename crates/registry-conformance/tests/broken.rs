@@ -13,7 +13,7 @@ mod without_a_bug {
 
     registry_conformance::conformance! {
         harness = Tiny(Bug::None),
-        runs = 206,
+        runs = 209,
         skips = 12,
         without = [fair, namespaces, restart, wipe, remote],
     }
@@ -165,6 +165,13 @@ bugs! {
         "inspect::a_forced_release_of_a_free_key_frees_nothing",
     ];
     a_break_that_wakes_nobody_is_found: ForcesWithoutWaking => ["inspect::a_forced_release_wakes_those_who_wait"];
+    a_break_that_is_told_to_nobody_is_found: ForcesInSilence => [
+        "loss::a_broken_lock_is_told_at_once",
+        "loss::a_broken_lock_that_is_not_renewed_is_told_at_once",
+    ];
+    a_break_that_is_told_to_one_registry_is_found: TellsLastRegistryOnly => [
+        "loss::every_registry_over_a_client_is_told_of_its_losses",
+    ];
     an_inspection_that_renews_is_found: InspectRenews => ["inspect::inspecting_holds_and_changes_nothing"];
     a_connection_that_a_parked_caller_keeps_is_found: ConnectionHeldByCaller => [
         "drop_and_cancel::a_future_that_is_not_polled_holds_up_no_other_key",

@@ -90,12 +90,13 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
         std::future::pending().await
     }
 
-    /// Takes the handle by which this store tells a registry that the record of a key was changed by somebody else: deleted,
-    /// taken away, expired before its time. The holder then learns of it at once, not at its next renewal.
+    /// Takes the handle by which this store tells a registry that somebody else has changed or removed the record of a key, so that
+    /// its holder learns of a loss at once and not at its next renewal.
     ///
     /// Called once by each registry over this backend, when it is built and before it asks for anything. A store that hears of
-    /// changes keeps all handles that are [live](LossHints::is_live) and says so in [`Capabilities::tells_losses`]. The default
-    /// drops it.
+    /// changes by itself keeps the handle as long as it is [live](LossHints::is_live), beside those of other registries, and says so in
+    /// [`Capabilities::tells_losses`]. What this client does for its own claims is no change by somebody else. Like a wake-up a
+    /// hint may come for nothing or be missing: the next renewal finds the loss in any case. The default drops the handle.
     fn tell_losses(&self, _hints: LossHints) {}
 
     /// Tells who holds `key`, if anybody.
@@ -114,7 +115,8 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
         Ok(Vec::new())
     }
 
-    /// Ends the grant of whoever holds `key`, and wakes those who wait. The holder learns of it at its next renewal.
+    /// Ends the grant of whoever holds `key`, and wakes those who wait. The holder learns of it at its next renewal, or
+    /// at once where the store [tells losses](Self::tell_losses).
     ///
     /// # Errors
     /// [`BackendError`] for trouble. Never called unless [`Capabilities::inspect`] is true.

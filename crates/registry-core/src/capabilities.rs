@@ -75,8 +75,7 @@ pub struct Capabilities {
     pub fair: bool,
     /// The store tells a waiter when the lock may be free; without it waiters poll.
     pub wakes: bool,
-    /// The store tells a holder at once when somebody else has changed or removed the record of the lock; without it the
-    /// holder learns of that at its next renewal.
+    /// A holder hears at once when somebody else has removed the record of its lock; without it, at the next renewal.
     pub tells_losses: bool,
     /// Several holders at once, if all ask for it. No store offers it yet.
     pub shared: bool,
@@ -136,8 +135,8 @@ impl Capabilities {
         self
     }
 
-    /// Says that [`LockBackend::tell_losses`](crate::LockBackend::tell_losses) is heeded: a holder hears at once of a lock that
-    /// somebody else has broken.
+    /// Says that registries are told by [`LockBackend::tell_losses`](crate::LockBackend::tell_losses) when somebody else has
+    /// removed a record.
     #[must_use]
     pub const fn with_tells_losses(mut self) -> Self {
         self.tells_losses = true;

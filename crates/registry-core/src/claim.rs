@@ -14,10 +14,11 @@ use crate::clock::Moment;
 use crate::engine::Engine;
 use crate::error::{BackendError, BackendErrorKind};
 use crate::held::HeldClaim;
+use crate::hints::NewsMark;
 use crate::mutant::{Mutant, mutated};
 use crate::options::Terms;
 use crate::release::{GivingBack, give_back, give_back_in_background};
-use crate::slot::Turn;
+use crate::slot::{Slot, Turn};
 
 type AttemptCall = Call<Result<Attempt, BackendError>>;
 
@@ -37,6 +38,8 @@ pub(crate) struct Contender<'a> {
     /// Both are here until a grant is taken or the contender is dropped.
     parts: Option<(Turn, Claim)>,
     in_flight: Option<AttemptCall>,
+    /// What had been heard of the key when the last attempt left.
+    news_then: NewsMark,
     /// Attempts of this claim whose outcome is unknown.
     stray_attempts: u32,
     /// The store may have the claim in its queue.
@@ -48,6 +51,7 @@ impl<'a> Contender<'a> {
         turn.slot().engine().contending.enter();
         Self {
             terms,
+            news_then: turn.slot().news(),
             parts: Some((turn, claim)),
             in_flight: None,
             stray_attempts: 0,
@@ -55,8 +59,12 @@ impl<'a> Contender<'a> {
         }
     }
 
+    fn slot(&self) -> &Arc<Slot> {
+        self.parts.as_ref().expect("the turn is here until a grant is taken").0.slot()
+    }
+
     fn engine(&self) -> &Arc<Engine> {
-        self.parts.as_ref().expect("the turn is here until a grant is taken").0.slot().engine()
+        self.slot().engine()
     }
 
     pub(crate) fn claim(&self) -> &Claim {
@@ -71,6 +79,7 @@ impl<'a> Contender<'a> {
         // Taken before the request leaves. The store's lease starts at an unknown moment between send and
         // reply; counting from the reply would let us trust a lease that is already over.
         let sent_at = Moment::now();
+        self.news_then = self.slot().news();
         // For a backend that panics right here. All else that can go wrong finds the request in flight.
         self.stray_attempts += 1;
         let first = match engine.backend.acquire_at_once(self.claim()) {
@@ -108,7 +117,15 @@ impl<'a> Contender<'a> {
     ) -> Result<Arc<HeldClaim>, Box<Self>> {
         let (turn, claim) = self.parts.take().expect("the claim is here until a grant is taken");
         let terms = Arc::clone(self.terms);
-        let taken = HeldClaim::take(turn, claim, terms, grant, sent_at, self.stray_attempts);
+        let taken = HeldClaim::take(
+            turn,
+            claim,
+            terms,
+            grant,
+            sent_at,
+            self.news_then,
+            self.stray_attempts,
+        );
         let taken = taken.map_err(|(turn, claim)| {
             let engine = Arc::clone(turn.slot().engine());
             let fresh = claim.clone().with_id(crate::ClaimId::random());

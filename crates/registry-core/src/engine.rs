@@ -42,7 +42,7 @@ pub(crate) struct Engine {
     pub(crate) left_to_lease: AtomicUsize,
     /// Those of them that their holder had let go.
     pub(crate) endings_left: AtomicUsize,
-    pub(crate) slots: SlotTable,
+    pub(crate) slots: Arc<SlotTable>,
 }
 
 impl Engine {

@@ -17,6 +17,7 @@ use crate::error::{BackendError, LostReason};
 use crate::event::LockEvent;
 use crate::fencing::FencingToken;
 use crate::guard::LockGuard;
+use crate::hints::NewsMark;
 use crate::hold::Hold;
 use crate::keeper::Seat;
 use crate::lease::{Due, Lease};
@@ -79,6 +80,7 @@ impl HeldClaim {
         terms: Arc<Terms>,
         grant: Grant,
         sent_at: Moment,
+        news_then: NewsMark,
         stray_attempts: u32,
     ) -> Result<Arc<Self>, (Turn, Claim)> {
         let now = Moment::now_after(sent_at);
@@ -109,11 +111,19 @@ impl HeldClaim {
         });
         held.engine().held.enter();
         held.seat(&mut held.state(), now);
+        // In this order: news that comes from here on finds the claim on the schedule.
+        if held.slot.news() != news_then {
+            held.hear(now);
+        }
         Ok(held)
     }
 
     pub(crate) fn claim(&self) -> &Claim {
         &self.claim
+    }
+
+    pub(crate) fn slot(&self) -> &Arc<Slot> {
+        &self.slot
     }
 
     pub(crate) fn engine(&self) -> &Arc<Engine> {
@@ -252,6 +262,7 @@ impl HeldClaim {
         let engine = self.engine();
         let held_for = now.since(self.granted_at);
         !state.gone
+            && !state.lease.is_in_doubt()
             && state.handovers < engine.defaults.handoffs_max
             && !engine.capabilities.fair
             && self.terms.lease.max_hold.is_none()
@@ -312,11 +323,11 @@ impl HeldClaim {
         self.state().lease.set_length(length);
     }
 
-    /// Has the store asked at once whether this claim is still held.
-    pub(crate) fn look(self: &Arc<Self>, now: Moment) {
+    /// Notes that the store has told of a change of its record by itself, and has it asked whether the claim is still held.
+    pub(crate) fn hear(self: &Arc<Self>, now: Moment) {
         let mut state = self.state();
-        if state.phase == Phase::Held {
-            state.lease.look(now);
+        // One that is ending may yet be handed over; see there.
+        if state.lease.heard() && state.phase == Phase::Held {
             self.unseat(&mut state);
             self.seat(&mut state, now);
         }
@@ -339,14 +350,35 @@ impl HeldClaim {
                 self.seat(&mut state, now);
                 Tick::Nothing
             }
-            Due::Renew(ask) => {
+            due @ (Due::Renew(ask) | Due::Look(ask)) => {
                 // Several tries must fit between the first renewal and the end of the lease.
                 let answer_limit =
                     self.engine().defaults.answer_limit.min(state.lease.length() / 6);
-                let unanswered = state.lease.renewal_sent(now, answer_limit);
+                let unanswered = if matches!(due, Due::Renew(_)) {
+                    state.lease.renewal_sent(now, answer_limit)
+                } else {
+                    state.lease.look_sent(now, answer_limit)
+                };
                 self.seat(&mut state, now);
                 Tick::Renew { ask, unanswered }
             }
+        }
+    }
+
+    /// Notes what the store answered to the keeper's request of `sent_at`: the claim is still held.
+    pub(crate) fn confirmed(self: &Arc<Self>, sent_at: Moment, granted: Duration) {
+        let is_renewal = {
+            let mut state = self.state();
+            let is_renewal = state.lease.confirmed(sent_at);
+            if !is_renewal && state.phase == Phase::Held {
+                self.unseat(&mut state);
+                self.seat(&mut state, Moment::now());
+            }
+            is_renewal
+        };
+        // Where there are only looks the lease ends when it would have ended.
+        if is_renewal {
+            self.renewed(sent_at, granted);
         }
     }
 
@@ -380,9 +412,9 @@ impl HeldClaim {
     }
 
     /// Notes that a renewal failed with an unknown outcome. It is tried again soon, as long as the lease lasts.
-    pub(crate) fn renewal_failed(self: &Arc<Self>, error: &BackendError) {
+    pub(crate) fn renewal_failed(self: &Arc<Self>, sent_at: Moment, error: &BackendError) {
         let now = Moment::now();
-        let valid_for = {
+        let (is_renewal, valid_for) = {
             let mut state = self.state();
             if state.phase != Phase::Held {
                 return;
@@ -391,17 +423,19 @@ impl HeldClaim {
             // clients of a store that has just come back from all asking at once.
             let pause = (state.lease.length() / 20).min(Duration::from_secs(1));
             let pause = pause.mul_f64(0.5 + fastrand::f64() / 2.0);
-            state.lease.renewal_failed(now.after(pause));
+            let is_renewal = state.lease.request_failed(sent_at, now, pause);
             self.unseat(&mut state);
             self.seat(&mut state, now);
-            state.lease.valid_until().since(now)
+            (is_renewal, state.lease.valid_until().since(now))
         };
-        self.tell_renew_failed(error, valid_for);
+        if is_renewal {
+            self.tell_renew_failed(error, valid_for);
+        }
     }
 
     /// Tells that a renewal stayed unanswered for as long as it was waited for.
     pub(crate) fn renewal_unanswered(&self, now: Moment) {
-        if !self.engine().observers.is_empty() {
+        if self.terms.lease.renews && !self.engine().observers.is_empty() {
             let left = self.valid_until().since(now);
             self.tell_renew_failed(&self.engine().unanswered(), left);
         }
@@ -415,7 +449,7 @@ impl HeldClaim {
     fn seat(self: &Arc<Self>, state: &mut State, now: Moment) {
         let (at, renewal) = match state.lease.due(now) {
             Due::At(at) => (at, at < state.lease.valid_until()),
-            Due::Renew(_) => (now, true),
+            Due::Renew(_) | Due::Look(_) => (now, true),
             Due::Over(_) => (now, false),
         };
         state.seat = Some(self.engine().keeper.seat(at, renewal, Arc::clone(self), now));

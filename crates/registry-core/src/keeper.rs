@@ -8,6 +8,7 @@ use std::fmt;
 use std::future::Future;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
+use std::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
@@ -21,7 +22,9 @@ use crate::engine::missing_answer;
 use crate::error::{BackendError, LostReason};
 use crate::held::{HeldClaim, Tick};
 use crate::hints::{Inbox, LossHints, News};
+use crate::key::Key;
 use crate::lease::TOGETHER;
+use crate::slot::SlotTable;
 
 /// A place in the schedule.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -37,24 +40,59 @@ type Seats = BTreeMap<Seat, Arc<HeldClaim>>;
 #[derive(Clone)]
 pub(crate) struct Keeper(Arc<Shared>);
 
-#[derive(Default)]
 pub(crate) struct Shared {
     schedule: Mutex<Schedule>,
     /// What the store has told by itself.
     inbox: Inbox,
+    /// Counts the times that it may have told something that was not heard.
+    gaps: AtomicU32,
+    slots: Arc<SlotTable>,
     changed: Notify,
 }
 
 impl Shared {
-    /// Takes a note of news, and has the task look at it.
-    pub(crate) fn hear(&self, note: impl FnOnce(&mut News)) {
-        self.inbox.put(note);
-        self.changed.notify_one();
+    /// Has the task look after what is held on `key`.
+    pub(crate) fn hear_of(&self, key: &Key) {
+        if self.slots.has(key) && self.inbox.put(key) {
+            self.changed.notify_one();
+        }
     }
 
-    /// Whether news is of any use.
+    /// Has the task look after everything that is held.
+    pub(crate) fn hear_of_all(&self) {
+        if self.inbox.put_all() {
+            self.changed.notify_one();
+        }
+    }
+
+    /// Whether the task is there to look.
     pub(crate) fn listens(&self) -> bool {
-        !self.schedule.lock().unwrap_or_else(PoisonError::into_inner).stopped
+        self.inbox.is_open()
+    }
+
+    fn schedule(&self) -> MutexGuard<'_, Schedule> {
+        self.schedule.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The seat that the claim of a slot was given last; it may have left it. Touched only while the schedule is locked.
+#[derive(Debug, Default)]
+pub(crate) struct LastSeat {
+    at: AtomicI64,
+    ticket: AtomicU64,
+}
+
+impl LastSeat {
+    fn set(&self, seat: Seat) {
+        self.at.store(seat.at.to_bits(), Ordering::Relaxed);
+        self.ticket.store(seat.ticket, Ordering::Relaxed);
+    }
+
+    fn find(&self, seats: &Seats) -> Option<Arc<HeldClaim>> {
+        let at = Moment::from_bits(self.at.load(Ordering::Relaxed));
+        let ticket = self.ticket.load(Ordering::Relaxed);
+        let seat = |renewal| Seat { at, ticket, renewal };
+        seats.range(seat(false)..=seat(true)).next().map(|(_, held)| Arc::clone(held))
     }
 }
 
@@ -70,8 +108,14 @@ struct Schedule {
 }
 
 impl Keeper {
-    pub(crate) fn new() -> Self {
-        Self(Arc::default())
+    pub(crate) fn new(slots: Arc<SlotTable>) -> Self {
+        Self(Arc::new(Shared {
+            schedule: Mutex::default(),
+            inbox: Inbox::default(),
+            gaps: 0.into(),
+            slots,
+            changed: Notify::new(),
+        }))
     }
 
     /// Puts a claim on the schedule. Every held claim is there, renewed or not, so that its end is noticed.
@@ -82,8 +126,9 @@ impl Keeper {
         held: Arc<HeldClaim>,
         now: Moment,
     ) -> Seat {
-        let mut schedule = self.schedule();
+        let mut schedule = self.0.schedule();
         let seat = Seat { at, ticket: schedule.next_ticket, renewal };
+        held.slot().seat.set(seat);
         schedule.next_ticket += 1;
         schedule.seats.insert(seat, held);
         // A wake-up that is overdue is late because the host was suspended: tokio's timers did not count that.
@@ -96,7 +141,7 @@ impl Keeper {
     }
 
     pub(crate) fn unseat(&self, seat: Seat) {
-        let held = self.schedule().seats.remove(&seat);
+        let held = self.0.schedule().seats.remove(&seat);
         drop(held);
     }
 
@@ -107,12 +152,18 @@ impl Keeper {
 
     /// All claims that are held now.
     pub(crate) fn all(&self) -> Vec<Arc<HeldClaim>> {
-        self.schedule().seats.values().cloned().collect()
+        self.0.schedule().seats.values().cloned().collect()
+    }
+
+    /// How often the store may have told something that was not heard.
+    pub(crate) fn gaps(&self) -> u32 {
+        self.0.gaps.load(Ordering::Relaxed)
     }
 
     /// Lets the task end. Nothing is held any more.
     pub(crate) fn stop(&self) {
-        self.schedule().stopped = true;
+        self.0.inbox.close();
+        self.0.schedule().stopped = true;
         self.0.changed.notify_one();
     }
 
@@ -121,14 +172,41 @@ impl Keeper {
         &self,
         backend: Arc<dyn LockBackend>,
     ) -> impl Future<Output = ()> + Send + use<> {
-        work(self.clone(), backend)
+        work(Listening(self.clone()), backend)
+    }
+
+    /// Passes on what the store has told by itself. False if that was nothing.
+    fn hear(&self, now: Moment) -> bool {
+        let about = match self.0.inbox.take() {
+            News::None => return false,
+            News::Of(keys) => {
+                let mut about = Vec::new();
+                for key in keys {
+                    if let Some(slot) = self.0.slots.get(key.as_str()) {
+                        // In this order: a claim that is not on the schedule yet will find the news.
+                        slot.hear();
+                        about.extend(slot.seat.find(&self.0.schedule().seats));
+                    }
+                }
+                about
+            }
+            News::OfAll => {
+                // In this order, for the same reason.
+                self.0.gaps.fetch_add(1, Ordering::Relaxed);
+                self.all()
+            }
+        };
+        for held in about {
+            held.hear(now);
+        }
+        true
     }
 
     /// Tells what is due and settles when to look again. `None` when stopped.
     ///
     /// What is due stays on the schedule until it has been dealt with, so that closing finds all claims there at any time.
     fn due(&self, now: Moment) -> Option<Vec<(Seat, Arc<HeldClaim>)>> {
-        let mut schedule = self.schedule();
+        let mut schedule = self.0.schedule();
         if schedule.stopped {
             return None;
         }
@@ -151,15 +229,13 @@ impl Keeper {
         schedule.wakes_at = next.map(|at| at.min(now.after(LOOK_AT_CLOCK)));
         Some(due)
     }
-
-    fn schedule(&self) -> MutexGuard<'_, Schedule> {
-        self.0.schedule.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }
 
 impl fmt::Debug for Keeper {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Keeper").field("held", &self.schedule().seats.len()).finish_non_exhaustive()
+        f.debug_struct("Keeper")
+            .field("held", &self.0.schedule().seats.len())
+            .finish_non_exhaustive()
     }
 }
 
@@ -173,16 +249,22 @@ struct Batch {
 
 type BatchCall = Pin<Box<dyn Future<Output = Batch> + Send>>;
 
-async fn work(keeper: Keeper, backend: Arc<dyn LockBackend>) {
+/// The keeper, as its task has it.
+struct Listening(Keeper);
+
+impl Drop for Listening {
+    fn drop(&mut self) {
+        // The task may have gone with its runtime.
+        self.0.0.inbox.close();
+    }
+}
+
+async fn work(listening: Listening, backend: Arc<dyn LockBackend>) {
+    let keeper = &listening.0;
     let mut calls: FuturesUnordered<BatchCall> = FuturesUnordered::new();
     loop {
         let now = Moment::now();
-        let news = keeper.0.inbox.take();
-        if !news.is_empty() {
-            for held in keeper.all().into_iter().filter(|held| news.is_about(held.claim().key())) {
-                held.look(now);
-            }
-        }
+        let heard = keeper.hear(now);
         let Some(due) = keeper.due(now) else {
             break;
         };
@@ -208,7 +290,11 @@ async fn work(keeper: Keeper, backend: Arc<dyn LockBackend>) {
                 calls.push(renew(Arc::clone(&backend), batch.to_vec(), now));
             }
         }
-        let wakes_at = keeper.schedule().wakes_at;
+        if heard {
+            // Others on this thread have to come round too, however much the store tells.
+            tokio::task::yield_now().await;
+        }
+        let wakes_at = keeper.0.schedule().wakes_at;
         let sleep = async {
             match wakes_at {
                 Some(at) => tokio::time::sleep(at.since(Moment::now())).await,
@@ -255,9 +341,9 @@ fn settle(batch: Batch) {
         let answer = answers.next().unwrap_or_else(|| Err(missing_answer()));
         let Some(held) = held.upgrade() else { continue };
         match answer {
-            Ok(Renewal::Renewed(granted)) => held.renewed(batch.sent_at, granted),
+            Ok(Renewal::Renewed(granted)) => held.confirmed(batch.sent_at, granted),
             Ok(Renewal::Gone) => _ = held.lose(LostReason::Gone),
-            Err(error) => held.renewal_failed(&error),
+            Err(error) => held.renewal_failed(batch.sent_at, &error),
         }
     }
 }

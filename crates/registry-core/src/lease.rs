@@ -5,7 +5,6 @@
 
 use std::time::Duration;
 
-use crate::capabilities::Capabilities;
 use crate::clock::Moment;
 use crate::error::LostReason;
 use crate::mutant::{Mutant, mutated};
@@ -19,6 +18,8 @@ pub(crate) struct LeaseTerms {
     pub(crate) renews: bool,
     /// The holder's own upper limit, counted from the grant.
     pub(crate) max_hold: Option<Duration>,
+    /// The shortest lease that the store takes.
+    pub(crate) shortest: Duration,
 }
 
 /// What the keeper has to do about a lease now.
@@ -28,6 +29,8 @@ pub(crate) enum Due {
     At(Moment),
     /// Ask the store for this much more time.
     Renew(Duration),
+    /// Ask the store for this much time to hear whether the claim is still held.
+    Look(Duration),
     /// It is over.
     Over(LostReason),
 }
@@ -41,6 +44,47 @@ pub(crate) struct Lease {
     cap: Option<Moment>,
     /// Renewals in a row that were sent and not answered.
     unanswered: u32,
+    doubt: Doubt,
+    /// Looks in a row that were sent and not answered. Counted apart from renewals: a hint must not use up their tries.
+    unanswered_looks: u32,
+    /// The keeper's last request about this lease.
+    last_request: Option<Request>,
+    /// Until then no request is sent: one is being waited for, or has failed, or has only just been answered.
+    quiet: Pause,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Request {
+    sent_at: Moment,
+    is_look: bool,
+}
+
+/// Whether the claim may have ended without our knowledge, as far as the store tells by itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Doubt {
+    /// Nothing speaks for it.
+    None,
+    /// News of it came after the last request had left.
+    Heard,
+    /// A request that left after the news has not been answered yet.
+    Asked,
+}
+
+/// A span of time in which nothing is asked. It may be cut short a little, so that much is asked together.
+#[derive(Debug, Clone, Copy)]
+struct Pause {
+    until: Moment,
+    early: Duration,
+}
+
+impl Pause {
+    fn starting(now: Moment, span: Duration) -> Self {
+        Self { until: now.after(span), early: TOGETHER.min(span / 2) }
+    }
+
+    fn lasts(&self, now: Moment) -> bool {
+        now.after(self.early) < self.until
+    }
 }
 
 impl Lease {
@@ -58,6 +102,10 @@ impl Lease {
             renew_at: Moment::PAST,
             cap: terms.max_hold.map(|max| sent_at.after(max)),
             unanswered: 0,
+            doubt: Doubt::None,
+            unanswered_looks: 0,
+            last_request: None,
+            quiet: Pause { until: Moment::PAST, early: Duration::ZERO },
         };
         lease.extend(counted_from, granted);
         lease
@@ -84,15 +132,42 @@ impl Lease {
             let at_cap = self.cap.is_some_and(|cap| self.valid_until >= cap);
             return Due::Over(if at_cap { LostReason::MaxHold } else { LostReason::Expired });
         }
-        // A lease that already reaches its cap cannot get better.
-        let renewable = self.terms.renews && self.cap.is_none_or(|cap| self.valid_until < cap);
-        if !renewable || self.unanswered >= UNANSWERED_MAX {
+        if self.unanswered >= UNANSWERED_MAX {
             return Due::At(self.valid_until);
         }
-        if now.after(TOGETHER) < self.renew_at {
-            return Due::At(self.renew_at.min(self.valid_until));
+        let quiet = self.quiet.lasts(now);
+        let mut next = self.valid_until;
+        if self.can_be_renewed() {
+            if now.after(TOGETHER) >= self.renew_at && !quiet {
+                return Due::Renew(self.asks(now));
+            }
+            next = next.min(self.renew_at.max(self.quiet.until));
         }
-        Due::Renew(self.asks(now))
+        if self.wants_look(now) {
+            if !quiet {
+                return Due::Look(self.look_asks(now));
+            }
+            next = next.min(self.quiet.until);
+        }
+        Due::At(next)
+    }
+
+    /// A lease that already reaches its cap cannot get better.
+    fn can_be_renewed(&self) -> bool {
+        self.terms.renews && self.cap.is_none_or(|cap| self.valid_until < cap)
+    }
+
+    fn wants_look(&self, now: Moment) -> bool {
+        self.doubt != Doubt::None
+            && self.unanswered_looks < UNANSWERED_MAX
+            // What ends before that anyway would be made longer by a look.
+            && (self.can_be_renewed() || self.valid_until.since(now) > self.terms.shortest)
+    }
+
+    /// How much time a look at `now` asks for: a renewal's where there are renewals, and otherwise as little as the store
+    /// takes. Renewing never shortens, so that adds nothing to what the lease still has.
+    fn look_asks(&self, now: Moment) -> Duration {
+        if self.can_be_renewed() { self.asks(now) } else { self.terms.shortest }
     }
 
     /// How much time a renewal at `now` asks for.
@@ -100,16 +175,7 @@ impl Lease {
         match self.cap {
             None => self.terms.length,
             // Not below what stores take as a lease; the claim is given back at the cap in any case.
-            Some(cap) => {
-                self.terms.length.min(covering(cap.since(now))).max(Capabilities::LEASE_MIN)
-            }
-        }
-    }
-
-    /// Makes the next renewal due now, unless one is in flight.
-    pub(crate) fn look(&mut self, now: Moment) {
-        if self.unanswered == 0 {
-            self.renew_at = self.renew_at.min(now);
+            Some(cap) => self.terms.length.min(covering(cap.since(now))).max(self.terms.shortest),
         }
     }
 
@@ -117,7 +183,48 @@ impl Lease {
     pub(crate) fn renewal_sent(&mut self, now: Moment, answer_limit: Duration) -> bool {
         self.unanswered += 1;
         self.renew_at = now.after(answer_limit);
+        self.request_sent(now, answer_limit, false);
         self.unanswered > 1
+    }
+
+    /// Notes that a look left at `now`, and so on. The renewal to come is due when it was.
+    pub(crate) fn look_sent(&mut self, now: Moment, answer_limit: Duration) -> bool {
+        self.unanswered_looks += 1;
+        self.request_sent(now, answer_limit, true);
+        self.unanswered_looks > 1
+    }
+
+    fn request_sent(&mut self, now: Moment, answer_limit: Duration, is_look: bool) {
+        if self.doubt == Doubt::Heard {
+            self.doubt = Doubt::Asked;
+        }
+        self.last_request = Some(Request { sent_at: now, is_look });
+        self.quiet = Pause::starting(now, answer_limit);
+    }
+
+    /// Notes that the store has told of a change by itself. True if that is new.
+    pub(crate) fn heard(&mut self) -> bool {
+        let before = std::mem::replace(&mut self.doubt, Doubt::Heard);
+        before != Doubt::Heard
+    }
+
+    /// Whether the store has told of a change and not confirmed the claim since.
+    pub(crate) fn is_in_doubt(&self) -> bool {
+        self.doubt != Doubt::None
+    }
+
+    /// Notes that the keeper's request of `sent_at` was answered: the claim was still held. True if the answer is one to a
+    /// renewal, and false where there are only looks.
+    pub(crate) fn confirmed(&mut self, sent_at: Moment) -> bool {
+        self.unanswered_looks = 0;
+        // The answer to an older request says nothing about what was heard since.
+        if self.last_request.is_some_and(|last| last.sent_at == sent_at) {
+            if self.doubt == Doubt::Asked {
+                self.doubt = Doubt::None;
+            }
+            self.quiet = Pause::starting(sent_at, LOOKS_APART);
+        }
+        self.terms.renews
     }
 
     /// Notes that the renewal sent at `sent_at` was answered with `granted` more time.
@@ -127,10 +234,17 @@ impl Lease {
         self.extend(sent_at, granted);
     }
 
-    /// Notes that a renewal failed with an unknown outcome: the lease goes on as it was, the next try is at `retry_at`.
-    pub(crate) fn renewal_failed(&mut self, retry_at: Moment) {
+    /// Notes that the keeper's request of `sent_at` failed with an unknown outcome: the lease goes on as it was, the next try
+    /// is after `pause`. True if it was one to renew.
+    pub(crate) fn request_failed(&mut self, sent_at: Moment, now: Moment, pause: Duration) -> bool {
         self.unanswered = 0;
-        self.renew_at = retry_at;
+        self.unanswered_looks = 0;
+        self.quiet = Pause::starting(now, pause);
+        // A look that fails does not bring renewals forward.
+        if self.last_request != Some(Request { sent_at, is_look: true }) {
+            self.renew_at = self.quiet.until;
+        }
+        self.terms.renews
     }
 
     fn extend(&mut self, sent_at: Moment, granted: Duration) {
@@ -159,6 +273,10 @@ pub(crate) fn covering(span: Duration) -> Duration {
 /// A renewal may start this much early, so that claims that are due at about the same time are renewed in one call.
 pub(crate) const TOGETHER: Duration = Duration::from_millis(10);
 
+/// A claim is not asked about again sooner than this because of news, less [`TOGETHER`]: a store that takes our own renewals for
+/// news must not keep us asking.
+const LOOKS_APART: Duration = Duration::from_millis(20);
+
 /// A store that swallows this many renewals in a row is not asked again before one of them is answered.
 const UNANSWERED_MAX: u32 = 4;
 
@@ -166,8 +284,13 @@ const UNANSWERED_MAX: u32 = 4;
 mod tests {
     use super::*;
 
-    const TERMS: LeaseTerms =
-        LeaseTerms { length: Duration::from_secs(30), renews: true, max_hold: None };
+    const TERMS: LeaseTerms = LeaseTerms {
+        length: Duration::from_secs(30),
+        renews: true,
+        max_hold: None,
+        shortest: SHORTEST,
+    };
+    const SHORTEST: Duration = Duration::from_millis(100);
 
     fn secs(secs: u64) -> Duration {
         Duration::from_secs(secs)

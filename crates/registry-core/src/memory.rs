@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -15,6 +15,7 @@ use crate::capabilities::{Capabilities, GuaranteeClass, Reach};
 use crate::clock::Moment;
 use crate::error::BackendError;
 use crate::fencing::FencingToken;
+use crate::hints::LossHints;
 use crate::key::Key;
 use crate::mutant::{Mutant, mutated};
 
@@ -35,6 +36,8 @@ struct Store {
     /// Grants since expired records were swept out, and how many there may be until that is done again.
     grants: AtomicU64,
     sweep_after: AtomicU64,
+    /// The registries over this store.
+    listeners: Mutex<Vec<LossHints>>,
 }
 
 struct Record {
@@ -124,6 +127,7 @@ impl LockBackend for MemoryBackend {
         Capabilities::new("memory", GuaranteeClass::A, Reach::Process)
             .with_fencing()
             .with_wakes()
+            .with_tells_losses()
             .with_labels()
             .with_inspect()
     }
@@ -177,6 +181,12 @@ impl LockBackend for MemoryBackend {
         ended.await;
     }
 
+    fn tell_losses(&self, hints: LossHints) {
+        let mut listeners = self.0.listeners();
+        listeners.retain(LossHints::is_live);
+        listeners.push(hints);
+    }
+
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
         let now = Moment::now();
         let record = self.0.held.get(key);
@@ -192,7 +202,12 @@ impl LockBackend for MemoryBackend {
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
         let now = Moment::now();
         Ok(match self.0.held.remove(key) {
-            Some((_, record)) if record.is_live(now) => Release::Freed,
+            Some((_, record)) if record.is_live(now) => {
+                for hints in &*self.0.listeners() {
+                    hints.look_at(key);
+                }
+                Release::Freed
+            }
             _ => Release::NotHeld,
         })
     }
@@ -243,6 +258,10 @@ impl Store {
             Some((_, record)) if record.is_live(now) => Release::Freed,
             _ => Release::NotHeld,
         }
+    }
+
+    fn listeners(&self) -> MutexGuard<'_, Vec<LossHints>> {
+        self.listeners.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn record(&self, claim: &Claim, now: Moment) -> Result<Record, BackendError> {

@@ -190,6 +190,7 @@ impl Terms {
                 length,
                 renews: options.renew.unwrap_or(defaults.renew),
                 max_hold: options.max_hold,
+                shortest: store.lease_min,
             },
             min_hold,
             label,

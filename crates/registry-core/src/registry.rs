@@ -189,8 +189,8 @@ impl Registry {
         Ok(holders)
     }
 
-    /// Frees `key`, whoever holds it. The holder learns of it at its next renewal, and its fencing token is outdated from
-    /// the next grant on. Returns whether somebody held it.
+    /// Frees `key`, whoever holds it. The holder learns of it at its next renewal, or at once where the store
+    /// [tells losses](Capabilities::tells_losses), and its fencing token is outdated from the next grant on. Returns whether somebody held it.
     ///
     /// # Errors
     /// [`LockError::Unsupported`] if the store cannot do it; [`LockError::InvalidKey`]; [`LockError::Backend`].
@@ -423,7 +423,8 @@ impl RegistryBuilder {
         let default_terms = Terms::resolve(&LockOptions::new(), &defaults, &capabilities)
             .map_err(|error| ConfigError::Invalid(error.to_string()))?;
         let (janitor, janitor_work) = Janitor::new();
-        let keeper = Keeper::new();
+        let slots = Arc::new(SlotTable::new());
+        let keeper = Keeper::new(Arc::clone(&slots));
         let keeper_work = keeper.work(Arc::clone(&backend));
         let engine = Arc::new(Engine {
             backend,
@@ -440,7 +441,7 @@ impl RegistryBuilder {
             lost: 0.into(),
             left_to_lease: 0.into(),
             endings_left: 0.into(),
-            slots: SlotTable::new(),
+            slots,
         });
         engine.backend.tell_losses(engine.keeper.loss_hints());
         let closing = Closing {

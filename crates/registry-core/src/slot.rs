@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, PoisonError, Weak};
 
 use dashmap::DashMap;
@@ -15,8 +15,10 @@ use tokio::sync::oneshot;
 use crate::clock::Moment;
 use crate::engine::Engine;
 use crate::guard::LockGuard;
+use crate::hints::NewsMark;
 use crate::hold::Hold;
 use crate::interleave::{Mutex, MutexGuard, point};
+use crate::keeper::LastSeat;
 use crate::key::Key;
 use crate::mutant::{Mutant, mutated};
 use crate::options::Terms;
@@ -38,6 +40,11 @@ impl SlotTable {
     /// All slots that are alive now.
     pub(crate) fn all(&self) -> Vec<Arc<Slot>> {
         self.0.iter().filter_map(|entry| entry.value().upgrade()).collect()
+    }
+
+    /// Whether anybody here has to do with `key`. Takes hold of no slot: letting it go might end the registry.
+    pub(crate) fn has(&self, key: &Key) -> bool {
+        self.0.contains_key(key)
     }
 
     /// The one slot of `key`; `None` when there is none yet.
@@ -91,6 +98,10 @@ pub(crate) struct Slot {
     line: Mutex<Line>,
     /// False only if nobody waits, or somebody has just come.
     wanted: AtomicBool,
+    /// Counts the news of this key.
+    news: AtomicU32,
+    /// Where the keeper finds the claim that is held on this key.
+    pub(crate) seat: LastSeat,
 }
 
 #[derive(Default)]
@@ -136,7 +147,14 @@ pub(crate) enum NoEntry {
 
 impl Slot {
     pub(crate) fn new(key: Key, engine: Arc<Engine>) -> Self {
-        Self { key, engine, line: Mutex::default(), wanted: false.into() }
+        Self {
+            key,
+            engine,
+            line: Mutex::default(),
+            wanted: false.into(),
+            news: 0.into(),
+            seat: LastSeat::default(),
+        }
     }
 
     pub(crate) fn key(&self) -> &Key {
@@ -145,6 +163,16 @@ impl Slot {
 
     pub(crate) fn engine(&self) -> &Arc<Engine> {
         &self.engine
+    }
+
+    /// How much has been heard of this key.
+    pub(crate) fn news(&self) -> NewsMark {
+        NewsMark { of_key: self.news.load(Ordering::Relaxed), of_all: self.engine.keeper.gaps() }
+    }
+
+    /// Notes that there is news of this key, for whoever contends for it.
+    pub(crate) fn hear(&self) {
+        self.news.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Waits for this caller's turn, or enters at once what `owner` already holds.

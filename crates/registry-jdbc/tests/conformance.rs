@@ -20,6 +20,6 @@ impl Harness for Sqlite {
 registry_conformance::conformance! {
     harness = Sqlite,
     runs = 210,
-    skips = 8,
-    without = [fair, remote],
+    skips = 11,
+    without = [fair, tells_losses, remote],
 }

