@@ -18,7 +18,7 @@ mod waiting;
 
 pub use cluster::{Migration, RedisCluster};
 pub use connection::RedisConnection;
-pub use options::ServerOptions;
+pub use options::{SERVER_VARIABLE, ServerOptions};
 pub use quorum::RedisQuorum;
 pub use reply::Reply;
 pub use sentinel::{SentinelOptions, SentinelSetup};

@@ -4,6 +4,9 @@ mod view;
 
 use std::io;
 use std::net::SocketAddr;
+use std::time::Duration;
+
+use tokio::time::Instant;
 
 use super::options::ServerOptions;
 use super::quorum::url;
@@ -20,6 +23,8 @@ const MASTERS: u16 = 3;
 const KEYS_AT_ONCE: &str = "100";
 /// How long a node may take to swallow the keys that are moved to it.
 const MOVE_LIMIT_MS: &str = "10000";
+/// After five seconds a replica gives up taking over from a master that answers too slowly.
+const FAILOVER_LIMIT: Duration = Duration::from_secs(6);
 
 /// Three masters with a replica each. All of them are killed with this handle.
 ///
@@ -244,8 +249,19 @@ impl RedisCluster {
         let old = self.master_of(slot).await?;
         let replicas = self.replicas_of(slot).await?;
         let replica = replicas.first().ok_or_else(|| not_yet("there is no replica"))?;
-        order(self.node(*replica), &["CLUSTER", "FAILOVER"]).await?;
-        self.wait_for_new_master_of(slot, old).await
+        let waiting = Waiting::new("a replica takes over");
+        let mut asked_at: Option<Instant> = None;
+        loop {
+            if asked_at.is_none_or(|asked_at| asked_at.elapsed() > FAILOVER_LIMIT) {
+                asked_at = Some(Instant::now());
+                order(self.node(*replica), &["CLUSTER", "FAILOVER"]).await?;
+            }
+            match self.look_at_master_of(slot).await {
+                Ok(master) if master != old => return Ok(master),
+                Ok(_) => waiting.again(not_yet("it is still the old one")).await?,
+                Err(why) => waiting.again(why).await?,
+            }
+        }
     }
 
     /// Kills the master of `slot`, and returns where it was.

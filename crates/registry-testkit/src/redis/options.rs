@@ -1,5 +1,6 @@
 //! How a server is to be started.
 
+use std::env;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
@@ -7,8 +8,11 @@ use super::tls::TlsFolder;
 #[cfg(target_os = "linux")]
 use crate::clock::ClockShim;
 
-/// How a [`RedisServer`](super::RedisServer) is to be started. Without any option, it is found on the path as
-/// `redis-server`, and writes each command to its file before it answers.
+/// Names another program than `redis-server`, for all servers that are not told theirs; Valkey's, for example.
+pub const SERVER_VARIABLE: &str = "LOCK_REGISTRY_REDIS_SERVER";
+
+/// How a [`RedisServer`](super::RedisServer) is to be started. Without any option, the program is found on the path as
+/// `redis-server`, or where [`SERVER_VARIABLE`] says, and writes each command to its file before it answers.
 #[derive(Debug, Clone)]
 pub struct ServerOptions {
     pub(super) program: PathBuf,
@@ -23,7 +27,8 @@ pub struct ServerOptions {
 impl Default for ServerOptions {
     fn default() -> Self {
         Self {
-            program: "redis-server".into(),
+            program: env::var_os(SERVER_VARIABLE)
+                .map_or_else(|| "redis-server".into(), PathBuf::from),
             args: Vec::new(),
             environment: Vec::new(),
             login: None,
