@@ -103,11 +103,11 @@ impl LockBackend for RedisBackend {
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         let answer = match &self.servers {
-            History::One(store) => store.try_acquire(claim).await?,
+            History::One(store) => store.try_acquire(claim, None).await?,
             History::Many(quorum) => quorum.try_acquire(claim).await?,
         };
         Ok(match answer {
-            Answer::Granted { token, lease } => {
+            Answer::Granted { token, lease, .. } => {
                 // The engine never counts on more than it has asked for.
                 Attempt::Granted(Grant::new(Some(token), lease.min(claim.lease())))
             }
@@ -148,14 +148,19 @@ impl LockBackend for RedisBackend {
 
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
         match &self.servers {
-            History::One(store) => Ok(store.look(std::slice::from_ref(key)).await?.pop()),
+            History::One(store) => {
+                let seen = store.look(std::slice::from_ref(key)).await?.pop();
+                Ok(seen.map(|seen| seen.holder))
+            }
             History::Many(quorum) => quorum.inspect(key).await,
         }
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
         match &self.servers {
-            History::One(store) => store.list().await,
+            History::One(store) => {
+                Ok(store.list().await?.into_iter().map(|seen| seen.holder).collect())
+            }
             History::Many(quorum) => quorum.list().await,
         }
     }

@@ -10,24 +10,26 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use futures_util::future::{join_all, select_all};
 use futures_util::stream::{FuturesUnordered, StreamExt as _};
 use registry_core::{
-    BackendError, BackendErrorKind, Claim, FencingToken, Finding, Holder, Key, Release, Renewal,
+    BackendError, BackendErrorKind, Claim, ClaimId, FencingToken, Finding, Holder, Key, Release,
+    Renewal,
 };
 use tokio::time::{Instant, sleep};
 
 use crate::config::{Address, RedisConfig};
 use crate::ears::moment;
 use crate::rumours::Rumours;
-use crate::store::{Answer, Store};
+use crate::store::{Answer, Seen, Store};
 
 pub(crate) struct Quorum {
     masters: Vec<Arc<Master>>,
+    attempts: Mutex<HashMap<ClaimId, Arc<tokio::sync::Mutex<()>>>>,
 }
 
 struct Master {
@@ -47,7 +49,7 @@ impl Quorum {
             Ok(Arc::new(Master { store, restart_guard: config.restart_guard }))
         };
         let masters = addresses.iter().map(master).collect::<Result<_, BackendError>>()?;
-        let quorum = Self { masters };
+        let quorum = Self { masters, attempts: Mutex::default() };
         let connecting =
             quorum.ask_all(|_, master| async move { master.store.link.connect().await });
         match quorum.majority_of(connecting).await {
@@ -58,6 +60,15 @@ impl Quorum {
 
     fn majority(&self) -> usize {
         self.masters.len() / 2 + 1
+    }
+
+    fn alone_with(&self, claim: &Claim) -> Alone<'_> {
+        let turn = Arc::clone(self.attempts().entry(claim.id()).or_default());
+        Alone { quorum: self, id: claim.id(), turn }
+    }
+
+    fn attempts(&self) -> MutexGuard<'_, HashMap<ClaimId, Arc<tokio::sync::Mutex<()>>>> {
+        self.attempts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// How many masters may fail.
@@ -96,6 +107,20 @@ impl Quorum {
         Err(self.too_few(trouble))
     }
 
+    fn not_granted(
+        &self,
+        failed: usize,
+        trouble: Option<BackendError>,
+        busy: Vec<(Option<Duration>, Holder)>,
+        asked_at: u64,
+    ) -> Result<Contest, BackendError> {
+        // An outage must not be taken for a holder.
+        if failed > self.spare() || busy.is_empty() {
+            return Err(self.too_few(trouble));
+        }
+        Ok(busy_with(busy, asked_at))
+    }
+
     /// Says that a majority is in trouble, and gives an example.
     fn too_few(&self, example: Option<BackendError>) -> BackendError {
         let (all, majority) = (self.masters.len(), self.majority());
@@ -111,81 +136,24 @@ impl Quorum {
     }
 
     pub(crate) async fn try_acquire(&self, claim: &Claim) -> Result<Answer, BackendError> {
-        let asked_at = moment();
-        let mut round = Round::new(self, claim);
-        let outcome = self.contend(claim, asked_at, &round).await;
-        round.kept = matches!(outcome, Ok(Answer::Granted { .. }));
-        outcome
-    }
-
-    async fn contend(
-        &self,
-        claim: &Claim,
-        asked_at: u64,
-        round: &Round<'_>,
-    ) -> Result<Answer, BackendError> {
-        let mut asked = self.ask_all(|nth, master| {
-            let (claim, answered) = (claim.clone(), Arc::clone(&round.answered));
-            async move {
-                let answer = master.try_acquire(&claim).await;
-                if answer.as_ref().err().is_none_or(BackendError::refused)
-                    && let Some(answered) = answered.get(nth)
-                {
-                    answered.store(true, Ordering::Release);
+        // Repetitions of one claim, one after the other: together they would settle on different tokens.
+        let alone = self.alone_with(claim);
+        let _turn = alone.turn.lock().await;
+        let mut split = None;
+        for _ in 0..ROUNDS_MAX {
+            let mut round = Round::new(self, claim);
+            match round.contend().await? {
+                Contest::Won(token, lease) => {
+                    round.kept = true;
+                    return Ok(Answer::Granted { token, lease, settled: true });
                 }
-                answer
+                Contest::Lost(busy) => return Ok(busy),
+                Contest::Split(busy) => split = Some(busy),
             }
-        });
-        let mut granted: Vec<(FencingToken, Duration)> = Vec::new();
-        let mut busy: Vec<(Option<Duration>, Holder)> = Vec::new();
-        let mut trouble: Option<BackendError> = None;
-        let mut failed = 0;
-        while granted.len() < self.majority() {
-            match next_answer(&mut asked).await {
-                Some(Ok(Answer::Granted { token, lease })) => granted.push((token, lease)),
-                Some(Ok(Answer::Busy { left, holder, .. })) => busy.push((left, holder)),
-                Some(Err(error)) => {
-                    failed += 1;
-                    trouble.get_or_insert(error);
-                }
-                None => break,
-            }
-            if busy.len() + failed > self.spare() {
-                break;
-            }
+            drop(round);
+            sleep(jitter()).await;
         }
-        if granted.len() < self.majority() {
-            // An outage must not be taken for a holder.
-            if failed > self.spare() || busy.is_empty() {
-                return Err(self.too_few(trouble));
-            }
-            return Ok(busy_with(busy, asked_at));
-        }
-        let token = granted.iter().map(|(token, _)| *token).max();
-        let lease = granted.iter().map(|(_, lease)| *lease).min();
-        let (Some(token), Some(lease)) = (token, lease) else { return Err(self.too_few(None)) };
-        // Also where the claim arrives only now: its question came before this one, on the same connection.
-        let mut raised = self.ask_all(|_, master| {
-            let claim = claim.clone();
-            async move { master.store.raise(&claim, token).await }
-        });
-        let (mut held, mut not) = (0, 0);
-        let mut trouble = None;
-        while held < self.majority() && not <= self.spare() {
-            match next_answer(&mut raised).await {
-                Some(Ok(true)) => held += 1,
-                Some(Ok(false)) => not += 1,
-                Some(Err(error)) => {
-                    not += 1;
-                    trouble.get_or_insert(error);
-                }
-                None => break,
-            }
-        }
-        if held >= self.majority() {
-            return Ok(Answer::Granted { token, lease });
-        }
-        Err(self.too_few(trouble))
+        split.flatten().map_or_else(|| Err(self.too_few(None)), Ok)
     }
 
     pub(crate) async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
@@ -214,7 +182,7 @@ impl Quorum {
             let claim = claim.clone();
             async move { master.give_back(&claim).await }
         });
-        Ok(freed(&self.majority_of(asked).await?))
+        self.freed(asked).await
     }
 
     pub(crate) async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
@@ -222,7 +190,47 @@ impl Quorum {
             let key = key.clone();
             async move { master.store.force_release(&key).await }
         });
-        Ok(freed(&self.majority_of(asked).await?))
+        self.freed(asked).await
+    }
+
+    /// Whether a majority was freed; of many who free one lock together at most one is told so.
+    async fn freed(&self, mut asked: Asked<Release>) -> Result<Release, BackendError> {
+        let (mut freed, mut not_held, mut failed) = (0, 0, 0);
+        let mut trouble = None;
+        let mut slow = std::pin::pin!(sleep(SLOW));
+        let mut patient = true;
+        while patient || freed + not_held < self.majority() {
+            let answer = tokio::select! {
+                answer = next_answer(&mut asked) => answer,
+                () = &mut slow, if patient => {
+                    patient = false;
+                    continue;
+                }
+            };
+            match answer {
+                Some(Ok(Release::Freed)) => freed += 1,
+                Some(Ok(Release::NotHeld)) => not_held += 1,
+                Some(Err(error)) => {
+                    failed += 1;
+                    trouble.get_or_insert(error);
+                }
+                None => break,
+            }
+            if freed >= self.majority() {
+                return Ok(Release::Freed);
+            }
+            if not_held > self.spare() {
+                return Ok(Release::NotHeld);
+            }
+            if failed > self.spare() {
+                return Err(self.too_few(trouble));
+            }
+        }
+        if freed + not_held < self.majority() {
+            return Err(self.too_few(trouble));
+        }
+        // Those that were not heard may have had it, and whoever is told that it is gone is told of a loss.
+        Ok(if freed > 0 { Release::Freed } else { Release::NotHeld })
     }
 
     /// Returns when a majority may have been released after `asked_at`.
@@ -248,35 +256,26 @@ impl Quorum {
     }
 
     /// The holders that a majority of the masters agrees on.
-    async fn agreed(&self, mut asked: Asked<Vec<Holder>>) -> Result<Vec<Holder>, BackendError> {
-        let mut seen: HashMap<(Key, Option<FencingToken>), (usize, Holder)> = HashMap::new();
+    async fn agreed(&self, mut asked: Asked<Vec<Seen>>) -> Result<Vec<Holder>, BackendError> {
+        let mut claims: HashMap<(Key, Vec<u8>), Vec<Holder>> = HashMap::new();
         let mut answered = 0;
         let mut trouble = None;
         let mut slow = std::pin::pin!(sleep(SLOW));
         let mut patient = true;
-        while answered < self.masters.len() {
+        // When a majority has answered, the others would only make it clearer.
+        while patient || answered < self.majority() {
             let answer = tokio::select! {
                 answer = next_answer(&mut asked) => answer,
-                // A majority has answered; the others would only make it clearer.
                 () = &mut slow, if patient => {
                     patient = false;
-                    if answered >= self.majority() { break }
                     continue;
                 }
             };
             match answer {
-                Some(Ok(holders)) => {
+                Some(Ok(seen)) => {
                     answered += 1;
-                    for holder in holders {
-                        let entry = seen
-                            .entry((holder.key.clone(), holder.token))
-                            .or_insert_with(|| (0, holder.clone()));
-                        entry.0 += 1;
-                        // It ends when a majority has ended; the shortest is on the safe side.
-                        entry.1.lease_left = entry.1.lease_left.min(holder.lease_left);
-                    }
-                    if !patient && answered >= self.majority() {
-                        break;
+                    for Seen { claim, holder } in seen {
+                        claims.entry((holder.key.clone(), claim)).or_default().push(holder);
                     }
                 }
                 Some(Err(error)) => _ = trouble.get_or_insert(error),
@@ -286,12 +285,10 @@ impl Quorum {
         if answered < self.majority() {
             return Err(self.too_few(trouble));
         }
-        let majority = self.majority();
-        Ok(seen
-            .into_values()
-            .filter(|(votes, _)| *votes >= majority)
-            .map(|(_, holder)| holder)
-            .collect())
+        // Of those that were not heard, any may agree.
+        let unheard = self.masters.len() - answered;
+        let agreed = claims.into_values().filter(|held| held.len() + unheard >= self.majority());
+        Ok(agreed.filter_map(summary).collect())
     }
 
     pub(crate) async fn look_for_trouble(&self) -> Result<Vec<Finding>, BackendError> {
@@ -338,7 +335,7 @@ impl Quorum {
 type Asked<T> = FuturesUnordered<tokio::task::JoinHandle<Result<T, BackendError>>>;
 
 impl Master {
-    async fn try_acquire(&self, claim: &Claim) -> Result<Answer, BackendError> {
+    async fn try_acquire(&self, claim: &Claim, attempt: &str) -> Result<Answer, BackendError> {
         if !self.restart_guard.is_zero() && self.store.uptime().await? < self.restart_guard {
             return Err(BackendError::new(
                 BackendErrorKind::Transient,
@@ -346,7 +343,7 @@ impl Master {
             )
             .as_refused());
         }
-        self.store.try_acquire(claim).await
+        self.store.try_acquire(claim, Some(attempt)).await
     }
 
     /// Releases the claim until that is answered or its lease is over.
@@ -354,12 +351,27 @@ impl Master {
         let until = Instant::now() + claim.lease();
         let mut pause = PAUSE_MIN;
         loop {
-            let error = match self.store.release(claim).await {
-                Ok(release) => return Ok(release),
-                Err(error) => error,
-            };
-            if Instant::now() + pause >= until {
-                return Err(error);
+            match self.store.release(claim).await {
+                Err(_) if Instant::now() + pause < until => {}
+                answer => return answer,
+            }
+            sleep(pause).await;
+            pause = (pause * 2).min(PAUSE_MAX);
+        }
+    }
+
+    /// Takes back what one attempt has got or, if `answered` does not say that this is known, may still get.
+    async fn withdraw(&self, claim: &Claim, attempt: &str, answered: &AtomicBool) {
+        let until = Instant::now() + claim.lease();
+        let mut pause = PAUSE_MIN;
+        loop {
+            // A question that was not answered may still arrive, after this.
+            let certain = answered.load(Ordering::Acquire);
+            match self.store.withdraw(claim, attempt).await {
+                Ok(Release::Freed) => return,
+                Ok(Release::NotHeld) if certain => return,
+                _ if Instant::now() + pause >= until => return,
+                _ => {}
             }
             sleep(pause).await;
             pause = (pause * 2).min(PAUSE_MAX);
@@ -367,10 +379,12 @@ impl Master {
     }
 }
 
-/// An attempt that is given back everywhere unless it is kept.
+/// An attempt that is taken back everywhere unless it is kept. Only what this attempt has got: the same claim may be granted to a later one
+/// before the last master has heard of it.
 struct Round<'a> {
     quorum: &'a Quorum,
     claim: &'a Claim,
+    attempt: Arc<str>,
     /// Of each master, whether it is known what it did.
     answered: Arc<[AtomicBool]>,
     kept: bool,
@@ -378,34 +392,126 @@ struct Round<'a> {
 
 impl<'a> Round<'a> {
     fn new(quorum: &'a Quorum, claim: &'a Claim) -> Self {
+        let attempt = format!("{:016x}", rand::random::<u64>()).into();
         let answered = quorum.masters.iter().map(|_| AtomicBool::new(false)).collect();
-        Self { quorum, claim, answered, kept: false }
+        Self { quorum, claim, attempt, answered, kept: false }
+    }
+
+    async fn contend(&mut self) -> Result<Contest, BackendError> {
+        let quorum = self.quorum;
+        let asked_at = moment();
+        let mut asked = quorum.ask_all(|nth, master| {
+            let (claim, attempt) = (self.claim.clone(), Arc::clone(&self.attempt));
+            let answered = Arc::clone(&self.answered);
+            async move {
+                let answer = master.try_acquire(&claim, &attempt).await;
+                if answer.as_ref().err().is_none_or(BackendError::refused)
+                    && let Some(answered) = answered.get(nth)
+                {
+                    answered.store(true, Ordering::Release);
+                }
+                answer
+            }
+        });
+        let mut granted: Vec<(bool, FencingToken, Duration)> = Vec::new();
+        let mut busy: Vec<(Option<Duration>, Holder)> = Vec::new();
+        let mut trouble: Option<BackendError> = None;
+        let mut failed = 0;
+        while granted.len() < quorum.majority() && busy.len() + failed <= quorum.spare() {
+            match next_answer(&mut asked).await {
+                Some(Ok(Answer::Granted { token, lease, settled })) => {
+                    granted.push((settled, token, lease));
+                }
+                Some(Ok(Answer::Busy { left, holder, .. })) => busy.push((left, holder)),
+                Some(Err(error)) => {
+                    failed += 1;
+                    trouble.get_or_insert(error);
+                }
+                None => break,
+            }
+        }
+        // If the claim was granted before, one of a majority knows with which token, and a failure now must not take that back.
+        let token = granted.iter().map(|(settled, token, _)| (*settled, *token)).max();
+        self.kept = token.is_some_and(|(settled, _)| settled);
+        let lease = granted.iter().map(|(_, _, lease)| *lease).min();
+        let (Some((_, token)), Some(lease)) = (token, lease) else {
+            return quorum.not_granted(failed, trouble, busy, asked_at);
+        };
+        if granted.len() < quorum.majority() {
+            return quorum.not_granted(failed, trouble, busy, asked_at);
+        }
+        self.settle(token)
+            .await
+            .map(|settled| if settled { Contest::Won(token, lease) } else { Contest::Split(None) })
+    }
+
+    /// Writes the token down on a majority that has this attempt's grant. False if it has that of another one.
+    async fn settle(&self, token: FencingToken) -> Result<bool, BackendError> {
+        let quorum = self.quorum;
+        // Also where the claim arrives only now: its question came before this one, on the same connection.
+        let mut raised = quorum.ask_all(|_, master| {
+            let (claim, attempt) = (self.claim.clone(), Arc::clone(&self.attempt));
+            async move { master.store.raise(&claim, &attempt, token).await }
+        });
+        let (mut held, mut others, mut failed) = (0, 0, 0);
+        let mut trouble = None;
+        while others + failed <= quorum.spare() {
+            match next_answer(&mut raised).await {
+                Some(Ok(true)) => held += 1,
+                Some(Ok(false)) => others += 1,
+                Some(Err(error)) => {
+                    failed += 1;
+                    trouble.get_or_insert(error);
+                }
+                None => break,
+            }
+            if held >= quorum.majority() {
+                return Ok(true);
+            }
+        }
+        if failed > quorum.spare() { Err(quorum.too_few(trouble)) } else { Ok(false) }
     }
 }
 
 impl Drop for Round<'_> {
     fn drop(&mut self) {
-        if self.kept {
-            return;
-        }
-        drop(self.quorum.ask_all(|nth, master| {
-            let (claim, answered) = (self.claim.clone(), Arc::clone(&self.answered));
-            async move {
-                let until = Instant::now() + claim.lease();
-                let mut pause = PAUSE_MIN;
-                loop {
-                    // A question that was not answered may still arrive, after this.
-                    let certain =
-                        answered.get(nth).is_none_or(|answered| answered.load(Ordering::Acquire));
-                    match master.give_back(&claim).await {
-                        Ok(Release::NotHeld) if !certain && Instant::now() < until => {}
-                        released => return released,
+        if !self.kept {
+            drop(self.quorum.ask_all(|nth, master| {
+                let (claim, attempt) = (self.claim.clone(), Arc::clone(&self.attempt));
+                let answered = Arc::clone(&self.answered);
+                async move {
+                    if let Some(answered) = answered.get(nth) {
+                        master.withdraw(&claim, &attempt, answered).await;
                     }
-                    sleep(pause).await;
-                    pause = (pause * 2).min(PAUSE_MAX);
+                    Ok(())
                 }
-            }
-        }));
+            }));
+        }
+    }
+}
+
+/// What came of a round.
+enum Contest {
+    Won(FencingToken, Duration),
+    Lost(Answer),
+    /// Several have stopped each other, perhaps attempts of the same claim; the next round may have a winner.
+    Split(Option<Answer>),
+}
+
+/// Attempts of one claim that are made just now, which take turns.
+struct Alone<'a> {
+    quorum: &'a Quorum,
+    id: ClaimId,
+    turn: Arc<tokio::sync::Mutex<()>>,
+}
+
+impl Drop for Alone<'_> {
+    fn drop(&mut self) {
+        let mut attempts = self.quorum.attempts();
+        // The map's and ours.
+        if Arc::strong_count(&self.turn) == 2 {
+            attempts.remove(&self.id);
+        }
     }
 }
 
@@ -447,25 +553,37 @@ impl Votes {
     }
 }
 
-fn freed(answers: &[Release]) -> Release {
-    if answers.contains(&Release::Freed) { Release::Freed } else { Release::NotHeld }
-}
-
 /// Says who stands in the way.
-fn busy_with(busy: Vec<(Option<Duration>, Holder)>, asked_at: u64) -> Answer {
+fn busy_with(busy: Vec<(Option<Duration>, Holder)>, asked_at: u64) -> Contest {
     // A token is the same on several masters only after a majority was won. Before that, several may have stopped each other; who
     // then waits for messages wakes when the others do, and they stop each other again.
     let agreed = busy
         .iter()
         .position(|(_, one)| busy.iter().filter(|(_, other)| one.token == other.token).count() > 1);
     match busy.into_iter().nth(agreed.unwrap_or(0)) {
-        Some((left, holder)) if agreed.is_some() => Answer::Busy { left, holder, asked_at },
-        Some((_, holder)) => {
-            let left = Duration::from_millis(rand::random_range(5..60));
-            Answer::Busy { left: Some(left), holder, asked_at: u64::MAX }
+        Some((left, holder)) if agreed.is_some() => {
+            Contest::Lost(Answer::Busy { left, holder, asked_at })
         }
-        None => unreachable!("somebody said that it is busy"),
+        Some((_, holder)) => {
+            Contest::Split(Some(Answer::Busy { left: Some(jitter()), holder, asked_at: u64::MAX }))
+        }
+        None => Contest::Split(None),
     }
+}
+
+/// A short time that is different for everybody.
+fn jitter() -> Duration {
+    Duration::from_millis(rand::random_range(5..60))
+}
+
+/// What several masters say of one holder: the token that a majority has settled on, and the lease that a majority has left at least.
+fn summary(mut held: Vec<Holder>) -> Option<Holder> {
+    let votes = |holder: &Holder| held.iter().filter(|other| other.token == holder.token).count();
+    let token = held.iter().max_by_key(|holder| votes(holder))?.token;
+    held.sort_by_key(|holder| holder.lease_left);
+    let mut holder = held.swap_remove(held.len() / 2);
+    holder.token = token;
+    Some(holder)
 }
 
 async fn next_answer<T>(asked: &mut Asked<T>) -> Option<Result<T, BackendError>> {
@@ -480,6 +598,8 @@ impl fmt::Debug for Quorum {
     }
 }
 
+/// How often those who have stopped each other try again at once.
+const ROUNDS_MAX: u32 = 8;
 const PAUSE_MIN: Duration = Duration::from_millis(20);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 const SLOW: Duration = Duration::from_millis(100);

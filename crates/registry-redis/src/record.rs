@@ -1,4 +1,4 @@
-//! What is written under a lock's key: `CLAIM TOKEN SINCE LABEL`, in text that people can read.
+//! What is written under a lock's key in the native layout: `CLAIM TOKEN SINCE LABEL`, in text that people can read.
 
 use std::time::Duration;
 
@@ -14,8 +14,11 @@ pub(crate) struct Record {
 
 impl Record {
     /// Reads a record. Of what somebody else has written there nothing is known but that it is there.
-    pub(crate) fn read(bytes: &[u8]) -> Self {
-        let stranger = Self { token: None, since_us: None, label: None };
+    ///
+    /// The token is told apart, because not every layout has it in its records.
+    pub(crate) fn read(bytes: &[u8], token: Option<i64>) -> Self {
+        let token = token.and_then(|token| FencingToken::try_from(token).ok());
+        let stranger = Self { token, since_us: None, label: None };
         let Ok(text) = std::str::from_utf8(bytes) else { return stranger };
         let mut fields = text.splitn(4, ' ');
         let claim = fields.next().unwrap_or_default();
@@ -23,9 +26,9 @@ impl Record {
             return stranger;
         }
         let number = |field: Option<&str>| field.and_then(|field| field.parse::<i64>().ok());
-        let (token, since_us) = (number(fields.next()), number(fields.next()));
+        let since_us = number(fields.nth(1));
         let label = fields.next().filter(|label| !label.is_empty()).map(str::to_owned);
-        Self { token: token.and_then(|token| FencingToken::try_from(token).ok()), since_us, label }
+        Self { token, since_us, label }
     }
 
     /// Tells who holds `key`, at `now_us` on the server's clock.
@@ -53,7 +56,8 @@ mod tests {
 
     #[test]
     fn a_record_is_read_as_it_is_written() {
-        let record = Record::read(b"000102030405060708090a0b0c0d0e0f 17 5 a label of three");
+        let record =
+            Record::read(b"000102030405060708090a0b0c0d0e0f 17 5 a label of three", Some(17));
         assert_eq!(record.token, FencingToken::new(17));
         assert_eq!(record.label.as_deref(), Some("a label of three"));
         let holder = record.holder(Key::new("k").unwrap(), 1_000_005, 250);
@@ -66,7 +70,7 @@ mod tests {
         for bytes in
             [&b""[..], b"x", b"\xff\xfe", b"1 2 3 4", b"zz0102030405060708090a0b0c0d0e0f 1 1 "]
         {
-            let record = Record::read(bytes);
+            let record = Record::read(bytes, None);
             assert_eq!((record.token, record.since_us, record.label), (None, None, None));
         }
     }

@@ -23,6 +23,8 @@ pub(crate) struct Scripts {
     pub(crate) look: Script,
     /// Writes down the token of a majority.
     pub(crate) raise: Script,
+    /// Ends what one attempt of a claim has got, and tells those who wait.
+    pub(crate) withdraw: Script,
 }
 
 impl Scripts {
@@ -49,6 +51,7 @@ impl Scripts {
             break_open: script(include_str!("script/break.lua")),
             look: script(include_str!("script/look.lua")),
             raise: script(include_str!("script/raise.lua")),
+            withdraw: script(include_str!("script/withdraw.lua")),
         }
     }
 }

@@ -25,8 +25,23 @@ use crate::slot::slot;
 
 /// What came of an attempt.
 pub(crate) enum Answer {
-    Granted { token: FencingToken, lease: Duration },
-    Busy { left: Option<Duration>, holder: Holder, asked_at: u64 },
+    Granted {
+        token: FencingToken,
+        lease: Duration,
+        /// In a quorum, whether a majority has settled on the token.
+        settled: bool,
+    },
+    Busy {
+        left: Option<Duration>,
+        holder: Holder,
+        asked_at: u64,
+    },
+}
+
+/// Who holds a lock, and by which claim.
+pub(crate) struct Seen {
+    pub(crate) claim: Vec<u8>,
+    pub(crate) holder: Holder,
 }
 
 pub(crate) struct Store {
@@ -94,11 +109,16 @@ impl Store {
         })
     }
 
-    pub(crate) async fn try_acquire(&self, claim: &Claim) -> Result<Answer, BackendError> {
+    /// `attempt` is for a master of a quorum.
+    pub(crate) async fn try_acquire(
+        &self,
+        claim: &Claim,
+        attempt: Option<&str>,
+    ) -> Result<Answer, BackendError> {
         let lock = self.names.lock(claim.key());
         // Before the question: what is heard of after it was asked may outdate the answer.
         let asked_at = moment();
-        let call = self
+        let mut call = self
             .scripts
             .acquire
             .call([lock.as_str(), &self.names.token(&lock)])
@@ -107,6 +127,9 @@ impl Store {
             .arg(claim.token_block())
             .arg(self.memory_of_tokens(claim.lease()))
             .arg(claim.label().unwrap_or_default());
+        if let Some(attempt) = attempt {
+            call = call.arg(attempt);
+        }
         let slot = self.slot(&lock);
         if !self.durability.is_wanted() {
             return read_attempt(self.link.run(slot, &call).await?, claim.key(), asked_at);
@@ -170,6 +193,17 @@ impl Store {
         self.told(&lock, call).await
     }
 
+    /// Ends what one attempt of a claim has got.
+    pub(crate) async fn withdraw(
+        &self,
+        claim: &Claim,
+        attempt: &str,
+    ) -> Result<Release, BackendError> {
+        let lock = self.names.lock(claim.key());
+        let call = self.scripts.withdraw.call([lock.as_str()]);
+        self.told(&lock, call.arg(self.names.claim(claim.id())).arg(attempt)).await
+    }
+
     pub(crate) async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
         let lock = self.names.lock(key);
         let call = self.scripts.break_open.call([lock.as_str()]);
@@ -191,6 +225,7 @@ impl Store {
     pub(crate) async fn raise(
         &self,
         claim: &Claim,
+        attempt: &str,
         token: FencingToken,
     ) -> Result<bool, BackendError> {
         let lock = self.names.lock(claim.key());
@@ -199,6 +234,7 @@ impl Store {
             .raise
             .call([lock.as_str(), &self.names.token(&lock)])
             .arg(self.names.claim(claim.id()))
+            .arg(attempt)
             .arg(token.get())
             .arg(token.get() + u64::from(claim.token_block()) - 1)
             .arg(self.memory_of_tokens(claim.lease()));
@@ -217,7 +253,7 @@ impl Store {
     }
 
     /// The holders of those locks that are held.
-    pub(crate) async fn look(&self, keys: &[Key]) -> Result<Vec<Holder>, BackendError> {
+    pub(crate) async fn look(&self, keys: &[Key]) -> Result<Vec<Seen>, BackendError> {
         let mut by_slot: BTreeMap<u16, Vec<(&Key, String)>> = BTreeMap::new();
         for key in keys {
             let lock = self.names.lock(key);
@@ -227,7 +263,7 @@ impl Store {
             .iter()
             .flat_map(|(slot, locks)| locks.chunks(LOOK_AT_ONCE).map(move |locks| (*slot, locks)));
         let looks: Vec<_> = pieces.map(|(slot, locks)| self.look_together(slot, locks)).collect();
-        let holders: Vec<Vec<Holder>> =
+        let holders: Vec<Vec<Seen>> =
             stream::iter(looks).buffer_unordered(LOOKS_AT_ONCE).try_collect().await?;
         Ok(holders.into_iter().flatten().collect())
     }
@@ -236,22 +272,25 @@ impl Store {
         &self,
         slot: u16,
         locks: &[(&Key, String)],
-    ) -> Result<Vec<Holder>, BackendError> {
-        let call = self.scripts.look.call(locks.iter().map(|(_, lock)| lock.as_str()));
+    ) -> Result<Vec<Seen>, BackendError> {
+        let names: Vec<String> =
+            locks.iter().flat_map(|(_, lock)| [lock.clone(), self.names.token(lock)]).collect();
+        let call = self.scripts.look.call(&names);
         let answer: Vec<Value> = read(self.link.run(slot, &call).await?)?;
         let (now, records) = read_look(&answer)?;
         let held = locks
             .iter()
             .zip(records)
-            .filter(|(_, (record, _))| !record.is_empty() && self.names.is_holder(record));
-        let holder = |((key, _), (record, left)): (&(&Key, String), Found)| {
-            Record::read(&record).holder((*key).clone(), now, left)
+            .filter(|(_, (record, ..))| !record.is_empty() && self.names.is_holder(record));
+        let holder = |((key, _), (record, left, token)): (&(&Key, String), Found)| {
+            let holder = Record::read(&record, token).holder((*key).clone(), now, left);
+            Seen { claim: record.into_iter().take(CLAIM_BYTES).collect(), holder }
         };
         Ok(held.map(holder).collect())
     }
 
     /// The holders of all locks of the namespace.
-    pub(crate) async fn list(&self) -> Result<Vec<Holder>, BackendError> {
+    pub(crate) async fn list(&self) -> Result<Vec<Seen>, BackendError> {
         let nodes = self.link.nodes().await?;
         let scans = nodes.iter().map(|node| self.scan(node));
         let mut keys: Vec<Key> = Vec::new();
@@ -333,32 +372,35 @@ fn read_attempt(answer: Value, key: &Key, asked_at: u64) -> Result<Answer, Backe
     let Value::Array(parts) = answer else { return Err(unreadable()) };
     match &parts[..] {
         [Value::Int(1), token, Value::Int(left)] => {
+            let settled = !matches!(token, Value::BulkString(text) if text.starts_with(b"0"));
             let token = number(token).and_then(|token| FencingToken::try_from(token).ok());
             // Without an expiry, if somebody took it away, it lasts longer than any lease.
             let lease = lease_left(*left).unwrap_or(Duration::MAX);
-            Ok(Answer::Granted { token: token.ok_or_else(unreadable)?, lease })
+            Ok(Answer::Granted { token: token.ok_or_else(unreadable)?, lease, settled })
         }
-        [Value::Int(0), Value::Int(left), Value::BulkString(record), now] => {
+        [Value::Int(0), Value::Int(left), Value::BulkString(record), now, token] => {
             let now = number(now).ok_or_else(unreadable)?;
-            let holder = Record::read(record).holder(key.clone(), now, *left);
+            let holder = Record::read(record, number(token)).holder(key.clone(), now, *left);
             Ok(Answer::Busy { left: lease_left(*left), holder, asked_at })
         }
         _ => Err(unreadable()),
     }
 }
 
-/// A lock's record, and the lease that it has left.
-type Found = (Vec<u8>, i64);
+/// A lock's record, the lease that it has left, and its token.
+type Found = (Vec<u8>, i64, Option<i64>);
 
 /// The time on the server's clock, and what was found for each lock.
 fn read_look(answer: &[Value]) -> Result<(i64, Vec<Found>), BackendError> {
     let (now, records) = answer.split_first().ok_or_else(unreadable)?;
     let now = number(now).ok_or_else(unreadable)?;
-    let record = |pair: &[Value]| match pair {
-        [Value::BulkString(record), Value::Int(left)] => Ok((record.clone(), *left)),
+    let record = |found: &[Value]| match found {
+        [Value::BulkString(record), Value::Int(left), token] => {
+            Ok((record.clone(), *left, number(token)))
+        }
         _ => Err(unreadable()),
     };
-    Ok((now, records.chunks(2).map(record).collect::<Result<_, _>>()?))
+    Ok((now, records.chunks(3).map(record).collect::<Result<_, _>>()?))
 }
 
 fn number(value: &Value) -> Option<i64> {
@@ -385,6 +427,8 @@ fn millis(span: Duration) -> u64 {
     u64::try_from(span.as_nanos().div_ceil(1_000_000)).unwrap_or(u64::MAX)
 }
 
+/// How long a claim is in the native layout.
+const CLAIM_BYTES: usize = 32;
 /// How many locks are looked at in one step of a server.
 const LOOK_AT_ONCE: usize = 500;
 /// How many such steps are asked for together.

@@ -32,7 +32,8 @@ pub async fn a_repeated_release_is_harmless(lab: &Lab) {
     assert!(is_free(&*client, claim.key()).await);
 }
 
-/// Of many releases at once exactly one did it.
+/// Of many releases at once no two did it. That one of them did is not promised: several stores that must agree may each have been
+/// reached by another one first.
 pub async fn repetitions_of_one_release_at_once_free_once(lab: &Lab) {
     let clients = [lab.client().await, lab.client().await];
     let claim = Claim::new(key("orders/42"), lab.long());
@@ -40,7 +41,8 @@ pub async fn repetitions_of_one_release_at_once_free_once(lab: &Lab) {
     let releases = (0..8).map(|n| release(&*clients[n % 2], &claim));
     let answers = futures_util::future::join_all(releases).await;
     let done = answers.iter().filter(|answer| **answer == Release::Freed).count();
-    assert_eq!(done, 1, "{answers:?}");
+    assert!(done <= 1, "{answers:?}");
+    assert!(is_free(&*clients[0], claim.key()).await);
 }
 
 /// A release may overtake its own acquire: it has to be answered without harm.

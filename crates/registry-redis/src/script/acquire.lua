@@ -1,6 +1,6 @@
--- KEYS: the lock, its newest tokens. ARGV: claim, lease in ms, how many tokens, memory of tokens in ms, label.
--- Answers {1, token, lease left in ms} or {0, lease left in ms, the holder's record, time in us}.
-local claim = ARGV[1]
+-- KEYS: the lock, its newest tokens. ARGV: claim, lease in ms, how many tokens, memory of tokens in ms, label, and in a quorum the attempt.
+-- Answers {1, token, lease left in ms} or {0, lease left in ms, the holder's record, time in us, its token if that is known}.
+local claim, attempt = ARGV[1], ARGV[6]
 local held, record = holder(KEYS[1])
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
@@ -8,14 +8,17 @@ if held then
   local left = redis.call('PTTL', KEYS[1])
   if held ~= claim then
     -- Longer than any record of ours; a stranger's value may be of any length.
-    return {0, left, string.sub(record, 1, 2048), string.format('%.0f', now)}
+    return {0, left, string.sub(record, 1, 2048), string.format('%.0f', now), first_token(record, KEYS[2]) or ''}
   end
   if left > 0 then
     -- Changes nothing, but is a write, which replicas can be waited for.
     redis.call('PEXPIRE', KEYS[1], left)
+    if attempt then
+      restamp(KEYS[1], record, attempt)
+    end
     redis.call('PTTL', KEYS[1])
   end
-  local token = first_token(record, redis.call('GET', KEYS[2]))
+  local token = first_token(record, KEYS[2])
   if token then
     return {1, token, left}
   end
@@ -32,7 +35,10 @@ end
 local kept = tonumber(ARGV[4]) + math.ceil((last - now) / 1000)
 last, token = string.format('%.0f', last), string.format('%.0f', token)
 redis.call('SET', KEYS[2], memory(last, token, claim), 'PX', string.format('%.0f', kept))
-put(KEYS[1], claim, ARGV[2], token, string.format('%.0f', now), ARGV[5])
+if attempt then
+  token = '0' .. token
+end
+put(KEYS[1], claim, ARGV[2], attempt and token .. '.' .. attempt or token, string.format('%.0f', now), ARGV[5])
 -- A read after the last write: of the next change by somebody else the server tells, if it was asked to.
 redis.call('PTTL', KEYS[1])
 return {1, token, tonumber(ARGV[2])}

@@ -1,16 +1,15 @@
--- KEYS: the lock, its newest tokens. ARGV: claim, first token, last token, memory of tokens in ms.
--- Writes down the token that a majority has settled on. Answers 1; 0 if the claim does not hold the lock.
+-- KEYS: the lock, its newest tokens. ARGV: claim, attempt, first token, last token, memory of tokens in ms.
+-- Writes down the token that a majority has settled on. Answers 1; 0 if the attempt does not hold the lock.
 local held, record = holder(KEYS[1])
-if held ~= ARGV[1] then
+if held ~= ARGV[1] or string.match(record, '^%x+ %d+%.(%x+) ') ~= ARGV[2] then
   return 0
 end
 local newest = string.match(redis.call('GET', KEYS[2]) or '', '^%d+') or '-1'
-if tonumber(newest) < tonumber(ARGV[3]) then
+if tonumber(newest) < tonumber(ARGV[4]) then
   local time = redis.call('TIME')
-  local ahead = tonumber(ARGV[3]) / 1000 - time[1] * 1000
-  redis.call('SET', KEYS[2], ARGV[3], 'PX', string.format('%.0f', tonumber(ARGV[4]) + math.max(0, math.ceil(ahead))))
+  local ahead = tonumber(ARGV[4]) / 1000 - time[1] * 1000
+  redis.call('SET', KEYS[2], ARGV[4], 'PX', string.format('%.0f', tonumber(ARGV[5]) + math.max(0, math.ceil(ahead))))
 end
-record = string.gsub(record, '^(%x+) %d+ ', '%1 ' .. ARGV[2] .. ' ', 1)
-redis.call('SET', KEYS[1], record, 'KEEPTTL')
+redis.call('SET', KEYS[1], string.gsub(record, '^(%x+) %d+', '%1 ' .. ARGV[3], 1), 'KEEPTTL')
 redis.call('PTTL', KEYS[1])
 return 1

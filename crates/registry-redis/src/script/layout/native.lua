@@ -1,4 +1,5 @@
--- A lock is a string, `CLAIM TOKEN SINCE LABEL`.
+-- A lock is a string, `CLAIM TOKEN SINCE LABEL`. In a quorum the token is followed by a dot and the attempt that wrote it down, and begins with
+-- a zero as long as no majority has settled on it.
 
 -- Who holds `lock`: the claim, and all that is known. GETEX, because it reads without asking to be told of changes.
 local function holder(lock)
@@ -20,5 +21,10 @@ end
 
 -- The first token of a claim that holds the lock.
 local function first_token(record)
-  return string.match(record, '^%x+ (%d+) ')
+  return string.match(record, '^%x+ (%d+)')
+end
+
+-- Makes the grant that of another attempt, so that one that was given up cannot end it.
+local function restamp(lock, record, attempt)
+  redis.call('SET', lock, string.gsub(record, '^(%x+ %d+)%S*', '%1.' .. attempt, 1), 'KEEPTTL')
 end

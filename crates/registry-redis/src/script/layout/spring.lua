@@ -16,6 +16,10 @@ local function memory(last, first, claim)
   return last .. ' ' .. first .. ' ' .. claim
 end
 
-local function first_token(record, remembered)
-  return string.match(remembered or '', '^%d+ (%d+) ' .. string.gsub(record, '%-', '%%-') .. '$')
+local function first_token(record, tokens)
+  return string.match(redis.call('GET', tokens) or '', '^%d+ (%d+) ' .. string.gsub(record, '%-', '%%-') .. '$')
+end
+
+-- There is no quorum in this layout.
+local function restamp()
 end

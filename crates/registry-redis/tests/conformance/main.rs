@@ -1,0 +1,245 @@
+//! The promises of lock-registry over Redis servers of all kinds.
+//!
+//! Over a single server each clause is a test with a server of its own. The other kinds take seconds to start, so there the clauses share
+//! one set of servers, each in a namespace of its own; only those that restart or empty the servers get their own.
+#![expect(clippy::unwrap_used, reason = "a helper of tests, which may")]
+
+mod shared;
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use registry_conformance::{Harness, Store};
+use registry_core::LockBackend;
+use registry_redis::{Layout, RedisBackend, RedisConfig};
+use registry_testkit::redis::{
+    RedisCluster, RedisQuorum, RedisServer, SentinelSetup, ServerOptions, TlsFolder,
+};
+use shared::{Servers, keeps_its_promises};
+use tokio::sync::Mutex;
+
+#[derive(Debug)]
+struct Standalone;
+
+#[async_trait]
+impl Harness for Standalone {
+    async fn store(&self) -> Box<dyn Store> {
+        Box::new(OneServer(Mutex::new(RedisServer::start(&[]).await.unwrap())))
+    }
+}
+
+#[derive(Debug)]
+struct OneServer(Mutex<RedisServer>);
+
+impl OneServer {
+    async fn open(&self, namespace: &str) -> Arc<dyn LockBackend> {
+        let config = RedisConfig::from_url(&self.0.lock().await.url()).unwrap();
+        Arc::new(RedisBackend::open(config.with_namespace(namespace)).await.unwrap())
+    }
+}
+
+#[async_trait]
+impl Store for OneServer {
+    async fn client(&self) -> Arc<dyn LockBackend> {
+        self.open("lock-registry").await
+    }
+
+    async fn stranger(&self) -> Option<Arc<dyn LockBackend>> {
+        Some(self.open("other").await)
+    }
+
+    async fn restart(&self) -> bool {
+        let mut server = self.0.lock().await;
+        server.kill();
+        server.start_again().await.unwrap();
+        true
+    }
+
+    async fn wipe(&self) -> bool {
+        let mut server = self.0.lock().await;
+        server.kill();
+        server.lose_data().unwrap();
+        server.start_again().await.unwrap();
+        true
+    }
+}
+
+registry_conformance::conformance! {
+    harness = Standalone,
+    runs = 213,
+    skips = 8,
+    without = [fair, remote],
+}
+
+#[async_trait]
+impl Servers for SentinelSetup {
+    async fn begin() -> Self {
+        Self::start().await.unwrap()
+    }
+
+    fn config(&self) -> RedisConfig {
+        RedisConfig::from_url(&self.url()).unwrap()
+    }
+
+    /// The replica that takes over has all that there is: nobody writes meanwhile.
+    async fn restart(&mut self) {
+        self.failover().await.unwrap();
+    }
+
+    async fn wipe(&mut self) {
+        let master = self.master().await.unwrap();
+        self.server(master).ask("FLUSHALL").await.unwrap();
+    }
+}
+
+#[test]
+fn the_master_that_sentinels_name_keeps_all_promises() {
+    keeps_its_promises::<SentinelSetup>(213, 8);
+}
+
+#[async_trait]
+impl Servers for RedisCluster {
+    async fn begin() -> Self {
+        Self::start().await.unwrap()
+    }
+
+    fn config(&self) -> RedisConfig {
+        RedisConfig::from_url(&self.url()).unwrap()
+    }
+
+    async fn restart(&mut self) {
+        for slot in [0, 8_000, 16_000] {
+            self.failover(slot).await.unwrap();
+        }
+    }
+
+    async fn wipe(&mut self) {
+        for slot in [0, 8_000, 16_000] {
+            let master = self.master_of(slot).await.unwrap();
+            self.node(master).ask("FLUSHALL").await.unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_cluster_keeps_all_promises() {
+    keeps_its_promises::<RedisCluster>(213, 8);
+}
+
+#[async_trait]
+impl Servers for RedisQuorum {
+    async fn begin() -> Self {
+        Self::start(5).await.unwrap()
+    }
+
+    fn config(&self) -> RedisConfig {
+        RedisConfig::from_url(&self.url()).unwrap()
+    }
+
+    async fn restart(&mut self) {
+        for server in self.servers_mut() {
+            server.kill();
+            server.start_again().await.unwrap();
+        }
+    }
+
+    async fn wipe(&mut self) {
+        for server in self.servers_mut() {
+            server.kill();
+            server.lose_data().unwrap();
+            server.start_again().await.unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_quorum_keeps_all_promises() {
+    keeps_its_promises::<RedisQuorum>(213, 8);
+}
+
+/// A server that is reached by encrypted connections only, and asks each user for a password.
+#[derive(Debug)]
+struct Guarded {
+    server: RedisServer,
+    certificates: TlsFolder,
+}
+
+#[async_trait]
+impl Servers for Guarded {
+    async fn begin() -> Self {
+        let certificates = TlsFolder::new().unwrap();
+        let options = ServerOptions::new().tls(&certificates).login("worker", "opensesame");
+        let server = RedisServer::start_with(options).await.unwrap();
+        Self { server, certificates }
+    }
+
+    fn config(&self) -> RedisConfig {
+        RedisConfig::from_url(&self.server.url())
+            .unwrap()
+            .with_certificate_authority(std::fs::read(self.certificates.ca_file()).unwrap())
+            .with_login(Some("worker"), "opensesame")
+    }
+
+    async fn restart(&mut self) {
+        self.server.kill();
+        self.server.start_again().await.unwrap();
+    }
+
+    async fn wipe(&mut self) {
+        self.server.kill();
+        self.server.lose_data().unwrap();
+        self.server.start_again().await.unwrap();
+    }
+}
+
+#[test]
+fn an_encrypted_server_with_users_keeps_all_promises() {
+    keeps_its_promises::<Guarded>(213, 8);
+}
+
+/// A server whose locks look like those of Spring Integration.
+#[derive(Debug)]
+struct AsSpring(RedisServer);
+
+/// A server whose locks look like those of Redisson.
+#[derive(Debug)]
+struct AsRedisson(RedisServer);
+
+macro_rules! layout {
+    ($name:ident, $layout:expr) => {
+        #[async_trait]
+        impl Servers for $name {
+            async fn begin() -> Self {
+                Self(RedisServer::start(&[]).await.unwrap())
+            }
+
+            fn config(&self) -> RedisConfig {
+                RedisConfig::from_url(&self.0.url()).unwrap().with_layout($layout)
+            }
+
+            async fn restart(&mut self) {
+                self.0.kill();
+                self.0.start_again().await.unwrap();
+            }
+
+            async fn wipe(&mut self) {
+                self.0.kill();
+                self.0.lose_data().unwrap();
+                self.0.start_again().await.unwrap();
+            }
+        }
+    };
+}
+
+layout!(AsSpring, Layout::Spring);
+layout!(AsRedisson, Layout::Redisson);
+
+#[test]
+fn locks_of_the_spring_layout_keep_all_promises_but_that_of_labels() {
+    keeps_its_promises::<AsSpring>(211, 10);
+}
+
+#[test]
+fn locks_of_the_redisson_layout_keep_all_promises_but_that_of_labels() {
+    keeps_its_promises::<AsRedisson>(211, 10);
+}
