@@ -72,7 +72,7 @@ fn server(kind: ServerErrorKind, named: Option<&str>) -> Verdict {
             refused(Misconfigured, "the server is part of a cluster; use redis+cluster://")
         }
         ServerErrorKind::CrossSlot => {
-            refused(Protocol, "the keys of a lock are in different slots")
+            refused(Protocol, "the keys are in different slots of the cluster")
         }
         _ => code(named),
     }

@@ -37,8 +37,10 @@ mod record;
 mod link;
 mod ears;
 mod rumours;
+mod fenced;
 mod diagnose;
 mod error;
 
 pub use backend::RedisBackend;
 pub use config::{Layout, Publish, RedisConfig};
+pub use fenced::{Fenced, FencedScript, FencedWrites, ScriptReply};

@@ -9,13 +9,13 @@
 //! | Spring | `NAMESPACE:KEY` | `lock-registry:token:{NAMESPACE:KEY}` | `NAMESPACE-channel:NAMESPACE:KEY`, `NAMESPACE-channel` |
 //! | Redisson | `KEY` or `NAMESPACE:KEY` | `lock-registry:token:{LOCK}` | `redisson_lock__channel:{LOCK}` |
 //!
-//! Braces around a name that has some itself are left out, by Redisson's rule.
+//! The braces are left out around a name that has a tag itself; in Redisson's channels, as there, around one that has any opening brace.
 
 use percent_encoding::{AsciiSet, CONTROLS, percent_decode_str, utf8_percent_encode};
 use registry_core::{ClaimId, InvalidKey, Key};
 
 use crate::config::Layout;
-use crate::slot::slot;
+use crate::slot::{slot, tag};
 
 /// Escaped in a key: what would end the tag, and the escape itself. Control characters, because people read these names.
 const IN_KEY: &AsciiSet = &CONTROLS.add(b'%').add(b'{').add(b'}');
@@ -71,7 +71,7 @@ impl Names {
         match self.layout {
             Layout::Native => lock.to_owned(),
             Layout::Spring => format!("{}{lock}", self.channel_prefix),
-            Layout::Redisson => beside(&self.channel_prefix, lock),
+            Layout::Redisson => as_redisson(&self.channel_prefix, lock),
         }
     }
 
@@ -176,9 +176,14 @@ impl Names {
     }
 }
 
-/// The name of what belongs to `lock` and shares its slot.
-fn beside(prefix: &str, lock: &str) -> String {
-    if lock.contains('{') { format!("{prefix}{lock}") } else { format!("{prefix}{{{lock}}}") }
+/// A name of ours for what belongs to `name`; it shares its slot unless that has a closing brace and no tag.
+pub(crate) fn beside(prefix: &str, name: &str) -> String {
+    if tag(name).is_some() { format!("{prefix}{name}") } else { format!("{prefix}{{{name}}}") }
+}
+
+/// What Redisson calls what belongs to `name`.
+fn as_redisson(prefix: &str, name: &str) -> String {
+    if name.contains('{') { format!("{prefix}{name}") } else { format!("{prefix}{{{name}}}") }
 }
 
 const REDISSON_CHANNEL: &str = "redisson_lock__channel:";

@@ -68,6 +68,11 @@ impl Script {
         Self { source, hash }
     }
 
+    /// All of it.
+    pub(crate) fn source(&self) -> &str {
+        &self.source
+    }
+
     /// A call with these keys, to which arguments are yet to be added.
     pub(crate) fn call<I>(&self, keys: I) -> Call<'_>
     where

@@ -9,13 +9,14 @@ pub(crate) const SLOTS: usize = 16_384;
 
 /// The slot of a key.
 pub(crate) fn slot(name: &str) -> u16 {
-    let tag = name
-        .split_once('{')
-        .and_then(|(_, rest)| rest.split_once('}'))
-        .map(|(tag, _)| tag)
-        .filter(|tag| !tag.is_empty())
-        .unwrap_or(name);
-    CRC.checksum(tag.as_bytes()) % 16_384
+    CRC.checksum(tag(name).unwrap_or(name).as_bytes()) % 16_384
+}
+
+/// The part of a key that alone decides on its slot, if it has one.
+pub(crate) fn tag(name: &str) -> Option<&str> {
+    let (_, rest) = name.split_once('{')?;
+    let (tag, _) = rest.split_once('}')?;
+    (!tag.is_empty()).then_some(tag)
 }
 
 #[cfg(test)]

@@ -352,7 +352,7 @@ impl fmt::Debug for Store {
 }
 
 /// How releases are told.
-fn hearing(config: &RedisConfig) -> Hearing {
+pub(crate) fn hearing(config: &RedisConfig) -> Hearing {
     let clustered = matches!(config.servers, Servers::Cluster(_));
     let sharded = match config.publish {
         Publish::Sharded => true,
@@ -415,7 +415,7 @@ pub(crate) fn read<T: FromRedisValue>(answer: Value) -> Result<T, BackendError> 
     redis::from_redis_value(answer).map_err(|error| explain(&error.into()))
 }
 
-fn unreadable() -> BackendError {
+pub(crate) fn unreadable() -> BackendError {
     BackendError::new(
         BackendErrorKind::Protocol,
         "redis: a script was answered in a way that it cannot answer; is there a proxy in between?",

@@ -1,0 +1,249 @@
+//! Writes that a holder cannot make any more once its successor has written: the other half of a fencing token.
+
+use std::fmt;
+
+use redis::Value;
+use registry_core::{BackendError, BackendErrorKind, FencingToken};
+
+use crate::config::{RedisConfig, Servers};
+use crate::link::Link;
+use crate::names::beside;
+use crate::rumours::Rumours;
+use crate::script::Script;
+use crate::slot::slot;
+use crate::store::{hearing, names, unreadable};
+
+/// Writes to Redis that are made only if their fencing token is not older than the newest that has written to the same resource.
+///
+/// A lock can be lost without its holder knowing in time: no lease survives a process that stands still in the middle of a write. What such
+/// a holder writes late is refused here, because the next holder's token is larger. The resource may live in other servers than the
+/// locks, and the token may come from any store.
+///
+/// The newest token of a resource `KEY` is kept under `lock-registry:fence:{KEY}`, without an expiry: delete it with the resource, when nobody can
+/// hold an old token any more.
+///
+/// # Examples
+/// ```no_run
+/// use registry_core::LockGuard;
+/// use registry_redis::{Fenced, FencedWrites, RedisConfig};
+///
+/// # async fn example(guard: LockGuard) -> Result<(), Box<dyn std::error::Error>> {
+/// let accounts = FencedWrites::open(RedisConfig::from_url("redis://127.0.0.1")?).await?;
+/// let token = guard.fencing_token().ok_or("the store does not fence")?;
+/// match accounts.set(token, "account/42", "17.50").await? {
+///     Fenced::Written(_) => {}
+///     Fenced::Stale { newest } => println!("somebody with token {newest} was here meanwhile"),
+///     _ => {}
+/// }
+/// # Ok(())
+/// # }
+/// ```
+pub struct FencedWrites {
+    link: Link,
+    clustered: bool,
+}
+
+/// What came of a write.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Fenced<T> {
+    /// It was made.
+    Written(T),
+    /// It was not made: a larger token has written to the resource before.
+    Stale {
+        /// That token.
+        newest: FencingToken,
+    },
+}
+
+/// What a script has answered.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ScriptReply {
+    /// `nil`, or nothing.
+    Nil,
+    /// A number.
+    Int(i64),
+    /// A text, or a status.
+    Bytes(Vec<u8>),
+    /// A table.
+    Array(Vec<Self>),
+}
+
+/// A Lua script whose writes are made only if its token is not older than the newest.
+///
+/// The body sees its own `KEYS` and `ARGV`, and may return anything. To run it with another client, send [`source`](Self::source) with the key
+/// of the newest token before the body's keys, and the token before the body's arguments; it answers `{1, reply}` or `{0, newest token}`.
+#[derive(Clone)]
+pub struct FencedScript(std::sync::Arc<Script>);
+
+impl FencedScript {
+    /// A script of this body.
+    #[must_use]
+    pub fn new(body: &str) -> Self {
+        let head = include_str!("script/fenced.lua");
+        let source = format!("{head}{body}\nend\nreturn {{1, body(KEYS, ARGV)}}\n");
+        Self(std::sync::Arc::new(Script::new(source)))
+    }
+
+    /// All of the script.
+    #[must_use]
+    pub fn source(&self) -> &str {
+        self.0.source()
+    }
+
+    /// The key under which the newest token of the resource `key` is kept. It shares a cluster slot with the resource, unless that has
+    /// a closing brace and no tag.
+    #[must_use]
+    pub fn token_key(key: &str) -> String {
+        beside("lock-registry:fence:", key)
+    }
+}
+
+impl fmt::Debug for FencedScript {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("FencedScript").field(&self.source()).finish()
+    }
+}
+
+/// A script that is made once.
+macro_rules! fixed {
+    ($body:literal) => {{
+        static SCRIPT: std::sync::LazyLock<FencedScript> =
+            std::sync::LazyLock::new(|| FencedScript::new($body));
+        &*SCRIPT
+    }};
+}
+impl FencedWrites {
+    /// Connects to the servers where the resources are: any but a quorum, whose masters share no data.
+    ///
+    /// # Errors
+    /// As [`RedisBackend::open`](crate::RedisBackend::open); `Misconfigured` for a quorum.
+    ///
+    /// # Cancel safety
+    /// Dropping the future closes the connections.
+    pub async fn open(config: RedisConfig) -> Result<Self, BackendError> {
+        config.check()?;
+        if matches!(config.servers, Servers::Quorum(_)) {
+            return Err(BackendError::new(
+                BackendErrorKind::Misconfigured,
+                "redis: the masters of a quorum share no data; write to one of them, or to another store",
+            )
+            .as_refused());
+        }
+        let link = Link::open(&config, hearing(&config), &Rumours::new(names(&config))).await?;
+        link.connect().await?;
+        Ok(Self { link, clustered: matches!(config.servers, Servers::Cluster(_)) })
+    }
+
+    /// Sets `key` to `value`, as SET does.
+    ///
+    /// # Errors
+    /// Trouble only. Unless it is [refused](BackendError::refused), the write may or may not have been made; with the same token it can be
+    /// repeated.
+    ///
+    /// # Cancel safety
+    /// Dropping the future leaves open whether the write is made.
+    pub async fn set(
+        &self,
+        token: FencingToken,
+        key: &str,
+        value: impl AsRef<[u8]>,
+    ) -> Result<Fenced<()>, BackendError> {
+        let script = fixed!("return redis.call('SET', KEYS[1], ARGV[1])");
+        Ok(self.run(token, script, &[key], &[value.as_ref()]).await?.map(drop))
+    }
+
+    /// Sets `field` of the hash `key` to `value`, as HSET does.
+    ///
+    /// # Errors
+    /// As [`set`](Self::set).
+    ///
+    /// # Cancel safety
+    /// As [`set`](Self::set).
+    pub async fn hset(
+        &self,
+        token: FencingToken,
+        key: &str,
+        field: impl AsRef<[u8]>,
+        value: impl AsRef<[u8]>,
+    ) -> Result<Fenced<()>, BackendError> {
+        let script = fixed!("return redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])");
+        let arguments = [field.as_ref(), value.as_ref()];
+        Ok(self.run(token, script, &[key], &arguments).await?.map(drop))
+    }
+
+    /// Runs a script. The first key is the resource whose newest token counts; in a cluster all keys share its slot.
+    ///
+    /// # Errors
+    /// As [`set`](Self::set), `Misconfigured` without a key, and what the script raises, as `Protocol`.
+    ///
+    /// # Cancel safety
+    /// As [`set`](Self::set).
+    pub async fn run(
+        &self,
+        token: FencingToken,
+        script: &FencedScript,
+        keys: &[&str],
+        arguments: &[&[u8]],
+    ) -> Result<Fenced<ScriptReply>, BackendError> {
+        let Some(resource) = keys.first() else {
+            return Err(BackendError::new(
+                BackendErrorKind::Misconfigured,
+                "redis: a fenced write needs the key that it writes to",
+            )
+            .as_refused());
+        };
+        let fence = FencedScript::token_key(resource);
+        let mut names = vec![fence.as_str()];
+        names.extend(keys);
+        let mut call = script.0.call(names).arg(token.get());
+        for argument in arguments {
+            call = call.arg(*argument);
+        }
+        let slot = if self.clustered { slot(resource) } else { 0 };
+        match self.link.run(slot, &call).await? {
+            Value::Array(answer) => match &answer[..] {
+                [Value::Int(1)] => Ok(Fenced::Written(ScriptReply::Nil)),
+                [Value::Int(1), reply] => Ok(Fenced::Written(read_reply(reply)?)),
+                [Value::Int(0), Value::BulkString(newest)] => {
+                    let newest =
+                        std::str::from_utf8(newest).ok().and_then(|text| text.parse().ok());
+                    let newest = newest.and_then(FencingToken::new).ok_or_else(unreadable)?;
+                    Ok(Fenced::Stale { newest })
+                }
+                _ => Err(unreadable()),
+            },
+            _ => Err(unreadable()),
+        }
+    }
+}
+
+impl<T> Fenced<T> {
+    fn map<U>(self, change: impl FnOnce(T) -> U) -> Fenced<U> {
+        match self {
+            Self::Written(reply) => Fenced::Written(change(reply)),
+            Self::Stale { newest } => Fenced::Stale { newest },
+        }
+    }
+}
+
+fn read_reply(value: &Value) -> Result<ScriptReply, BackendError> {
+    Ok(match value {
+        Value::Nil => ScriptReply::Nil,
+        Value::Int(number) => ScriptReply::Int(*number),
+        Value::BulkString(text) => ScriptReply::Bytes(text.clone()),
+        Value::SimpleString(text) => ScriptReply::Bytes(text.clone().into_bytes()),
+        Value::Okay => ScriptReply::Bytes(b"OK".to_vec()),
+        Value::Array(values) => {
+            ScriptReply::Array(values.iter().map(read_reply).collect::<Result<_, _>>()?)
+        }
+        _ => return Err(unreadable()),
+    })
+}
+
+impl fmt::Debug for FencedWrites {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("FencedWrites").field(&self.link).finish()
+    }
+}
