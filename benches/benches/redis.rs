@@ -4,11 +4,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use redis::Script;
-use redis::aio::ConnectionManager;
+use redis::aio::MultiplexedConnection;
 use registry_core::{LockRegistry, Registry};
 use registry_redis::{RedisBackend, RedisConfig};
 use registry_testkit::redis::RedisServer;
 
+const LAYOUT: &str = include_str!("../../crates/registry-redis/src/script/layout/native.lua");
 const ACQUIRE: &str = include_str!("../../crates/registry-redis/src/script/acquire.lua");
 const RELEASE: &str = include_str!("../../crates/registry-redis/src/script/release.lua");
 
@@ -19,9 +20,9 @@ fn main() {
     runtime.block_on(async {
         // A disk would be most of the time.
         let server = RedisServer::start(&["--appendonly", "no"]).await.unwrap();
-        let client = redis::Client::open(server.url()).unwrap();
-        let connection = ConnectionManager::new(client).await.unwrap();
-        let (acquire, release) = (Script::new(ACQUIRE), Script::new(RELEASE));
+        let connection = connection(&server).await;
+        let script = |body: &str| Script::new(&format!("{LAYOUT}\n{body}"));
+        let (acquire, release) = (script(ACQUIRE), script(RELEASE));
         let scripts = async || {
             let mut connection = connection.clone();
             let owner = "000102030405060708090a0b0c0d0e0f";
@@ -36,7 +37,8 @@ fn main() {
                 call.invoke_async(&mut connection).await.unwrap();
             assert_eq!(granted, 1);
             let mut call = release.key("bare:{orders/42}");
-            let freed: i64 = call.arg(owner).invoke_async(&mut connection).await.unwrap();
+            call.arg(owner).arg("PUBLISH").arg("0").arg("bare:{orders/42}");
+            let freed: i64 = call.invoke_async(&mut connection).await.unwrap();
             assert_eq!(freed, 1);
         };
         let backend =
@@ -48,4 +50,14 @@ fn main() {
         lock_registry_benches::in_turns(group, scripts, "lock and unlock", ours).await;
         registry.close(Duration::from_secs(1)).await;
     });
+}
+
+/// A connection of the same kind as ours.
+async fn connection(server: &RedisServer) -> MultiplexedConnection {
+    let addr = redis::ConnectionAddr::Tcp(server.addr().ip().to_string(), server.addr().port());
+    let info = redis::IntoConnectionInfo::into_connection_info(addr).unwrap();
+    let settings = info.redis_settings().clone().set_protocol(redis::ProtocolVersion::RESP3);
+    let tcp = redis::io::tcp::TcpSettings::default().set_nodelay(true);
+    let client = redis::Client::open(info.set_redis_settings(settings).set_tcp_settings(tcp));
+    client.unwrap().get_multiplexed_async_connection().await.unwrap()
 }

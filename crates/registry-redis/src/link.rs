@@ -120,8 +120,13 @@ impl Link {
         call: &Call<'_>,
         durably: bool,
     ) -> Result<Durable, BackendError> {
-        let found = self.topology.node(slot).await;
-        let mut node = found.map_err(|error| explain(&error).as_refused())?;
+        let mut node = match self.topology.known(slot) {
+            Some(node) => node,
+            None => {
+                let found = self.topology.node(slot).await;
+                found.map_err(|error| explain(&error).as_refused())?
+            }
+        };
         let mut asking = false;
         for _ in 0..REDIRECTIONS_MAX {
             let answer = if durably {

@@ -53,7 +53,7 @@ impl Names {
     /// The key of the lock itself.
     pub(crate) fn lock(&self, key: &Key) -> String {
         match self.layout {
-            Layout::Native => format!("{}{}}}", self.prefix, escaped(key.as_str())),
+            Layout::Native => [&*self.prefix, &escaped(key.as_str()), "}"].concat(),
             Layout::Spring | Layout::Redisson => format!("{}{}", self.prefix, key.as_str()),
         }
     }
@@ -61,7 +61,7 @@ impl Names {
     /// The key of the newest tokens of `lock`.
     pub(crate) fn token(&self, lock: &str) -> String {
         match self.layout {
-            Layout::Native => format!("{lock}:token"),
+            Layout::Native => [lock, ":token"].concat(),
             Layout::Spring | Layout::Redisson => beside("lock-registry:token:", lock),
         }
     }
@@ -189,16 +189,14 @@ fn as_redisson(prefix: &str, name: &str) -> String {
 const REDISSON_CHANNEL: &str = "redisson_lock__channel:";
 
 fn escaped(text: &str) -> String {
+    let mut escaped = String::with_capacity(text.len());
     // Everything that is not ASCII would be escaped too; it is harmless and should be readable.
-    text.chars()
-        .map(|character| {
-            if character.is_ascii() {
-                utf8_percent_encode(character.encode_utf8(&mut [0; 4]), IN_KEY).to_string()
-            } else {
-                character.to_string()
-            }
-        })
-        .collect()
+    for piece in text.split_inclusive(|character: char| !character.is_ascii()) {
+        let ascii = piece.trim_end_matches(|character: char| !character.is_ascii());
+        escaped.extend(utf8_percent_encode(ascii, IN_KEY));
+        escaped.push_str(&piece[ascii.len()..]);
+    }
+    escaped
 }
 
 #[cfg(test)]
