@@ -303,7 +303,10 @@ async fn a_killed_test_leaves_no_server() {
         println!("\nserver {id}");
         std::future::pending::<()>().await;
     }
+    // What it leaves behind, it leaves here.
+    let folder = tempfile::tempdir().unwrap();
     let mut again = Command::new(std::env::current_exe().unwrap());
+    again.env("TMPDIR", folder.path());
     again.args(["a_killed_test_leaves_no_server", "--exact", "--nocapture"]).env(CHILD, "yes");
     let mut test = HelperProcess::spawn(again).unwrap();
     let id = |line: &str| line.strip_prefix("server ").map(ToOwned::to_owned);
