@@ -10,7 +10,7 @@ use registry_core::{
 };
 use registry_redis::{RedisBackend, RedisConfig};
 use registry_testkit::redis::RedisServer;
-use registry_testkit::{eventually, within};
+use registry_testkit::{error_text, eventually, within};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 
@@ -233,12 +233,7 @@ async fn who_may_not_enter_is_told_so_without_the_password() {
             Err(error) => error,
         };
         assert_eq!((error.kind(), error.refused()), (kind, true), "{error:?}");
-        let mut text = format!("{error} {error:?}");
-        let mut source = std::error::Error::source(&error);
-        while let Some(error) = source {
-            text += &format!(" {error} {error:?}");
-            source = error.source();
-        }
+        let text = error_text(&error);
         assert!(!text.contains("hunter2") && !text.contains("opensesame"), "{text}");
     }
     let config = RedisConfig::from_url(&format!("redis://:opensesame@{}", server.addr())).unwrap();
