@@ -8,7 +8,8 @@ use std::time::Duration;
 use registry_core::{ConfigError, Observer, Registry};
 
 use crate::connect;
-use crate::layer::{Layer, Layout, OPTIONS, Origin};
+use crate::layer::{Layer, OPTIONS, OptionRow, Origin};
+use crate::layout::Layout;
 use crate::scheme;
 use crate::store_url::{Store, UrlText};
 
@@ -28,11 +29,20 @@ use crate::store_url::{Store, UrlText};
 /// | `handoff` | how often in a row a lock may pass within this process before others get their turn, `0` (never) to `10000` | `32` |
 /// | `timeout` | how long one operation of the store may stay unanswered, `10ms` to `1h` | `3s` |
 /// | `label` | what others see when they ask who holds a lock | nothing |
-/// | `layout` | how the store lays out its records | `native`, so far the only one |
+/// | `layout` | how the store lays out its records: `native`, or in Redis that of a peer, `spring` or `redisson` | `native` |
 /// | `busy_timeout` | SQLite only: how long a statement waits for other writers, `0s` to `1h` | `2.5s`; at most five sixths of a `timeout` that is set |
 /// | `purge_after` | SQLite only: how long rows of free keys are kept, `0s` to `366days` | `1h` |
 /// | `connect_timeout` | Redis only: how long connecting may take, `10ms` to `1h` | `2s` |
 /// | `token_memory` | Redis only: how long the newest token of a key is remembered after its last grant, `10ms` to `366days` | `1day` |
+/// | `publish` | Redis only: how releases are told, `plain` by `PUBLISH`, `sharded` by `SPUBLISH`, or `auto` | `auto` |
+/// | `replicas` | Redis but for quorums: how many replicas must have a grant before it counts | `0` |
+/// | `fsync` | Redis but for quorums: whether a grant must be on disk, there too, before it counts | `false` |
+/// | `replica_timeout` | Redis but for quorums: how long replicas and disks may take, `10ms` to less than `timeout` | `1s`; at most five sixths of a `timeout` that is set |
+/// | `restart_guard` | Redis quorums only: how long a master has no vote after its start, `0s` to `366days` | `0s` |
+/// | `db` | Redis at a socket only: the number of the database | `0` |
+/// | `sentinel_password`, `sentinel_user` | Redis under sentinels only: the sentinels' own login; never shown | none |
+/// | `ca` | encrypted Redis only: a file (PEM) with the certificate authorities that are trusted | those of the host |
+/// | `cert`, `key` | encrypted Redis only: files (PEM) with the certificate that tells the servers who we are, and its private key; `key` is never shown | none |
 ///
 /// Every option has the same name and form everywhere: `lease=30s` in a URL, `lease = "30s"` in TOML,
 /// `LOCK_REGISTRY_LEASE=30s` in the environment. A name that is none of these is an error wherever it stands.
@@ -186,7 +196,7 @@ impl RegistryConfig {
         let mut url = Layer::default();
         if let Some(text) = self.chosen_url() {
             for (name, value) in text.parse()?.options {
-                url.read(Origin::Url, &name, &value)?;
+                url.read(Origin::Url, &name, value.told())?;
             }
         }
         Ok([
@@ -219,9 +229,15 @@ impl RegistryConfig {
             layer.check(*origin, store.scheme())?;
         }
         let mut options = Layer::default();
-        for (_, layer) in layers {
+        for (_, layer) in layers.clone() {
             options = options.or(layer);
         }
+        options.check_together(store.scheme(), |option| {
+            let sets = |layer: &Layer| {
+                OptionRow::find(option).is_some_and(|row| row.shown_in(layer).is_some())
+            };
+            layers.iter().find(|(_, layer)| sets(layer)).map_or(Origin::Code, |(origin, _)| *origin)
+        })?;
         Ok(Resolved { store, options })
     }
 
@@ -292,6 +308,17 @@ impl Layer {
             purge_after: self.purge_after.or(weaker.purge_after),
             connect_timeout: self.connect_timeout.or(weaker.connect_timeout),
             token_memory: self.token_memory.or(weaker.token_memory),
+            publish: self.publish.or(weaker.publish),
+            replicas: self.replicas.or(weaker.replicas),
+            fsync: self.fsync.or(weaker.fsync),
+            replica_timeout: self.replica_timeout.or(weaker.replica_timeout),
+            restart_guard: self.restart_guard.or(weaker.restart_guard),
+            db: self.db.or(weaker.db),
+            sentinel_user: self.sentinel_user.or(weaker.sentinel_user),
+            sentinel_password: self.sentinel_password.or(weaker.sentinel_password),
+            ca: self.ca.or(weaker.ca),
+            cert: self.cert.or(weaker.cert),
+            key: self.key.or(weaker.key),
         }
     }
 }

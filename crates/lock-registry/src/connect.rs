@@ -1,5 +1,8 @@
 //! From a checked configuration to an open registry.
 
+#[cfg(feature = "redis")]
+mod redis;
+
 use std::sync::Arc;
 
 use registry_core::{
@@ -9,8 +12,6 @@ use registry_core::{
 use crate::config::{RegistryConfig, Resolved};
 use crate::layer::Layer;
 use crate::memory;
-#[cfg(feature = "redis")]
-use crate::store_url::RedisServer;
 use crate::store_url::Store;
 
 /// Opens the store at `url`; everything about it is said in the URL.
@@ -20,8 +21,12 @@ use crate::store_url::Store;
 /// | `memory:` | this process, a store of its own |
 /// | `memory:NAME` | this process, the same store for everybody who names it |
 /// | `sqlite:PATH`, `sqlite:///PATH` | the processes of this host, one file; feature `sqlite` |
-/// | `redis://[[USER]:PASSWORD@]HOST[:PORT][/DATABASE]` | all hosts that reach this Redis or Valkey server, a single one so far; feature `redis` |
-/// | `rediss://…` | the same over an encrypted connection; feature `redis-tls` |
+/// | `redis://[[USER]:PASSWORD@]HOST[:PORT][/DATABASE]` | all hosts that reach this Redis or Valkey server; feature `redis` |
+/// | `redis+unix://[[USER]:PASSWORD@]/PATH[?db=DATABASE]` | the processes that reach its socket |
+/// | `redis+sentinel://[[USER]:PASSWORD@]HOST[:PORT],…/SERVICE[/DATABASE]` | all hosts that reach the master that these sentinels name |
+/// | `redis+cluster://[[USER]:PASSWORD@]HOST[:PORT],…` | all hosts that reach the cluster that these are some members of |
+/// | `redis+quorum://[[USER]:PASSWORD@]HOST[:PORT],…[/DATABASE]` | all hosts that reach most of these masters, three or more, which know nothing of each other |
+/// | `rediss://…`, `rediss+sentinel://…`, `rediss+cluster://…`, `rediss+quorum://…` | the same over encrypted connections; feature `redis-tls` |
 /// | `pass-through:` | none: callers of this registry take turns, nobody else is kept out; for tests, or to turn locking off |
 ///
 /// Options follow as a query: `sqlite:locks.db?lease=10s&label=worker%201`. Special characters are percent-encoded. See
@@ -109,9 +114,9 @@ async fn backend(store: Store, options: &Layer) -> Result<Arc<dyn LockBackend>, 
         #[cfg(not(feature = "sqlite"))]
         Store::Sqlite { .. } => unreachable!("its scheme is refused when the URL is parsed"),
         #[cfg(feature = "redis")]
-        Store::Redis(server) => {
-            let backend = registry_redis::RedisBackend::open(redis_config(&server, options)).await;
-            Arc::new(backend.map_err(|error| ConfigError::open(server.scheme(), error))?)
+        Store::Redis(servers) => {
+            let backend = redis::open(&servers, options).await;
+            Arc::new(backend.map_err(|error| ConfigError::open(servers.scheme, error))?)
         }
         #[cfg(not(feature = "redis"))]
         Store::Redis(_) => unreachable!("its scheme is refused when the URL is parsed"),
@@ -135,34 +140,6 @@ fn sqlite_config(path: std::path::PathBuf, options: &Layer) -> registry_jdbc::Sq
             config = config.with_busy_timeout(shorter);
         }
         (None, None) => {}
-    }
-    config
-}
-
-#[cfg(feature = "redis")]
-fn redis_config(server: &RedisServer, options: &Layer) -> registry_redis::RedisConfig {
-    let mut config =
-        registry_redis::RedisConfig::new(&server.host, server.port).with_database(server.database);
-    #[cfg(feature = "redis-tls")]
-    if server.encrypted {
-        config = config.with_tls();
-    }
-    if let Some(login) = &server.login {
-        config = config.with_login(login.user.as_deref(), &login.password);
-    }
-    if let Some(namespace) = &options.namespace {
-        config = config.with_namespace(namespace);
-    }
-    if let Some(connect_timeout) = options.connect_timeout {
-        config = config.with_connect_timeout(connect_timeout);
-    }
-    if let Some(token_memory) = options.token_memory {
-        config = config.with_token_memory(token_memory);
-    }
-    if let Some(timeout) = options.timeout {
-        // The connection must not be given up while the engine still waits for an answer.
-        let longer = registry_redis::RedisConfig::RESPONSE_TIMEOUT.max(timeout * 6 / 5);
-        config = config.with_response_timeout(longer);
     }
     config
 }

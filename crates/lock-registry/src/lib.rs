@@ -14,6 +14,8 @@ mod environment;
 #[cfg(feature = "config")]
 mod file;
 mod layer;
+mod layout;
+mod value;
 mod nearest;
 // What a URL means.
 mod scheme;
@@ -27,8 +29,10 @@ pub mod tower;
 
 pub use config::{RegistryConfig, Setting};
 pub use connect::connect;
-pub use layer::{Layout, Origin, parse_duration};
+pub use layer::Origin;
+pub use layout::Layout;
 pub use store_url::redact_url;
+pub use value::parse_duration;
 
 /// The facade for threads that are not async. Feature `blocking`.
 #[cfg(feature = "blocking")]
@@ -45,4 +49,7 @@ pub use registry_core::{
 #[cfg(feature = "sqlite")]
 pub use registry_jdbc::{Fence, FenceError, SqliteBackend, SqliteConfig, sqlx};
 #[cfg(feature = "redis")]
-pub use registry_redis::{RedisBackend, RedisConfig};
+pub use registry_redis::{
+    Fenced, FencedScript, FencedWrites, Layout as RedisLayout, Publish as RedisPublish,
+    RedisBackend, RedisConfig, ScriptReply,
+};

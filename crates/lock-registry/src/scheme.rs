@@ -97,17 +97,24 @@ const fn later(name: &'static str, feature: &'static str) -> Scheme {
     Scheme { name, feature: Some(Feature { name: feature, here: Here::NotYet }) }
 }
 
+const REDIS: bool = cfg!(feature = "redis");
+const REDIS_TLS: bool = cfg!(feature = "redis-tls");
+
 static SCHEMES: &[Scheme] = &[
     always("memory"),
     with("sqlite", "sqlite", cfg!(feature = "sqlite")),
     always("pass-through"),
     later("postgres", "postgres"),
     later("mysql", "mysql"),
-    with("redis", "redis", cfg!(feature = "redis")),
-    with("rediss", "redis-tls", cfg!(feature = "redis-tls")),
-    later("redis+sentinel", "redis"),
-    later("redis+cluster", "redis"),
-    later("redis+quorum", "redis"),
+    with("redis", "redis", REDIS),
+    with("rediss", "redis-tls", REDIS_TLS),
+    with("redis+unix", "redis", REDIS),
+    with("redis+sentinel", "redis", REDIS),
+    with("rediss+sentinel", "redis-tls", REDIS_TLS),
+    with("redis+cluster", "redis", REDIS),
+    with("rediss+cluster", "redis-tls", REDIS_TLS),
+    with("redis+quorum", "redis", REDIS),
+    with("rediss+quorum", "redis-tls", REDIS_TLS),
     later("zk", "zk"),
     later("etcd", "etcd"),
 ];
@@ -129,7 +136,7 @@ mod tests {
     #[test]
     fn a_store_that_is_not_built_in_names_its_feature_and_the_cargo_line() {
         for (scheme, feature) in
-            [("redis+sentinel", "redis"), ("mysql", "mysql"), ("etcd", "etcd"), ("zk", "zk")]
+            [("postgres", "postgres"), ("mysql", "mysql"), ("etcd", "etcd"), ("zk", "zk")]
         {
             let error = Scheme::find(scheme).unwrap_err();
             assert!(
@@ -145,8 +152,15 @@ mod tests {
     fn a_store_whose_feature_is_off_names_the_cargo_line() {
         for (scheme, feature, built_in) in [
             ("sqlite", "sqlite", cfg!(feature = "sqlite")),
-            ("redis", "redis", cfg!(feature = "redis")),
-            ("rediss", "redis-tls", cfg!(feature = "redis-tls")),
+            ("redis", "redis", REDIS),
+            ("redis+unix", "redis", REDIS),
+            ("redis+sentinel", "redis", REDIS),
+            ("redis+cluster", "redis", REDIS),
+            ("redis+quorum", "redis", REDIS),
+            ("rediss", "redis-tls", REDIS_TLS),
+            ("rediss+sentinel", "redis-tls", REDIS_TLS),
+            ("rediss+cluster", "redis-tls", REDIS_TLS),
+            ("rediss+quorum", "redis-tls", REDIS_TLS),
         ] {
             let found = Scheme::find(scheme);
             assert_eq!(found.is_ok(), built_in, "{scheme}");

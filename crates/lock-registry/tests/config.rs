@@ -1,22 +1,11 @@
 //! Which source of an option wins, what is refused, and that no secret is ever shown.
 
-use std::error::Error;
 use std::time::Duration;
 
 use lock_registry::{ConfigError, LockRegistry, RegistryConfig, connect, redact_url};
+use registry_testkit::error_text;
 
 const CANARY: &str = "canary";
-
-/// Everything that a person could be shown of an error.
-fn told(error: &dyn Error) -> String {
-    let mut text = format!("{error:?}");
-    let mut next = Some(error);
-    while let Some(error) = next {
-        text = format!("{text}\n{error}\n{error:#?}");
-        next = error.source();
-    }
-    text
-}
 
 fn setting(config: &RegistryConfig, name: &str) -> Option<String> {
     let settings = config.settings().expect("the configuration is right");
@@ -110,12 +99,20 @@ fn a_registry_outside_a_runtime_is_an_error_not_a_panic() {
 #[tokio::test]
 async fn no_public_type_shows_the_password_of_a_url() {
     for url in [
-        "redis+cluster://user:canary@host:6379/0",
+        "redis+cluster://user:canary@host:6379/1",
+        "redis+cluster://user:canary@a,canary@b",
+        "redis+sentinel://user:canary@a/main?sentinel_user=canary",
+        "redis+sentinel://a/main?sentinel_password=canary&sentinel_password=canary",
+        "redis+quorum://user:canary@a,b,b",
+        "redis+unix://user:canary@host/run/redis.sock",
+        "redis+unix:///run/redis.sock?password=canary",
+        "rediss+quorum://user:canary@a,b,c?key=canary",
+        "rediss://host?ca=-----BEGIN%20canary",
         "redis://user:canary@canary@host",
         "redis://user:canary@host?leese=1s",
         "postgres://user:can/ary@host/canary@db",
         "mysql://user:canary@host?password=canary",
-        "redis+sentinel://:canary@a:1,b:2/main",
+        "redis+sentinel://:canary@a:1,b:2",
         "bogus://user:canary@host",
         "user:canary@host",
         "sqlite://user:canary@host/locks.db",
@@ -129,10 +126,10 @@ async fn no_public_type_shows_the_password_of_a_url() {
             format!("{config:?}"),
             format!("{config:#?}"),
             redact_url(url),
-            told(&config.check().unwrap_err()),
-            told(&config.settings().unwrap_err()),
-            told(&connect(url).await.unwrap_err()),
-            told(&RegistryConfig::from_url(url).unwrap_err()),
+            error_text(&config.check().unwrap_err()),
+            error_text(&config.settings().unwrap_err()),
+            error_text(&connect(url).await.unwrap_err()),
+            error_text(&RegistryConfig::from_url(url).unwrap_err()),
         ] {
             assert!(!shown.contains(CANARY), "{url}: {shown}");
         }
@@ -172,7 +169,7 @@ mod sqlite {
             .await
             .unwrap_err();
         assert!(matches!(error, ConfigError::Open { .. }), "{error:?}");
-        assert!(told(&error).contains("absent"), "{error}");
+        assert!(error_text(&error).contains("absent"), "{error}");
     }
 
     #[test]
@@ -263,7 +260,7 @@ mod texts {
 
         let value = std::ffi::OsString::from_vec(b"canary\xff".to_vec());
         let error = RegistryConfig::new().with_vars([("LOCK_REGISTRY_URL", value)]).unwrap_err();
-        assert!(!told(&error).contains(CANARY), "{error:?}");
+        assert!(!error_text(&error).contains(CANARY), "{error:?}");
     }
 
     #[test]
@@ -277,7 +274,7 @@ mod texts {
             "lock-registry = 'redis://u:canary@h/0'",
         ] {
             let error = RegistryConfig::new().with_toml(toml).unwrap_err();
-            assert!(!told(&error).contains(CANARY), "{toml}: {}", told(&error));
+            assert!(!error_text(&error).contains(CANARY), "{toml}: {}", error_text(&error));
         }
         let config = RegistryConfig::new()
             .with_toml("url = 'etcd://u:canary@h/0'")
@@ -285,7 +282,7 @@ mod texts {
             .with_vars([("LOCK_REGISTRY_URL", "etcd://u:canary@h/0")])
             .unwrap();
         assert!(!format!("{config:?}").contains(CANARY));
-        assert!(!told(&config.check().unwrap_err()).contains(CANARY));
+        assert!(!error_text(&config.check().unwrap_err()).contains(CANARY));
     }
 
     #[test]
@@ -307,6 +304,6 @@ mod texts {
             matches!(&error, ConfigError::Unknown { nearest, .. } if nearest == "lease"),
             "{error:?}"
         );
-        assert!(!told(&error).contains(CANARY) && !format!("{wrong:?}").contains(CANARY));
+        assert!(!error_text(&error).contains(CANARY) && !format!("{wrong:?}").contains(CANARY));
     }
 }

@@ -1,95 +1,209 @@
-//! URLs of Redis servers: `redis://[[USER]:PASSWORD@]HOST[:PORT][/DATABASE]`. Not lists of servers, which are other schemes.
+//! URLs of Redis servers. What follows `//` is the same for all of them, `[[USER]:PASSWORD@]` and one host or several; what the
+//! path means depends on how the servers work together.
 
-use std::fmt;
+use std::collections::BTreeSet;
+use std::path::PathBuf;
 
 use registry_core::ConfigError;
 
-use super::{Parts, Store, decoded, is_host, unusable};
+use super::parts::{Parts, decoded_text, file_path, is_host, unusable};
 use crate::scheme::Scheme;
+use crate::value::Secret;
 
-/// One server, and how to log in to it.
+/// The servers of one store, and how to log in to them.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct RedisServer {
-    /// Whether the connection is encrypted.
-    pub(crate) encrypted: bool,
-    /// A name or an address, without brackets.
-    pub(crate) host: String,
-    pub(crate) port: u16,
+pub(crate) struct RedisServers {
+    /// The scheme of their URL.
+    pub(crate) scheme: &'static str,
+    pub(crate) place: Place,
+    /// Of a socket it is an option that says so.
     pub(crate) database: u32,
     pub(crate) login: Option<Login>,
 }
 
+/// Where the servers are, and how they work together.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Place {
+    One(Host),
+    /// One on this host, which listens at this path.
+    Socket(PathBuf),
+    /// Whatever server these sentinels say is the master of `service`.
+    Sentinels {
+        sentinels: Vec<Host>,
+        service: String,
+    },
+    /// Some members of a cluster.
+    Cluster(Vec<Host>),
+    /// Masters that know nothing of each other.
+    Quorum(Vec<Host>),
+}
+
+/// A name or an address, without brackets, and a port.
+pub(crate) type Host = (String, u16);
+
 /// A password, and the user whose it is if it is not that of the server as a whole.
-#[derive(Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Login {
-    pub(crate) user: Option<String>,
-    pub(crate) password: String,
+    pub(crate) user: Option<Secret>,
+    pub(crate) password: Secret,
 }
 
-// By hand: there is nothing in it that may be shown.
-impl fmt::Debug for Login {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("***")
+impl RedisServers {
+    /// Whether connections are encrypted.
+    #[cfg(feature = "redis-tls")]
+    pub(crate) fn are_encrypted(&self) -> bool {
+        self.scheme.starts_with("rediss")
+    }
+
+    pub(super) fn parse(parts: &Parts<'_>, scheme: &'static Scheme) -> Result<Self, ConfigError> {
+        let kind = scheme.name.split_once('+').map_or("", |(_, kind)| kind);
+        let Some(authority) = parts.authority else {
+            return Err(unusable(scheme, &format!("names no server; {}", form(scheme, kind))));
+        };
+        let (login, hosts) = match authority.rsplit_once('@') {
+            Some((login, hosts)) => (Some(login), hosts),
+            None => (None, authority),
+        };
+        let strayed = |part: &str| part.contains('@');
+        if login.is_some_and(strayed) || strayed(parts.path) || parts.query.is_some_and(strayed) {
+            return Err(unusable(
+                scheme,
+                "holds an `@` that does not end the password; in user, password, path and options write `%40`, and for `/`, `?` \
+                 and `#` in a password `%2F`, `%3F` and `%23`",
+            ));
+        }
+        let form = || form(scheme, kind);
+        let (place, database) = match kind {
+            "" => (Place::One(one(hosts, scheme)?), database(parts.path, scheme)?),
+            "unix" => (Place::Socket(socket(hosts, parts.path, scheme, &form())?), 0),
+            "sentinel" => {
+                let sentinels = several(hosts, scheme, SENTINEL_PORT, &form())?;
+                let path = parts.path.strip_prefix('/').unwrap_or_default();
+                let (service, number) = path.split_at(path.find('/').unwrap_or(path.len()));
+                let service = decoded_text(service, scheme, "a service")?;
+                if service.is_empty() {
+                    return Err(unusable(
+                        scheme,
+                        &format!(
+                            "does not say by which name the sentinels know the servers; {}",
+                            form()
+                        ),
+                    ));
+                }
+                (Place::Sentinels { sentinels, service }, database(number, scheme)?)
+            }
+            "cluster" => {
+                let members = several(hosts, scheme, PORT, &form())?;
+                if database(parts.path, scheme)? != 0 {
+                    return Err(unusable(
+                        scheme,
+                        "names a database, and a cluster has none but number 0; leave it out",
+                    ));
+                }
+                (Place::Cluster(members), 0)
+            }
+            _ => {
+                let masters = several(hosts, scheme, PORT, &form())?;
+                if masters.len() < QUORUM_MIN {
+                    return Err(unusable(
+                        scheme,
+                        &format!(
+                            "names fewer than {QUORUM_MIN} servers, of which none may fail; {}",
+                            form()
+                        ),
+                    ));
+                }
+                (Place::Quorum(masters), database(parts.path, scheme)?)
+            }
+        };
+        let login = login.map(|login| self::login(login, scheme)).transpose()?;
+        Ok(Self { scheme: scheme.name, place, database, login })
     }
 }
 
-impl RedisServer {
-    pub(crate) fn scheme(&self) -> &'static str {
-        if self.encrypted { "rediss" } else { "redis" }
-    }
+/// What to write instead.
+fn form(scheme: &Scheme, kind: &str) -> String {
+    let rest = match kind {
+        "" => "HOST:PORT",
+        "unix" => "/PATH",
+        "sentinel" => "HOST:PORT,HOST:PORT/SERVICE",
+        "cluster" => "HOST:PORT,HOST:PORT",
+        _ => "HOST:PORT,HOST:PORT,HOST:PORT",
+    };
+    format!("write `{}://{rest}`", scheme.name)
 }
 
-pub(super) fn redis(parts: &Parts<'_>, scheme: &Scheme) -> Result<Store, ConfigError> {
-    let Some(authority) = parts.authority else {
-        return Err(unusable(scheme, "names no server; write `redis://HOST:PORT`"));
-    };
-    let (login, host) = match authority.rsplit_once('@') {
-        Some((login, host)) => (Some(login), host),
-        None => (None, authority),
-    };
-    let strayed = |part: &str| part.contains('@');
-    if login.is_some_and(strayed) || strayed(parts.path) || parts.query.is_some_and(strayed) {
+fn one(host: &str, scheme: &Scheme) -> Result<Host, ConfigError> {
+    if host.contains(',') {
+        let plain = scheme.name;
         return Err(unusable(
             scheme,
-            "holds an `@` that does not end the password; in user, password and options write `%40`, and for `/`, `?` and `#` \
-             in a password `%2F`, `%3F` and `%23`",
+            &format!(
+                "names several servers; one is what it can have, and how several work together is said by `{plain}+sentinel:`, \
+                 `{plain}+cluster:` or `{plain}+quorum:`"
+            ),
         ));
     }
-    let (host, port) = server(host, scheme)?;
-    Ok(Store::Redis(RedisServer {
-        encrypted: scheme.name == "rediss",
-        host,
-        port,
-        database: database(parts.path, scheme)?,
-        login: login.map(|login| self::login(login, scheme)).transpose()?,
-    }))
-}
-
-fn server(host: &str, scheme: &Scheme) -> Result<(String, u16), ConfigError> {
-    if host.contains(',') {
-        return Err(unusable(scheme, "names several servers; one is what it can have"));
-    }
-    let (name, port) = match host.rsplit_once(':') {
-        // The colons of an IPv6 address stand in brackets.
-        Some((name, port)) if !port.ends_with(']') => (name, port.parse().ok()),
-        _ => (host, Some(PORT)),
-    };
-    let Some(port) = port.filter(|port| is_host(host) && *port != 0 && !name.is_empty()) else {
-        return Err(unusable(
+    server(host, PORT).ok_or_else(|| {
+        unusable(
             scheme,
             "does not name a host and, after a colon, perhaps a port from 1 to 65535; special characters in a password are \
              percent-encoded, `/` as `%2F`",
+        )
+    })
+}
+
+/// A list of servers, each of them once.
+fn several(hosts: &str, scheme: &Scheme, port: u16, form: &str) -> Result<Vec<Host>, ConfigError> {
+    if hosts.is_empty() {
+        return Err(unusable(scheme, &format!("names no server; {form}")));
+    }
+    let servers: Option<Vec<Host>> = hosts.split(',').map(|host| server(host, port)).collect();
+    let Some(servers) = servers else {
+        return Err(unusable(
+            scheme,
+            &format!(
+                "has something in its list that is not a host and, after a colon, perhaps a port from 1 to 65535; {form}; special \
+                 characters in a password are percent-encoded, `/` as `%2F`"
+            ),
         ));
     };
+    let different: BTreeSet<_> =
+        servers.iter().map(|(name, port)| (name.to_ascii_lowercase(), port)).collect();
+    if different.len() < servers.len() {
+        return Err(unusable(
+            scheme,
+            &format!(
+                "names a server twice (the port is {port} unless it is given); name each once"
+            ),
+        ));
+    }
+    Ok(servers)
+}
+
+fn server(host: &str, default_port: u16) -> Option<Host> {
+    let (name, port) = match host.rsplit_once(':') {
+        // The colons of an IPv6 address stand in brackets.
+        Some((name, port)) if !port.ends_with(']') => (name, port.parse().ok()),
+        _ => (host, Some(default_port)),
+    };
+    let port = port.filter(|port| is_host(host) && *port != 0 && !name.is_empty())?;
     let name = name.strip_prefix('[').and_then(|name| name.strip_suffix(']')).unwrap_or(name);
-    Ok((name.to_owned(), port))
+    Some((name.to_owned(), port))
+}
+
+fn socket(host: &str, path: &str, scheme: &Scheme, form: &str) -> Result<PathBuf, ConfigError> {
+    if !host.is_empty() {
+        return Err(unusable(
+            scheme,
+            &format!("names a host after `//`, which a socket does not have; {form}"),
+        ));
+    }
+    file_path(path, scheme, form)
 }
 
 fn login(login: &str, scheme: &Scheme) -> Result<Login, ConfigError> {
-    let text = |part: &str| {
-        String::from_utf8(decoded(part, scheme)?)
-            .map_err(|_| unusable(scheme, "has a user or a password that is not UTF-8"))
-    };
+    let text = |part: &str| decoded_text(part, scheme, "a user or a password");
     // Without a password the server would never be told of the user.
     let Some((user, password)) = login.split_once(':').filter(|login| *login != ("", "")) else {
         return Err(unusable(
@@ -98,7 +212,7 @@ fn login(login: &str, scheme: &Scheme) -> Result<Login, ConfigError> {
         ));
     };
     let user = Some(text(user)?).filter(|user| !user.is_empty());
-    Ok(Login { user, password: text(password)? })
+    Ok(Login { user: user.map(Secret::new), password: Secret::new(text(password)?) })
 }
 
 fn database(path: &str, scheme: &Scheme) -> Result<u32, ConfigError> {
@@ -113,21 +227,26 @@ fn database(path: &str, scheme: &Scheme) -> Result<u32, ConfigError> {
 
 /// Where Redis listens unless it is told otherwise.
 const PORT: u16 = 6_379;
+/// Where its sentinels do.
+const SENTINEL_PORT: u16 = 26_379;
+/// Of fewer, none may fail.
+const QUORUM_MIN: usize = 3;
 
 #[cfg(all(test, feature = "redis"))]
 mod tests {
     use super::*;
-    use crate::store_url::StoreUrl;
+    use crate::store_url::{Store, StoreUrl};
 
-    fn parsed(url: &str) -> RedisServer {
+    fn parsed(url: &str) -> RedisServers {
         match StoreUrl::parse(url) {
-            Ok(StoreUrl { store: Store::Redis(server), .. }) => server,
+            Ok(StoreUrl { store: Store::Redis(servers), .. }) => servers,
             other => panic!("{url}: {other:?}"),
         }
     }
 
-    fn open_to_all(host: &str, port: u16, database: u32) -> RedisServer {
-        RedisServer { encrypted: false, host: host.to_owned(), port, database, login: None }
+    fn open_to_all(host: &str, port: u16, database: u32) -> RedisServers {
+        let place = Place::One((host.to_owned(), port));
+        RedisServers { scheme: "redis", place, database, login: None }
     }
 
     #[test]
@@ -144,6 +263,38 @@ mod tests {
     }
 
     #[test]
+    fn several_servers_are_named_with_how_they_work_together() {
+        let hosts = |all: &[(&str, u16)]| {
+            all.iter().map(|(host, port)| ((*host).to_owned(), *port)).collect::<Vec<_>>()
+        };
+        let under = |service: &str, sentinels| Place::Sentinels {
+            sentinels: hosts(sentinels),
+            service: service.to_owned(),
+        };
+        for (url, place, database) in [
+            ("redis+sentinel://s/main", under("main", &[("s", 26_379)]), 0),
+            (
+                "redis+sentinel://a,b:1,[::1],[::1]:2/my%2Fmain/7?lease=5s",
+                under("my/main", &[("a", 26_379), ("b", 1), ("::1", 26_379), ("::1", 2)]),
+                7,
+            ),
+            ("redis+cluster://a", Place::Cluster(hosts(&[("a", 6_379)])), 0),
+            ("redis+cluster://a:1,b/", Place::Cluster(hosts(&[("a", 1), ("b", 6_379)])), 0),
+            ("redis+cluster://a/0", Place::Cluster(hosts(&[("a", 6_379)])), 0),
+            (
+                "redis+quorum://h:1,h:2,g/3",
+                Place::Quorum(hosts(&[("h", 1), ("h", 2), ("g", 6_379)])),
+                3,
+            ),
+            ("redis+unix:///run/a%20b.sock", Place::Socket("/run/a b.sock".into()), 0),
+            ("redis+unix:///redis.sock?db=3", Place::Socket("/redis.sock".into()), 0),
+        ] {
+            let servers = parsed(url);
+            assert_eq!((servers.place, servers.database), (place, database), "{url}");
+        }
+    }
+
+    #[test]
     fn user_and_password_are_decoded_and_not_shown() {
         for (url, user, password) in [
             ("redis://:secret@db", None, "secret"),
@@ -151,21 +302,33 @@ mod tests {
             ("redis://w%40rk:p%2Fa%3As%25%20%C3%BC%0A@db", Some("w@rk"), "p/a:s% ü\n"),
             ("redis://worker:a:b@db:1", Some("worker"), "a:b"),
             ("redis://worker:@db", Some("worker"), ""),
+            ("redis+sentinel://worker:secret@a,b/main", Some("worker"), "secret"),
+            ("redis+cluster://:secret@a,b", None, "secret"),
+            ("redis+quorum://worker:secret@a,b,c/1", Some("worker"), "secret"),
+            ("redis+unix://worker:secret@/run/redis.sock", Some("worker"), "secret"),
         ] {
-            let server = parsed(url);
-            let login = server.login.clone().unwrap();
-            assert_eq!((login.user.as_deref(), &*login.password), (user, password), "{url}");
-            let shown = format!("{server:?}{server:#?}");
+            let servers = parsed(url);
+            let login = servers.login.clone().unwrap();
+            let told = (login.user.as_ref().map(Secret::told), login.password.told());
+            assert_eq!(told, (user, password), "{url}");
+            let shown = format!("{servers:?}{servers:#?}");
             assert!(password.is_empty() || !shown.contains(password), "{shown}");
+            assert!(user.is_none_or(|user| !shown.contains(user)), "{shown}");
         }
     }
 
     #[cfg(feature = "redis-tls")]
     #[test]
     fn one_letter_more_encrypts() {
-        let server = parsed("rediss://:secret@db/1");
-        assert!(server.encrypted);
-        assert_eq!((server.scheme(), server.port, server.database), ("rediss", 6_379, 1));
+        let servers = parsed("rediss://:secret@db/1");
+        assert!(servers.are_encrypted() && !parsed("redis+sentinel://a/b").are_encrypted());
+        assert_eq!(servers.place, Place::One(("db".to_owned(), 6_379)));
+        for url in ["rediss+sentinel://a,b/main", "rediss+cluster://a,b", "rediss+quorum://a,b,c/1"]
+        {
+            let (encrypted, plain) = (parsed(url), parsed(&url.replace("rediss", "redis")));
+            assert!(encrypted.are_encrypted(), "{url}");
+            assert_eq!((encrypted.place, encrypted.database), (plain.place, plain.database));
+        }
     }
 
     #[test]
@@ -183,6 +346,7 @@ mod tests {
             ("redis://dä", "name a host"),
             ("redis://::1", "name a host"),
             ("redis://a,b", "several servers"),
+            ("redis://a,b", "`redis+sentinel:`"),
             ("redis://db/x", "number of a database"),
             ("redis://db/-1", "number of a database"),
             ("redis://db/+1", "number of a database"),
@@ -201,6 +365,53 @@ mod tests {
         ] {
             let error = StoreUrl::parse(url).unwrap_err().to_string();
             assert!(error.contains(hint), "{url}: {error}");
+        }
+    }
+
+    #[test]
+    fn several_servers_that_cannot_work_say_what_to_write() {
+        const SENTINELS: &str = "write `redis+sentinel://HOST:PORT,HOST:PORT/SERVICE`";
+        const CLUSTER: &str = "write `redis+cluster://HOST:PORT,HOST:PORT`";
+        const QUORUM: &str = "write `redis+quorum://HOST:PORT,HOST:PORT,HOST:PORT`";
+        const SOCKET: &str = "write `redis+unix:///PATH`";
+        for (url, problem, hint) in [
+            ("redis+sentinel:main", "names no server", SENTINELS),
+            ("redis+sentinel:///main", "names no server", SENTINELS),
+            ("redis+sentinel://a,b", "by which name", SENTINELS),
+            ("redis+sentinel://a,b/", "by which name", SENTINELS),
+            ("redis+sentinel://a,b//1", "by which name", SENTINELS),
+            ("redis+sentinel://a,b/main/x", "number of a database", "`/0`"),
+            ("redis+sentinel://a,b/main/1/2", "number of a database", "`/0`"),
+            ("redis+sentinel://a,b/main//1", "number of a database", "`/0`"),
+            ("redis+sentinel://a,b/%ff", "a service", "not UTF-8"),
+            ("redis+sentinel://a,,b/main", "not a host", SENTINELS),
+            ("redis+sentinel://a,b:0/main", "port from 1 to 65535", SENTINELS),
+            ("redis+sentinel://a,b,A:26379/main", "twice", "26379 unless"),
+            ("redis+sentinel://worker@a/main", "no password", "`:PASSWORD@`"),
+            ("redis+cluster:", "names no server", CLUSTER),
+            ("redis+cluster://", "names no server", CLUSTER),
+            ("redis+cluster://a,", "not a host", CLUSTER),
+            ("redis+cluster://a,b c", "not a host", CLUSTER),
+            ("redis+cluster://a,::1", "not a host", CLUSTER),
+            ("redis+cluster://a,b/1", "number 0", "leave it out"),
+            ("redis+cluster://a,b/main", "number of a database", "`/0`"),
+            ("redis+cluster://[::1],[::1]:6379", "twice", "name each once"),
+            ("redis+quorum://", "names no server", QUORUM),
+            ("redis+quorum://a,b", "fewer than 3", QUORUM),
+            ("redis+quorum://a,b/1", "fewer than 3", QUORUM),
+            ("redis+quorum://a,b,a:6379", "twice", "6379 unless"),
+            ("redis+quorum://a,b,c/main", "number of a database", "`/0`"),
+            ("redis+quorum://a:1,b:2/3@c:4", "`@`", "`%40`"),
+            ("redis+unix:/run/redis.sock", "names no server", SOCKET),
+            ("redis+unix://", "no path", SOCKET),
+            ("redis+unix:///", "ends in `/`", "not its folder"),
+            ("redis+unix:///run/", "ends in `/`", "not its folder"),
+            ("redis+unix://run/redis.sock", "names a host", SOCKET),
+            ("redis+unix:///run/a@b.sock", "`@`", "path and options write `%40`"),
+            ("redis+unix:///run/%00", "NUL", "no file name"),
+        ] {
+            let error = StoreUrl::parse(url).unwrap_err().to_string();
+            assert!(error.contains(problem) && error.contains(hint), "{url}: {error}");
         }
     }
 }

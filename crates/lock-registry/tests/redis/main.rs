@@ -1,27 +1,20 @@
-//! A Redis server by its URL: real servers, with and without users, and what is said when they cannot be reached.
+//! Redis servers by their URL: real servers, with and without users, and what is said when they cannot be reached.
 #![cfg(feature = "redis")]
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
-use std::error::Error;
+#[cfg(feature = "redis-tls")]
+mod encrypted;
+mod several;
+
 use std::time::Duration;
 
 use lock_registry::{
     BackendErrorKind, ConfigError, GuaranteeClass, LockRegistry, Registry, RegistryConfig, connect,
 };
+use registry_testkit::error_text;
 use registry_testkit::redis::RedisServer;
 
 const CANARY: &str = "canary";
-
-/// Everything that a person could be shown of an error.
-fn told(error: &dyn Error) -> String {
-    let mut text = format!("{error:?}");
-    let mut next = Some(error);
-    while let Some(error) = next {
-        text = format!("{text}\n{error}\n{error:#?}");
-        next = error.source();
-    }
-    text
-}
 
 async fn server(options: &[&str]) -> RedisServer {
     RedisServer::start(options).await.expect("redis-server starts")
@@ -36,10 +29,9 @@ async fn server_with(users: &[&str]) -> RedisServer {
 /// Why `url` cannot be opened. The password is nowhere in it.
 async fn refused(url: &str) -> BackendErrorKind {
     let error = connect(url).await.expect_err("it cannot be opened");
-    assert!(!told(&error).contains(CANARY), "{}", told(&error));
-    let ConfigError::Open { store: "redis" | "rediss", source, .. } = &error else {
-        panic!("{error:?}")
-    };
+    assert!(!error_text(&error).contains(CANARY), "{}", error_text(&error));
+    let ConfigError::Open { store, source, .. } = &error else { panic!("{error:?}") };
+    assert!(url.starts_with(&format!("{store}://")), "{error:?}");
     source.kind()
 }
 
@@ -132,8 +124,9 @@ async fn eventually(command: &str, server: &RedisServer, part: &str) {
 }
 
 /// The rights that the book lists, word for word.
-const RIGHTS: &str = "resetkeys resetchannels -@all ~lock-registry:* &lock-registry:* +evalsha +eval +script|load +get +set +del \
-                      +pttl +pexpire +publish +time +scan +subscribe +unsubscribe +info +config|get";
+const RIGHTS: &str = "resetkeys resetchannels -@all ~lock-registry:* &lock-registry:* +evalsha +eval +script|load +get \
+                      +getex +set +del +pttl +pexpire +publish +time +scan +subscribe +unsubscribe +client|tracking +info \
+                      +config|get";
 
 #[tokio::test]
 async fn the_rights_in_the_book_are_enough_for_everything() {
@@ -187,7 +180,7 @@ async fn a_right_that_is_missing_is_told() {
     let server = server_with(&[user]).await;
     let registry = connect(&format!("redis://worker:canary@{}", server.addr())).await.unwrap();
     let error = registry.obtain("key").try_lock().await.unwrap_err();
-    let text = told(&error);
+    let text = error_text(&error);
     assert!(text.contains("this user may not do that") && !text.contains(CANARY), "{text}");
 }
 
@@ -227,13 +220,16 @@ async fn what_is_wrong_with_the_url_is_found_before_anything_is_sent() {
         ("?token_memory=soon", "no time"),
         ("?busy_timeout=1s", "sqlite"),
         ("?namespace=", "empty"),
-        ("?layout=spring", "`native`"),
+        ("?layout=sprnig", "`spring`"),
+        ("?restart_guard=30s", "redis+quorum"),
+        ("?ca=/etc/ssl/ca.pem", "rediss://"),
+        ("?sentinel_password=canary", "redis+sentinel"),
         ("?password=canary", "unknown option"),
         ("/locks", "number of a database"),
     ] {
         let error = connect(&format!("redis://:canary@127.0.0.1:1{rest}")).await.unwrap_err();
         assert!(!matches!(error, ConfigError::Open { .. }), "{rest}: {error:?}");
-        let text = told(&error);
+        let text = error_text(&error);
         assert!(text.contains(hint) && !text.contains(CANARY), "{rest}: {text}");
     }
 }

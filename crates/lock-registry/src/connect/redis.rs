@@ -1,0 +1,174 @@
+//! From the servers of a URL and the options to an open Redis store. The files that options name are read here, before anything is sent.
+
+use std::time::Duration;
+
+use registry_core::BackendError;
+use registry_redis::{Layout as RedisLayout, Publish as RedisPublish, RedisBackend, RedisConfig};
+
+use crate::layer::{Layer, Publish, REDIS_MIN};
+use crate::layout::Layout;
+use crate::store_url::{Place, RedisServers};
+use crate::value::Secret;
+
+/// Opens the store of these servers.
+pub(super) async fn open(
+    servers: &RedisServers,
+    options: &Layer,
+) -> Result<RedisBackend, BackendError> {
+    let config = place(servers).with_database(options.db.unwrap_or(servers.database));
+    let config = records(limits(logins(config, servers, options), options), options);
+    #[cfg(feature = "redis-tls")]
+    let config = if servers.are_encrypted() { tls::encrypted(config, options)? } else { config };
+    RedisBackend::open(config).await
+}
+
+fn place(servers: &RedisServers) -> RedisConfig {
+    match &servers.place {
+        Place::One((host, port)) => RedisConfig::new(host, *port),
+        Place::Socket(path) => RedisConfig::unix(path),
+        Place::Sentinels { sentinels, service } => {
+            RedisConfig::sentinel(sentinels.clone(), service)
+        }
+        Place::Cluster(members) => RedisConfig::cluster(members.clone()),
+        Place::Quorum(masters) => RedisConfig::quorum(masters.clone()),
+    }
+}
+
+fn logins(mut config: RedisConfig, servers: &RedisServers, options: &Layer) -> RedisConfig {
+    if let Some(login) = &servers.login {
+        config = config.with_login(login.user.as_ref().map(Secret::told), login.password.told());
+    }
+    if let Some(password) = &options.sentinel_password {
+        let user = options.sentinel_user.as_ref().map(Secret::told);
+        config = config.with_sentinel_login(user, password.told());
+    }
+    config
+}
+
+/// What the locks look like, and what must have happened to a grant before it counts.
+fn records(mut config: RedisConfig, options: &Layer) -> RedisConfig {
+    if let Some(namespace) = &options.namespace {
+        config = config.with_namespace(namespace);
+    }
+    if let Some(layout) = options.layout {
+        config = config.with_layout(match layout {
+            Layout::Native => RedisLayout::Native,
+            Layout::Spring => RedisLayout::Spring,
+            Layout::Redisson => RedisLayout::Redisson,
+        });
+    }
+    if let Some(publish) = options.publish {
+        config = config.with_publish(match publish {
+            Publish::Auto => RedisPublish::Auto,
+            Publish::Plain => RedisPublish::Plain,
+            Publish::Sharded => RedisPublish::Sharded,
+        });
+    }
+    if let Some(token_memory) = options.token_memory {
+        config = config.with_token_memory(token_memory);
+    }
+    if let Some(replicas) = options.replicas {
+        config = config.with_replicas(replicas);
+    }
+    if let Some(fsync) = options.fsync {
+        config = config.with_fsync(fsync);
+    }
+    if let Some(restart_guard) = options.restart_guard {
+        config = config.with_restart_guard(restart_guard);
+    }
+    config
+}
+
+fn limits(mut config: RedisConfig, options: &Layer) -> RedisConfig {
+    if let Some(connect_timeout) = options.connect_timeout {
+        config = config.with_connect_timeout(connect_timeout);
+    }
+    if let Some(timeout) = options.timeout {
+        // The connection must not be given up while the engine still waits for an answer.
+        let longer = RedisConfig::RESPONSE_TIMEOUT.max(timeout * 6 / 5);
+        config = config.with_response_timeout(longer);
+    }
+    match (options.replica_timeout, options.timeout) {
+        (Some(replica_timeout), _) => config.with_replica_timeout(replica_timeout),
+        // A grant that waits for replicas for longer than the engine waits for it is of no use to anybody.
+        (None, Some(timeout)) => {
+            config.with_replica_timeout(REPLICA_TIMEOUT.min(timeout * 5 / 6).max(REDIS_MIN))
+        }
+        (None, None) => config,
+    }
+}
+
+/// That of `RedisConfig`, unless it is set.
+const REPLICA_TIMEOUT: Duration = Duration::from_secs(1);
+
+#[cfg(feature = "redis-tls")]
+mod tls {
+    //! Certificates and keys, from the files that options name.
+
+    use std::fs;
+    use std::io;
+    use std::path::Path;
+
+    use registry_core::{BackendError, BackendErrorKind};
+    use registry_redis::RedisConfig;
+
+    use crate::layer::Layer;
+
+    /// More than any such file has.
+    const BYTES_MAX: u64 = 1 << 20;
+
+    pub(super) fn encrypted(
+        mut config: RedisConfig,
+        options: &Layer,
+    ) -> Result<RedisConfig, BackendError> {
+        config = config.with_tls();
+        if let Some(ca) = &options.ca {
+            config = config.with_certificate_authority(certificates("ca", ca)?);
+        }
+        if let (Some(cert), Some(key)) = (&options.cert, &options.key) {
+            let certificate = certificates("cert", cert)?;
+            config = config.with_client_certificate(certificate, private_key(key.told().as_ref())?);
+        }
+        Ok(config)
+    }
+
+    fn certificates(option: &str, path: &Path) -> Result<Vec<u8>, BackendError> {
+        let named = format!("{path:?}, the file of option `{option}`,");
+        let pem = read(path)
+            .map_err(|error| refused(format!("{named} cannot be read")).with_source(error))?;
+        if !holds(&pem, "-----BEGIN CERTIFICATE-----") {
+            return Err(refused(format!("{named} holds no certificate in the form PEM")));
+        }
+        Ok(pem)
+    }
+
+    // Its path is not told: it may be the key itself.
+    fn private_key(path: &Path) -> Result<Vec<u8>, BackendError> {
+        let pem = read(path).map_err(|error| {
+            refused("the file of option `key` cannot be read".to_owned()).with_source(error)
+        })?;
+        if !holds(&pem, "PRIVATE KEY-----") || holds(&pem, "ENCRYPTED") {
+            return Err(refused(
+                "the file of option `key` holds no private key in the form PEM that is free of a passphrase".to_owned(),
+            ));
+        }
+        Ok(pem)
+    }
+
+    fn read(path: &Path) -> io::Result<Vec<u8>> {
+        let file = fs::metadata(path)?;
+        // Pipes and devices have no end.
+        if !file.is_file() || file.len() > BYTES_MAX {
+            return Err(io::Error::other(format!("not a file of at most {BYTES_MAX} bytes")));
+        }
+        fs::read(path)
+    }
+
+    fn holds(pem: &[u8], mark: &str) -> bool {
+        pem.windows(mark.len()).any(|window| window == mark.as_bytes())
+    }
+
+    fn refused(says: String) -> BackendError {
+        BackendError::new(BackendErrorKind::Misconfigured, format!("redis: {says}")).as_refused()
+    }
+}

@@ -1,0 +1,327 @@
+//! Whether options fit: each its store and its range, and all of them together. Reading them is done elsewhere.
+
+use std::time::Duration;
+
+use registry_core::{Capabilities, ConfigError, LockOptions, RegistryBuilder};
+
+use super::{Layer, OPTIONS, Origin};
+use crate::config::RegistryConfig;
+use crate::layout::Layout;
+use crate::value::shown;
+
+/// The stores that know an option.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Stores {
+    All,
+    Sqlite,
+    Redis,
+    /// Redis, at the path of a socket.
+    RedisUnix,
+    /// Redis under sentinels.
+    RedisSentinel,
+    /// Redis, several masters.
+    RedisQuorum,
+    /// Redis, with replicas that count.
+    RedisReplicated,
+    /// Redis over encrypted connections.
+    RedisEncrypted,
+}
+
+impl Stores {
+    /// Whether the store of this scheme is one of them.
+    fn have(self, scheme: &str) -> bool {
+        let (store, kind) = scheme.split_once('+').unwrap_or((scheme, ""));
+        let redis = matches!(store, "redis" | "rediss");
+        match self {
+            Self::All => true,
+            Self::Sqlite => store == "sqlite",
+            Self::Redis => redis,
+            Self::RedisUnix => redis && kind == "unix",
+            Self::RedisSentinel => redis && kind == "sentinel",
+            Self::RedisQuorum => redis && kind == "quorum",
+            Self::RedisReplicated => redis && kind != "quorum",
+            Self::RedisEncrypted => store == "rediss",
+        }
+    }
+
+    /// What they are called.
+    fn called(self) -> &'static str {
+        match self {
+            Self::All => "all stores",
+            Self::Sqlite => "sqlite stores",
+            Self::Redis => "redis stores",
+            Self::RedisUnix => "redis+unix stores",
+            Self::RedisSentinel => "redis+sentinel stores",
+            Self::RedisQuorum => "redis+quorum stores",
+            Self::RedisReplicated => "redis stores that are no quorum",
+            Self::RedisEncrypted => "encrypted redis stores (`rediss://`)",
+        }
+    }
+}
+
+impl Layer {
+    /// Checks every value, and that the store of the scheme `store` knows each option that is set.
+    pub(crate) fn check(&self, origin: Origin, store: &str) -> Result<(), ConfigError> {
+        for row in OPTIONS.iter().filter(|row| row.shown_in(self).is_some()) {
+            if !row.stores.have(store) {
+                return Err(ConfigError::Invalid(format!(
+                    "{} is for {}, and the store is {store}",
+                    origin.names(row.name),
+                    row.stores.called(),
+                )));
+            }
+        }
+        let wrong = |option: &str, problem: String| {
+            Err(ConfigError::Invalid(format!("{} {problem}", origin.names(option))))
+        };
+        let spans = [
+            ("lease", self.lease, Capabilities::LEASE_MIN, Capabilities::LEASE_MAX),
+            ("poll", self.poll, RegistryBuilder::POLL_MIN, RegistryBuilder::POLL_MAX),
+            ("timeout", self.timeout, RegistryBuilder::TIMEOUT_MIN, RegistryBuilder::TIMEOUT_MAX),
+            ("busy_timeout", self.busy_timeout, Duration::ZERO, RegistryBuilder::TIMEOUT_MAX),
+            ("purge_after", self.purge_after, Duration::ZERO, DAYS_MAX),
+            ("connect_timeout", self.connect_timeout, REDIS_MIN, RegistryBuilder::TIMEOUT_MAX),
+            ("token_memory", self.token_memory, REDIS_MIN, DAYS_MAX),
+            ("replica_timeout", self.replica_timeout, REDIS_MIN, RegistryBuilder::TIMEOUT_MAX),
+            ("restart_guard", self.restart_guard, Duration::ZERO, DAYS_MAX),
+        ];
+        for (option, given, min, max) in spans {
+            match given {
+                Some(given) if given < min => {
+                    return wrong(
+                        option,
+                        format!("is {}, less than the least, {}", shown(given), shown(min)),
+                    );
+                }
+                Some(given) if given > max => {
+                    return wrong(
+                        option,
+                        format!("is {}, more than the most, {}", shown(given), shown(max)),
+                    );
+                }
+                _ => {}
+            }
+        }
+        match self.handoff {
+            Some(handoff) if handoff > RegistryBuilder::HANDOFF_MAX => {
+                return wrong(
+                    "handoff",
+                    format!("is {handoff}, more than the most, {}", RegistryBuilder::HANDOFF_MAX),
+                );
+            }
+            _ => {}
+        }
+        if let Some(layout) = self.layout
+            && layout != Layout::Native
+            && !Stores::RedisReplicated.have(store)
+        {
+            return wrong("layout", format!("is {layout}, and {store} stores have only `native`"));
+        }
+        let texts = [
+            ("namespace", &self.namespace, RegistryConfig::NAMESPACE_BYTES_MAX),
+            ("label", &self.label, LockOptions::LABEL_BYTES_MAX),
+        ];
+        for (option, given, bytes_max) in texts {
+            match given {
+                Some(text) if text.len() > bytes_max => {
+                    return wrong(
+                        option,
+                        format!("has {} bytes, more than {bytes_max}", text.len()),
+                    );
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks what depends on more than one option. This layer is what all sources say together; `origin` tells whose an option is.
+    pub(crate) fn check_together(
+        &self,
+        store: &str,
+        origin: impl Fn(&str) -> Origin,
+    ) -> Result<(), ConfigError> {
+        let wrong = |option: &str, problem: String| {
+            Err(ConfigError::Invalid(format!("{} {problem}", origin(option).names(option))))
+        };
+        if Stores::Redis.have(store)
+            && self.layout != Some(Layout::Redisson)
+            && self.namespace.as_deref() == Some("")
+        {
+            return wrong(
+                "namespace",
+                "is empty; in Redis every name begins with it, but for those of the layout `redisson`"
+                    .to_owned(),
+            );
+        }
+        for (option, is_set, other, other_is_set) in [
+            (
+                "sentinel_user",
+                self.sentinel_user.is_some(),
+                "sentinel_password",
+                self.sentinel_password.is_some(),
+            ),
+            ("cert", self.cert.is_some(), "key", self.key.is_some()),
+            ("key", self.key.is_some(), "cert", self.cert.is_some()),
+        ] {
+            if is_set && !other_is_set {
+                return wrong(option, format!("is of no use without `{other}`; give both"));
+            }
+        }
+        let lease = self.lease.unwrap_or(LEASE);
+        match self.restart_guard {
+            Some(given) if !given.is_zero() && given < lease => {
+                return wrong(
+                    "restart_guard",
+                    format!(
+                        "is {}, less than the `lease`, {}: a master that has forgotten a lock could vote while it is held",
+                        shown(given),
+                        shown(lease)
+                    ),
+                );
+            }
+            _ => {}
+        }
+        let timeout = self.timeout.unwrap_or(TIMEOUT);
+        match self.replica_timeout {
+            Some(given) if given >= timeout => wrong(
+                "replica_timeout",
+                format!(
+                    "is {}, which must be less than the `timeout` of the whole operation, {}",
+                    shown(given),
+                    shown(timeout)
+                ),
+            ),
+            _ => Ok(()),
+        }
+    }
+}
+
+// The engine's own, for what is not set.
+const LEASE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(3);
+const DAYS_MAX: Duration = LockOptions::WAIT_MAX;
+/// The shortest time that Redis servers can be given for anything.
+pub(crate) const REDIS_MIN: Duration = Duration::from_millis(10);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is wrong with these options, all of them in the store URL.
+    fn problem(store: &str, options: &[(&str, &str)]) -> Option<String> {
+        let mut layer = Layer::default();
+        let read =
+            options.iter().try_for_each(|(name, value)| layer.read(Origin::Url, name, value));
+        let checked = read
+            .and_then(|()| layer.check(Origin::Url, store))
+            .and_then(|()| layer.check_together(store, |_| Origin::Url));
+        checked.err().map(|error| error.to_string())
+    }
+
+    const REDIS: [&str; 9] = [
+        "redis",
+        "rediss",
+        "redis+unix",
+        "redis+sentinel",
+        "rediss+sentinel",
+        "redis+cluster",
+        "rediss+cluster",
+        "redis+quorum",
+        "rediss+quorum",
+    ];
+
+    #[test]
+    fn an_option_of_another_store_is_refused() {
+        let mut layer = Layer::default();
+        layer.read(Origin::Environment, "purge_after", "1h").unwrap();
+        layer.check(Origin::Environment, "sqlite").unwrap();
+        let error = layer.check(Origin::Environment, "memory").unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "LOCK_REGISTRY_PURGE_AFTER is for sqlite stores, and the store is memory"
+        );
+    }
+
+    #[test]
+    fn each_option_of_redis_is_for_the_servers_that_know_it() {
+        type Knows = fn(&str) -> bool;
+        let replicated = |store: &str| !store.ends_with("+quorum");
+        let rows: [(&str, &str, Knows); 13] = [
+            ("connect_timeout", "500ms", |_| true),
+            ("token_memory", "2days", |_| true),
+            ("publish", "sharded", |_| true),
+            ("layout", "native", |_| true),
+            ("layout", "spring", replicated),
+            ("layout", "redisson", replicated),
+            ("replicas", "1", replicated),
+            ("fsync", "true", replicated),
+            ("replica_timeout", "1s", replicated),
+            ("restart_guard", "30s", |store| store.ends_with("+quorum")),
+            ("db", "1", |store| store.ends_with("+unix")),
+            ("sentinel_password", "x", |store| store.ends_with("+sentinel")),
+            ("ca", "ca.pem", |store| store.starts_with("rediss")),
+        ];
+        for (option, value, knows) in rows {
+            for store in REDIS {
+                let problem = problem(store, &[(option, value)]);
+                assert_eq!(problem.is_none(), knows(store), "{option} of {store}: {problem:?}");
+                assert!(problem.is_none_or(|problem| problem.contains(store)));
+            }
+            for store in ["sqlite", "memory", "pass-through"] {
+                let problem = problem(store, &[(option, value)]);
+                assert_eq!(problem.is_none(), (option, value) == ("layout", "native"), "{option}");
+            }
+        }
+    }
+
+    #[test]
+    fn values_of_redis_have_limits() {
+        for (option, value, hint) in [
+            ("connect_timeout", "1ms", "less than the least, 10ms"),
+            ("connect_timeout", "2h", "more than the most, 1h"),
+            ("token_memory", "0s", "less than the least, 10ms"),
+            ("token_memory", "2years", "more than the most"),
+            ("replica_timeout", "1ms", "less than the least, 10ms"),
+            ("replica_timeout", "3s", "less than the `timeout` of the whole operation, 3s"),
+            ("namespace", "", "is empty"),
+            ("replicas", "some", "whole number"),
+            ("fsync", "yes", "`true` or `false`"),
+            (
+                "layout",
+                "redison",
+                "did you mean `redisson`? There are `native`, `spring`, `redisson`",
+            ),
+            ("publish", "sharp", "did you mean `sharded`? There are `auto`, `plain`, `sharded`"),
+            ("cert", "a.pem", "without `key`"),
+            ("key", "a.pem", "without `cert`"),
+            ("ca", "", "names no file"),
+            ("ca", "-----BEGIN CERTIFICATE-----", "into a file"),
+            ("key", "MII\nMII", "into a file"),
+        ] {
+            let error = problem("rediss", &[(option, value)]).unwrap();
+            assert!(error.contains(hint) && error.contains(option), "{option}={value}: {error}");
+        }
+        assert!(problem("redis+quorum", &[("restart_guard", "2years")]).is_some());
+        assert!(problem("redis+sentinel", &[("sentinel_user", "x")]).is_some());
+    }
+
+    #[test]
+    fn options_that_need_each_other_are_looked_at_together() {
+        for (store, options) in [
+            ("rediss", &[("cert", "a.pem"), ("key", "b.pem")][..]),
+            ("redis+sentinel", &[("sentinel_user", "x"), ("sentinel_password", "y")]),
+            ("redis", &[("namespace", ""), ("layout", "redisson")]),
+            ("redis", &[("replica_timeout", "3s"), ("timeout", "4s")]),
+            ("redis+quorum", &[("restart_guard", "5s"), ("lease", "5s")]),
+            ("redis+quorum", &[("restart_guard", "0s")]),
+        ] {
+            assert_eq!(problem(store, options), None);
+        }
+        let error = problem("redis", &[("replica_timeout", "2s"), ("timeout", "1s")]).unwrap();
+        assert!(error.contains("the `timeout` of the whole operation, 1s"), "{error}");
+        assert!(problem("redis", &[("namespace", ""), ("layout", "spring")]).is_some());
+        let error = problem("redis+quorum", &[("restart_guard", "29s")]).unwrap();
+        assert!(error.contains("less than the `lease`, 30s"), "{error}");
+    }
+}

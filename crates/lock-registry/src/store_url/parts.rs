@@ -1,0 +1,136 @@
+//! A store URL cut into its parts, and what is the same in the parts of all stores. What they mean is not decided here.
+
+use std::net::Ipv6Addr;
+use std::path::PathBuf;
+
+use percent_encoding::percent_decode_str;
+use registry_core::ConfigError;
+
+use crate::scheme::{self, Scheme};
+
+/// A URL as it is cut up: `scheme:[//authority]path[?query][#fragment]`. Nothing is decoded.
+pub(super) struct Parts<'a> {
+    pub(super) scheme: String,
+    pub(super) authority: Option<&'a str>,
+    pub(super) path: &'a str,
+    pub(super) query: Option<&'a str>,
+    pub(super) fragment: Option<&'a str>,
+}
+
+impl<'a> Parts<'a> {
+    /// `None` when `url` does not start with what could be a scheme.
+    pub(super) fn cut(url: &'a str) -> Option<Self> {
+        let (scheme, rest) = url.split_once(':')?;
+        let plausible = scheme.len() <= SCHEME_BYTES_MAX
+            && scheme.starts_with(|first: char| first.is_ascii_alphabetic())
+            && scheme.chars().all(|c| c.is_ascii_alphanumeric() || "+-.".contains(c));
+        // `user:password@host`, with the scheme forgotten.
+        let login = !rest.starts_with("//") && rest.contains('@') && Scheme::find(scheme).is_err();
+        if !plausible || login {
+            return None;
+        }
+        let (rest, fragment) = split_at_first(rest, '#');
+        let (rest, query) = split_at_first(rest, '?');
+        let (authority, path) = match rest.strip_prefix("//") {
+            Some(rest) => {
+                let end = rest.find('/').unwrap_or(rest.len());
+                (Some(&rest[..end]), &rest[end..])
+            }
+            None => (None, rest),
+        };
+        Some(Self { scheme: scheme.to_ascii_lowercase(), authority, path, query, fragment })
+    }
+
+    /// Whether what stands before the colon is meant as a scheme. Otherwise it may be a user, or a password.
+    pub(super) fn names_a_scheme(&self) -> bool {
+        self.authority.is_some() || scheme::is_like_known(&self.scheme)
+    }
+}
+
+const SCHEME_BYTES_MAX: usize = 32;
+
+fn split_at_first(text: &str, mark: char) -> (&str, Option<&str>) {
+    match text.split_once(mark) {
+        Some((before, after)) => (before, Some(after)),
+        None => (text, None),
+    }
+}
+
+/// Undoes percent-encoding, strictly: a lone `%` is more often a forgotten `%25` than meant.
+pub(super) fn decoded(part: &str, scheme: &Scheme) -> Result<Vec<u8>, ConfigError> {
+    if !is_well_encoded(part) {
+        return Err(unusable(
+            scheme,
+            "holds a `%` without two hexadecimal digits; for the character itself write `%25`",
+        ));
+    }
+    Ok(percent_decode_str(part).collect())
+}
+
+/// The same for what must be text; `what` is what it is called if it is not.
+pub(super) fn decoded_text(part: &str, scheme: &Scheme, what: &str) -> Result<String, ConfigError> {
+    String::from_utf8(decoded(part, scheme)?)
+        .map_err(|_| unusable(scheme, &format!("has {what} that is not UTF-8")))
+}
+
+pub(super) fn is_well_encoded(part: &str) -> bool {
+    let encoded = part.as_bytes();
+    encoded.iter().enumerate().filter(|(_, byte)| **byte == b'%').all(|(at, _)| {
+        encoded.get(at + 1..at + 3).is_some_and(|hex| hex.iter().all(u8::is_ascii_hexdigit))
+    })
+}
+
+/// The path of a file. `write` says what to write if there is none.
+pub(super) fn file_path(part: &str, scheme: &Scheme, write: &str) -> Result<PathBuf, ConfigError> {
+    let path = decoded(part, scheme)?;
+    if path.is_empty() {
+        return Err(unusable(scheme, &format!("has no path; {write}")));
+    }
+    if path.contains(&0) {
+        return Err(unusable(
+            scheme,
+            "has a path with a NUL character, which no file name can hold",
+        ));
+    }
+    if path.ends_with(b"/") {
+        return Err(unusable(scheme, "has a path that ends in `/`; name the file, not its folder"));
+    }
+    path_of(path, scheme)
+}
+
+#[cfg(unix)]
+fn path_of(bytes: Vec<u8>, _scheme: &Scheme) -> Result<PathBuf, ConfigError> {
+    use std::os::unix::ffi::OsStringExt as _;
+
+    Ok(std::ffi::OsString::from_vec(bytes).into())
+}
+
+#[cfg(not(unix))]
+fn path_of(bytes: Vec<u8>, scheme: &Scheme) -> Result<PathBuf, ConfigError> {
+    let path =
+        String::from_utf8(bytes).map_err(|_| unusable(scheme, "has a path that is not UTF-8"))?;
+    Ok(path.into())
+}
+
+/// A host with an optional port. `user:password` is none, unless the password is a port number.
+pub(super) fn is_host(host: &str) -> bool {
+    let (name, port) = match host.rsplit_once(':') {
+        // The colons of an IPv6 address stand in brackets.
+        Some((name, port)) if !port.ends_with(']') => (name, Some(port)),
+        _ => (host, None),
+    };
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-._".contains(c);
+    let named = match name.strip_prefix('[') {
+        Some(address) => {
+            address.strip_suffix(']').is_some_and(|address| address.parse::<Ipv6Addr>().is_ok())
+        }
+        None => name.chars().all(plain),
+    };
+    let numbered =
+        |port: &str| port.bytes().all(|byte| byte.is_ascii_digit()) && port.parse::<u16>().is_ok();
+    named && port.is_none_or(numbered)
+}
+
+pub(super) fn unusable(scheme: &Scheme, problem: &str) -> ConfigError {
+    ConfigError::Invalid(format!("the `{}:` store URL {problem}", scheme.name))
+}

@@ -1,0 +1,167 @@
+//! One store of several servers, whoever speaks for them; and one server that listens at a socket.
+
+use std::time::Duration;
+
+use lock_registry::{BackendErrorKind, GuaranteeClass, LockRegistry, Registry, connect};
+use registry_testkit::error_text;
+use registry_testkit::redis::{
+    RedisCluster, RedisQuorum, RedisServer, SentinelOptions, SentinelSetup, ServerOptions,
+};
+
+#[cfg(feature = "config")]
+use super::CANARY;
+use super::{locks_and_unlocks, refused};
+
+/// Two registries of this URL exclude each other, tell who holds, and can break a lock.
+pub(crate) async fn serves(url: &str, class: GuaranteeClass) {
+    let (one, other) = (connect(url).await.unwrap(), connect(url).await.unwrap());
+    assert_eq!(one.capabilities().class, class, "{url}");
+    // More than one, so that in a cluster not all are in the same place.
+    let keys = ["a", "b", "c", "orders/42"];
+    let mut guards = Vec::new();
+    for key in keys {
+        guards.push(one.obtain(key).try_lock().await.unwrap().expect("nobody holds it"));
+        assert!(other.obtain(key).try_lock().await.unwrap().is_none(), "{url}: {key}");
+    }
+    let listed = |registry: Registry| async move {
+        let holders = registry.list().await.unwrap();
+        let mut keys: Vec<_> = holders.iter().map(|holder| holder.key.to_string()).collect();
+        keys.sort();
+        (registry, keys)
+    };
+    let (other, held) = listed(other).await;
+    assert_eq!(held, keys, "{url}");
+    let broken = guards.pop().unwrap();
+    assert!(other.force_release("orders/42").await.unwrap(), "{url}");
+    assert!(!other.force_release("orders/42").await.unwrap(), "{url}");
+    drop(broken);
+    for guard in guards {
+        assert!(guard.fencing_token().is_some());
+        guard.unlock().await.unwrap();
+    }
+    let (other, held) = listed(other).await;
+    assert!(held.is_empty(), "{url}: {held:?}");
+    assert!(!other.diagnose().await.unwrap().is_empty());
+    locks_and_unlocks(&other).await;
+}
+
+/// Long leases, and patience with a machine that has other things to do.
+const PATIENT: &str = "lease=60s&timeout=60s&connect_timeout=60s";
+
+#[tokio::test]
+async fn sentinels_are_asked_for_the_master_and_have_a_login_of_their_own() {
+    let servers = ServerOptions::new().login("worker", "canary");
+    let options = SentinelOptions::new().servers(servers).sentinel_login("watcher", "canary2");
+    let setup = SentinelSetup::start_with(&options).await.unwrap();
+    let url = setup.url().replace("://", "://worker:canary@");
+    let login = "sentinel_user=watcher&sentinel_password=canary2";
+    serves(&format!("{url}/1?{login}&{PATIENT}"), GuaranteeClass::C).await;
+    // Counts when both replicas have it.
+    let replicated = format!("{url}?{login}&{PATIENT}&replicas=2&replica_timeout=50s");
+    locks_and_unlocks(&connect(&replicated).await.unwrap()).await;
+
+    for wrong in
+        ["", "?sentinel_password=canary", "?sentinel_user=watcher&sentinel_password=canary"]
+    {
+        assert_eq!(refused(&format!("{url}{wrong}")).await, BackendErrorKind::Denied, "{wrong}");
+    }
+    let unknown = url.replace("/mymaster", "/unheard-of");
+    refused(&format!("{unknown}?{login}")).await;
+
+    #[cfg(feature = "config")]
+    {
+        // In another place than the password of the servers.
+        let config = lock_registry::RegistryConfig::new().url(&url).with_vars([
+            ("LOCK_REGISTRY_SENTINEL_USER", "watcher"),
+            ("LOCK_REGISTRY_SENTINEL_PASSWORD", "canary2"),
+        ]);
+        let config = config.unwrap();
+        let shown = format!("{config:?} {:?}", config.settings().unwrap());
+        assert!(!shown.contains(CANARY) && shown.contains("sentinel_password"), "{shown}");
+        locks_and_unlocks(&config.connect().await.unwrap()).await;
+    }
+}
+
+#[tokio::test]
+async fn a_cluster_is_found_from_some_of_its_members() {
+    let options = ServerOptions::new().login("worker", "canary");
+    let cluster = RedisCluster::start_with(&options).await.unwrap();
+    let url = cluster.url().replace("://", "://worker:canary@");
+    serves(&format!("{url}?{PATIENT}"), GuaranteeClass::C).await;
+    let (first, _) = url.split_once(',').unwrap();
+    serves(&format!("{first}/0?{PATIENT}&publish=plain"), GuaranteeClass::C).await;
+    assert_eq!(refused(&cluster.url()).await, BackendErrorKind::Denied);
+}
+
+#[tokio::test]
+async fn a_quorum_is_most_of_its_masters() {
+    let options = ServerOptions::new().login("default", "canary");
+    let mut quorum = RedisQuorum::start_with(3, &options).await.unwrap();
+    let url = quorum.url().replace("://", "://:canary@");
+    serves(&format!("{url}/3?{PATIENT}"), GuaranteeClass::C).await;
+    quorum.servers_mut()[1].kill();
+    serves(&format!("{url}?lease=60s&connect_timeout=500ms"), GuaranteeClass::C).await;
+    quorum.servers_mut()[2].kill();
+    assert_eq!(refused(&format!("{url}?connect_timeout=500ms")).await, BackendErrorKind::Transient);
+}
+
+#[tokio::test]
+async fn masters_that_were_just_started_have_no_vote_while_they_are_guarded() {
+    let quorum = RedisQuorum::start(3).await.unwrap();
+    let registry = connect(&format!("{}?restart_guard=1h&lease=60s", quorum.url())).await.unwrap();
+    let error = registry.obtain("key").try_lock().await.unwrap_err();
+    assert!(error.is_retryable(), "{}", error_text(&error));
+}
+
+#[cfg(unix)]
+#[tokio::test]
+async fn a_server_is_reached_by_its_socket() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("a b.sock");
+    let arguments = ["--unixsocket", path.to_str().unwrap(), "--requirepass", "canary"];
+    let server = RedisServer::start(&arguments).await.unwrap();
+    let path = path.to_str().unwrap().replace(' ', "%20");
+    serves(&format!("redis+unix://:canary@{path}?{PATIENT}"), GuaranteeClass::B).await;
+    // The same server, the same locks, but for another database.
+    let by_port = connect(&format!("redis://:canary@{}", server.addr())).await.unwrap();
+    let by_socket = connect(&format!("redis+unix://default:canary@{path}")).await.unwrap();
+    let guard = by_socket.obtain("key").try_lock().await.unwrap().unwrap();
+    assert!(by_port.obtain("key").try_lock().await.unwrap().is_none());
+    let elsewhere = connect(&format!("redis+unix://:canary@{path}?db=1")).await.unwrap();
+    locks_and_unlocks(&elsewhere).await;
+    guard.unlock().await.unwrap();
+    for wrong in [format!("redis+unix://{path}"), format!("redis+unix://:canary2@{path}")] {
+        assert_eq!(refused(&wrong).await, BackendErrorKind::Denied);
+    }
+    refused(&format!("redis+unix://:canary@{path}.absent")).await;
+}
+
+#[tokio::test]
+async fn locks_look_as_the_layout_says() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    for (options, name) in [
+        ("layout=native", "lock-registry:{key}"),
+        ("layout=spring&namespace=shop", "shop:key"),
+        ("layout=redisson", "key"),
+        ("layout=redisson&namespace=shop", "shop:key"),
+    ] {
+        let registry = connect(&format!("{}?{options}", server.url())).await.unwrap();
+        let guard = registry.obtain("key").try_lock().await.unwrap().unwrap();
+        let there = server.ask(&format!("EXISTS {name}")).await.unwrap();
+        assert_eq!(there.trim(), ":1", "{options}");
+        assert_eq!(registry.capabilities().labels, options == "layout=native");
+        guard.unlock().await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_grant_that_no_replica_has_is_trouble() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    let url = format!("{}?replicas=1&replica_timeout=50ms", server.url());
+    let registry = connect(&url).await.unwrap();
+    let error = registry.obtain("key").try_lock().await.unwrap_err();
+    assert!(error.is_retryable(), "{}", error_text(&error));
+    let alone = connect(&server.url()).await.unwrap();
+    let free = async || alone.obtain("key").try_lock().await.unwrap().is_some();
+    registry_testkit::eventually(Duration::from_secs(60), free).await;
+}
