@@ -40,11 +40,14 @@ fn wrong_options_of_run_are_usage_errors() {
         (&["--wiat", "1s"], "--wait"),
         (&["--url", "bogus:x"], "sqlite"),
         (&["--url", "sqlit:x"], "did you mean \"sqlite\"?"),
-        (&["--url", "redis+sentinel://localhost/main"], "features = [\"redis\"]"),
+        (&["--url", "zk://localhost"], "features = [\"zk\"]"),
         (&["--url", "postgres://localhost"], "features = [\"postgres\"]"),
         (&["--url", "memory:?leese=1s"], "did you mean \"lease\"?"),
         (&["--url", "memory:?lease=1ms"], "less than the least"),
         (&["--url", "memory:?layout=spring"], "`native`"),
+        (&["--url", "memory:?layout=sprnig"], "did you mean `spring`?"),
+        (&["--url", "memory:?replicas=1"], "is for redis stores"),
+        (&["--url", "memory:?restart_guard=30s"], "is for redis+quorum stores"),
         (&["--url", ""], "empty"),
         (&["--url", "locks.db"], "sqlite:PATH"),
         (&["--namespace", &"n".repeat(300)], "--namespace has 300 bytes"),
@@ -56,6 +59,38 @@ fn wrong_options_of_run_are_usage_errors() {
         let done = refused(&store, &mut command, hint);
         // What is code to a library is a flag to whoever reads this.
         assert!(!done.stderr.contains("the code"), "{done:?}");
+    }
+}
+
+#[cfg(feature = "redis")]
+#[test]
+fn servers_that_cannot_work_together_are_usage_errors() {
+    let store = Store::new();
+    for (url, hint) in [
+        ("redis://a,b", "`redis+cluster:`"),
+        ("redis+sentinel://a,b", "write `redis+sentinel://HOST:PORT,HOST:PORT/SERVICE`"),
+        ("redis+cluster://a,b/1", "number 0"),
+        ("redis+cluster://a,a", "twice"),
+        ("redis+quorum://a,b", "write `redis+quorum://HOST:PORT,HOST:PORT,HOST:PORT`"),
+        ("redis+quorum://a,b,c?layout=redisson", "`native`"),
+        ("redis+unix://run/redis.sock", "write `redis+unix:///PATH`"),
+        ("redis://a?ca=ca.pem", "`rediss://`"),
+    ] {
+        refused(&store, store.lockreg(["list"]).env("LOCK_REGISTRY_URL", url), hint);
+    }
+    let mut command = store.lockreg(["list"]);
+    command.env("LOCK_REGISTRY_URL", "redis://a").env("LOCK_REGISTRY_REPLICA_TIMEOUT", "3s");
+    refused(&store, &mut command, "LOCK_REGISTRY_REPLICA_TIMEOUT is 3s");
+}
+
+#[cfg(not(feature = "redis-tls"))]
+#[test]
+fn servers_that_are_not_built_in_name_their_feature() {
+    let store = Store::new();
+    for kind in ["", "+sentinel", "+cluster", "+quorum"] {
+        let url = format!("rediss{kind}://localhost");
+        let hint = "features = [\"redis-tls\"]";
+        refused(&store, store.lockreg(["list"]).env("LOCK_REGISTRY_URL", url), hint);
     }
 }
 

@@ -1,4 +1,9 @@
-//! The same program over a Redis server: the store is a URL away.
+//! The same program over Redis servers: the store is a URL away.
+
+mod several;
+
+use std::future::Future;
+use std::io;
 
 use registry_testkit::redis::RedisServer;
 use serde_json::{Value, json};
@@ -8,9 +13,9 @@ use crate::support::{Done, Process, Store, contents, until};
 
 const TOGETHER: usize = 10;
 
-/// A server, and `lockreg` with its URL in the environment.
-struct Redis {
-    server: Option<RedisServer>,
+/// Servers, and `lockreg` with their URL in the environment.
+struct Redis<S = RedisServer> {
+    servers: Option<S>,
     runtime: Runtime,
     store: Store,
     url: String,
@@ -18,10 +23,16 @@ struct Redis {
 
 impl Redis {
     fn start(options: &[&str], login: &str) -> Self {
+        Self::of(RedisServer::start(options), |server| format!("redis://{login}{}", server.addr()))
+    }
+}
+
+impl<S> Redis<S> {
+    fn of(start: impl Future<Output = io::Result<S>>, url: impl FnOnce(&S) -> String) -> Self {
         let runtime = Runtime::new().unwrap();
-        let server = runtime.block_on(RedisServer::start(options)).unwrap();
-        let url = format!("redis://{login}{}", server.addr());
-        Self { server: Some(server), runtime, store: Store::new(), url }
+        let servers = runtime.block_on(start).unwrap();
+        let url = url(&servers);
+        Self { servers: Some(servers), runtime, store: Store::new(), url }
     }
 
     fn command(&self, arguments: &[&str]) -> std::process::Command {
@@ -40,10 +51,10 @@ impl Redis {
     }
 }
 
-impl Drop for Redis {
+impl<S> Drop for Redis<S> {
     fn drop(&mut self) {
         let _inside = self.runtime.enter();
-        self.server = None;
+        self.servers = None;
     }
 }
 
@@ -136,7 +147,7 @@ fn a_server_that_says_no_or_is_gone_is_status_69_without_the_password() {
     };
     told(&redis, "does not take this user or password");
     let inside = redis.runtime.enter();
-    redis.server = None;
+    redis.servers = None;
     drop(inside);
     told(&redis, "nobody listens");
 }

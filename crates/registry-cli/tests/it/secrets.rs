@@ -6,7 +6,16 @@ use std::os::unix::ffi::OsStrExt as _;
 use crate::support::{Done, Store};
 
 const URLS: &[&str] = &[
-    "redis+cluster://user:canary@localhost/0",
+    "redis+cluster://user:canary@localhost/1",
+    "redis+cluster://user:canary@a,canary@b",
+    "redis+sentinel://user:canary@a,b",
+    "redis+sentinel://a,b/main?sentinel_user=canary",
+    "redis+sentinel://a,b/main?sentinel_pasword=canary",
+    "redis+quorum://user:canary@a,b",
+    "redis+unix://user:canary@host/run/redis.sock",
+    "redis+unix://user:canary@/absent/redis.sock",
+    "rediss+quorum://user:canary@a,b,c?key=canary",
+    "rediss://127.0.0.1:1?cert=Cargo.toml&key=canary",
     "postgres://user:can%61ry-canary@localhost/db",
     "postgress://user:canary@localhost/db",
     "user:canary@localhost",
