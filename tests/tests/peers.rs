@@ -1,0 +1,610 @@
+//! Locks in Redis that are shared with programs of others: Spring Integration and Redisson, played by `peers/peer.py` with the very
+//! scripts of the originals. Both sides exclude each other, hear of each other's releases, and outlive each other.
+
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
+#![expect(clippy::print_stdout, reason = "the figures are worth a look")]
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::future::try_join_all;
+use lock_registry_tests::sections::{Form, Section, Task};
+use registry_core::{LockOptions, LockRegistry, Registry};
+use registry_redis::{Layout, RedisBackend, RedisConfig};
+use registry_testkit::check::check;
+use registry_testkit::history::History;
+use registry_testkit::process::HelperProcess;
+use registry_testkit::redis::{RedisCluster, RedisConnection, RedisServer, ServerOptions};
+use registry_testkit::{eventually, within};
+use tempfile::TempDir;
+use tokio::time::{Instant, sleep};
+
+/// Long enough for any machine; reached only by a test that fails.
+const LONG: Duration = Duration::from_secs(300);
+
+/// What every wake-up must be below, more often than not.
+const WAKE_LIMIT: Duration = Duration::from_millis(50);
+/// How much slower than a message alone it may be, on machines that are too slow for that.
+const WAKE_TIMES_BARE: u32 = 10;
+
+// ---- The peers: what they leave in the server is what the originals leave.
+
+#[tokio::test]
+async fn the_spring_peer_writes_and_says_what_spring_does() {
+    for (channel, topic) in [("new", "locks-channel:locks:orders/42"), ("old", "locks-channel")] {
+        let server = server().await;
+        let mut ear = subscribed(&server, topic).await;
+        let mut peer = holder(&server, Form::Spring, &["--channel", channel]);
+        expect(&mut peer, "held").await;
+        let owner = text(&server, &["GET", "locks:orders/42"]).await;
+        assert_eq!(owner.len(), 36, "{owner}");
+        assert_eq!(owner.split('-').map(str::len).collect::<Vec<_>>(), [8, 4, 4, 4, 12]);
+        let lease = number(&server, &["PTTL", "locks:orders/42"]).await;
+        assert!((1..=60_000).contains(&lease), "{lease}");
+        peer.write_line("").unwrap();
+        expect(&mut peer, "released").await;
+        assert_eq!(heard(&mut ear).await, (topic.to_owned(), "locks:orders/42".to_owned()));
+        assert_eq!(number(&server, &["DBSIZE"]).await, 0);
+    }
+}
+
+#[tokio::test]
+async fn the_redisson_peer_writes_and_says_what_redisson_does() {
+    let topic = "redisson_lock__channel:{orders/42}";
+    let server = server().await;
+    let mut ear = subscribed(&server, topic).await;
+    let mut peer = holder(&server, Form::Redisson, &[]);
+    expect(&mut peer, "held").await;
+    let fields = server.ask_args(&["HGETALL", "orders/42"]).await.unwrap();
+    let fields: Vec<String> = fields.items().iter().map(|field| field.text().unwrap()).collect();
+    let [owner, count] = &fields[..] else { panic!("{fields:?}") };
+    let (id, thread) = owner.split_once(':').unwrap();
+    assert_eq!(id.len(), 36, "{owner}");
+    assert!(thread.parse::<u64>().is_ok(), "{owner}");
+    assert_eq!(count, "1");
+    let lease = number(&server, &["PTTL", "orders/42"]).await;
+    assert!((1..=30_000).contains(&lease), "{lease}");
+    peer.write_line("").unwrap();
+    expect(&mut peer, "released").await;
+    assert_eq!(heard(&mut ear).await, (topic.to_owned(), "0".to_owned()));
+    // Not even the latch of the release.
+    assert_eq!(number(&server, &["DBSIZE"]).await, 0);
+}
+
+// ---- Two at a time, step by step.
+
+#[tokio::test]
+async fn whoever_holds_a_lock_keeps_the_other_side_out() {
+    for form in [Form::Spring, Form::Redisson] {
+        let server = server().await;
+        let ours = registry(&server, form).await;
+        let lock = ours.obtain("orders/42");
+
+        let mut peer = holder(&server, form, &[]);
+        expect(&mut peer, "held").await;
+        assert!(lock.try_lock().await.unwrap().is_none(), "{form:?}");
+        peer.write_line("").unwrap();
+        expect(&mut peer, "released").await;
+
+        let guard = lock.try_lock().await.unwrap().unwrap();
+        let mut peer = attempt(&server, form);
+        expect(&mut peer, "busy").await;
+        guard.unlock().await.unwrap();
+        let mut peer = attempt(&server, form);
+        expect(&mut peer, "held").await;
+        expect(&mut peer, "released").await;
+    }
+}
+
+/// By itself it would look again ten minutes later.
+#[tokio::test]
+async fn a_waiting_peer_hears_of_our_release() {
+    for (form, options) in [
+        (Form::Spring, &["--channel", "new"][..]),
+        (Form::Spring, &["--channel", "old"]),
+        (Form::Redisson, &[]),
+    ] {
+        let server = server().await;
+        let ours = registry(&server, form).await;
+        let options = [options, &["--lease-ms", "600000"]].concat();
+        let lease = LockOptions::new().lease(Duration::from_secs(600));
+        let guard = ours.obtain("orders/42").lock_with(lease).await.unwrap().unwrap();
+        let mut peer = holder(&server, form, &options);
+        expect(&mut peer, "waiting").await;
+        until_heard(&server).await;
+        guard.unlock().await.unwrap();
+        expect(&mut peer, "held").await;
+    }
+}
+
+/// Old and new versions of Spring do not hear of each other, but both hear of us.
+#[tokio::test]
+async fn we_wake_old_and_new_versions_of_spring_at_once() {
+    let server = server().await;
+    let ours = registry(&server, Form::Spring).await;
+    let mut ears = [
+        subscribed(&server, "locks-channel").await,
+        subscribed(&server, "locks-channel:locks:k").await,
+    ];
+    ours.obtain("k").lock().await.unwrap().unlock().await.unwrap();
+    for (ear, topic) in ears.iter_mut().zip(["locks-channel", "locks-channel:locks:k"]) {
+        assert_eq!(heard(ear).await, (topic.to_owned(), "locks:k".to_owned()));
+    }
+}
+
+#[tokio::test]
+async fn a_dead_peer_is_outlived_by_its_lease() {
+    for form in [Form::Spring, Form::Redisson] {
+        let server = server().await;
+        let ours = registry(&server, form).await;
+        let mut peer = holder(&server, form, &["--lease-ms", "1000"]);
+        expect(&mut peer, "held").await;
+        peer.kill().unwrap();
+        let lock = ours.obtain("orders/42");
+        within(LONG, lock.lock()).await.unwrap().unlock().await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_peer_outlives_our_dead() {
+    for form in [Form::Spring, Form::Redisson] {
+        let server = server().await;
+        let dead = registry(&server, form).await;
+        // As a process that stands still: it neither renews nor releases.
+        let last = LockOptions::new().lease(Duration::from_secs(1)).renew(false);
+        let guard = dead.obtain("orders/42").lock_with(last).await.unwrap().unwrap();
+        // It hears nothing, and looks again when its own lease would be over (Spring) or ours is (Redisson).
+        let mut peer = holder(&server, form, &["--lease-ms", "5000"]);
+        expect(&mut peer, "held").await;
+        assert!(!guard.is_held());
+        // And it does not take the peer's lock away.
+        guard.unlock().await.unwrap_err();
+        let ours = registry(&server, form).await;
+        assert!(ours.obtain("orders/42").try_lock().await.unwrap().is_none(), "{form:?}");
+    }
+}
+
+/// By an operator, or as Redisson's `forceUnlock` does it.
+#[tokio::test]
+async fn a_lock_that_was_broken_from_outside_is_lost() {
+    for form in [Form::Spring, Form::Redisson] {
+        let server = server().await;
+        let ours = registry(&server, form).await;
+        let options = LockOptions::new().lease(Duration::from_secs(1));
+        let guard = ours.obtain("orders/42").lock_with(options).await.unwrap().unwrap();
+        assert_eq!(number(&server, &["DEL", lock_name(form)]).await, 1);
+        let mut peer = holder(&server, form, &[]);
+        expect(&mut peer, "held").await;
+        within(LONG, guard.lost()).await;
+        guard.unlock().await.unwrap_err();
+        let mut other = attempt(&server, form);
+        expect(&mut other, "busy").await;
+    }
+}
+
+// ---- Four at a time, a great many times.
+
+#[tokio::test]
+async fn we_take_turns_with_spring() {
+    take_turns(&Servers::one().await, Form::Spring, &["--channel", "new"]).await;
+}
+
+#[tokio::test]
+async fn we_take_turns_with_spring_before_6_5_3() {
+    take_turns(&Servers::one().await, Form::Spring, &["--channel", "old"]).await;
+}
+
+/// A registry of Spring's default type says nothing when it releases, and looks ten times a second.
+#[tokio::test]
+async fn we_get_in_beside_a_spring_that_says_nothing() {
+    let crowd = share(&Servers::one().await, Form::Spring, &["--spin"], CROWD).await;
+    crowd.nobody_starves();
+    // Its lease is a minute, and is not what ended our waits.
+    assert!(crowd.longest_wait(Side::Ours) < Duration::from_secs(30));
+}
+
+#[tokio::test]
+async fn we_take_turns_with_redisson() {
+    take_turns(&Servers::one().await, Form::Redisson, &["--verb", "PUBLISH"]).await;
+}
+
+#[tokio::test]
+async fn we_take_turns_with_redisson_in_a_cluster() {
+    take_turns(&Servers::cluster().await, Form::Redisson, &["--verb", "SPUBLISH"]).await;
+}
+
+/// As Redisson does where servers are older than 7, or where it is told to.
+#[tokio::test]
+async fn we_take_turns_with_redisson_in_a_cluster_by_plain_messages() {
+    take_turns(&Servers::cluster().await, Form::Redisson, &["--verb", "PUBLISH"]).await;
+}
+
+async fn take_turns(servers: &Servers, form: Form, options: &[&str]) {
+    let crowd = share(servers, form, options, CROWD).await;
+    crowd.nobody_starves();
+    crowd.both_sides_take_over_at_once();
+    share(servers, form, options, PAIR).await.both_sides_hear_at_once();
+}
+
+/// Who shares a lock, and how.
+#[derive(Debug, Clone, Copy)]
+struct Crew {
+    /// Processes of each side.
+    each: u32,
+    /// How many times each takes the lock.
+    sections: u32,
+    hold_ms: u64,
+    pause_ms: u64,
+}
+
+/// Somebody always waits; several of them race for each release.
+const CROWD: Crew = Crew { each: 2, sections: 500, hold_ms: 1, pause_ms: 4 };
+/// Whoever is outside is waiting again before the other leaves, and nobody else is there.
+const PAIR: Crew = Crew { each: 1, sections: 200, hold_ms: 5, pause_ms: 4 };
+
+/// What processes of ours and of theirs have done with one lock.
+struct Shared {
+    crew: Crew,
+    key: String,
+    /// In the order in which they were inside.
+    sections: Vec<(Side, Section)>,
+    /// How long a message and two requests took at the same time.
+    bare: Vec<Duration>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Side {
+    Ours,
+    Theirs,
+}
+
+/// Lets all do their sections, and checks what must be so in any case.
+async fn share(servers: &Servers, form: Form, options: &[&str], crew: Crew) -> Shared {
+    let folder = TempDir::new().unwrap();
+    let counter = folder.path().join("counter");
+    fs::write(&counter, "0").unwrap();
+    let task = |number: u32| {
+        let journal = folder.path().join(format!("journal{number}"));
+        let (url, counter) = (servers.url(), counter.clone());
+        let mut task = Task::new(url, form, namespace(form), "orders/42", journal, counter);
+        (task.sections, task.hold_ms, task.pause_ms) = (crew.sections, crew.hold_ms, crew.pause_ms);
+        task.plain_messages = options.contains(&"PUBLISH");
+        task
+    };
+    let mut processes = Vec::new();
+    for number in 0..2 * crew.each {
+        let task = task(number);
+        let (side, command) = if number < crew.each {
+            (Side::Ours, ours(&task))
+        } else {
+            (Side::Theirs, theirs(&servers.first().url(), &task, options))
+        };
+        processes.push((side, task.journal, HelperProcess::spawn(command).unwrap()));
+    }
+    for (_, _, process) in &mut processes {
+        expect(process, "ready").await;
+    }
+    for (_, _, process) in &mut processes {
+        process.write_line("go").unwrap();
+    }
+    let mut bare = Vec::new();
+    // The first that fails ends it, or the others would wait for the lock that it has left behind.
+    let all_done = try_join_all(processes.iter().map(|(_, _, process)| done(process)));
+    tokio::select! {
+        all = all_done => drop(all.unwrap()),
+        () = tell_and_hear(servers.first(), &mut bare) => {}
+    }
+
+    let mut sections: Vec<(Side, Section)> = Vec::new();
+    for (side, journal, _) in &processes {
+        let journal = fs::read_to_string(journal).unwrap();
+        sections.extend(journal.lines().map(|line| (*side, serde_json::from_str(line).unwrap())));
+    }
+    sections.sort_by_key(|(_, section)| section.entered);
+    let shared = Shared { crew, key: "orders/42".into(), sections, bare };
+    shared.print(&format!("{form:?} {options:?}, {} each", crew.each));
+    shared.nobody_was_inside_with_another();
+    let count = fs::read_to_string(&counter).unwrap();
+    assert_eq!(count.trim(), (2 * crew.each * crew.sections).to_string());
+    shared
+}
+
+/// Waits for the end of a process that is to end well.
+async fn done(process: &HelperProcess) -> Result<(), String> {
+    let status = process.wait_exit(LONG).await.map_err(|late| late.to_string())?;
+    if status.success() { Ok(()) } else { Err(format!("{status}: {}", process.stderr())) }
+}
+
+/// What a hand-over costs without a lock, on this machine in its present state: a message that another connection hears, and a
+/// request after it.
+async fn tell_and_hear(server: &RedisServer, took: &mut Vec<Duration>) {
+    let mut mouth = server.connect().await.unwrap();
+    let mut ear = subscribed(server, "bare").await;
+    loop {
+        let began = Instant::now();
+        mouth.ask_args(&["PUBLISH", "bare", "0"]).await.unwrap();
+        heard(&mut ear).await;
+        mouth.ask_args(&["PING"]).await.unwrap();
+        took.push(began.elapsed());
+        sleep(Duration::from_millis(10)).await;
+    }
+}
+
+impl Shared {
+    fn nobody_was_inside_with_another(&self) {
+        let events = (0..).zip(&self.sections);
+        let events = events.flat_map(|(number, (_, section))| section.events(&self.key, number));
+        let checked = check(&History::from_events(events).unwrap()).unwrap();
+        let ours = (self.crew.each * self.crew.sections) as usize;
+        // Ours have tokens, and those rise.
+        assert_eq!((checked.grants, checked.tokens, checked.unknown), (2 * ours, ours, 0));
+    }
+
+    /// While all were at work, each came in for more than a tenth of what would be just.
+    fn nobody_starves(&self) {
+        let shares = self.shares();
+        let all: usize = shares.values().sum();
+        for ((side, client), share) in &shares {
+            let just = all / shares.len();
+            assert!(share * 10 > just, "{side:?} ({client}) has {share} of {all}: {shares:?}");
+        }
+    }
+
+    /// Both sides often come in after the other, at once when they do, and no peer finds out by itself what it should have heard.
+    fn both_sides_take_over_at_once(&self) {
+        for side in [Side::Ours, Side::Theirs] {
+            let takeovers = self.takeovers(side);
+            // Whoever hears nothing takes over a few times, by luck.
+            assert!(takeovers.len() > 100, "{side:?} took over {} times", takeovers.len());
+            self.is_at_once(side, &takeovers);
+        }
+        let fallbacks: u32 = self.sections.iter().map(|(_, section)| section.fallbacks).sum();
+        assert_eq!(fallbacks, 0);
+    }
+
+    /// Whoever waits is inside at once after the first release since then.
+    fn both_sides_hear_at_once(&self) {
+        for side in [Side::Ours, Side::Theirs] {
+            let wakes = self.wakes(side);
+            assert!(wakes.len() > 50, "{side:?} waited {} times", wakes.len());
+            self.is_at_once(side, &wakes);
+        }
+    }
+
+    fn is_at_once(&self, side: Side, spans: &[Duration]) {
+        let limit = WAKE_LIMIT.max(WAKE_TIMES_BARE * median(&self.bare));
+        let median = median(spans);
+        assert!(median < limit, "{side:?}: {median:?} is not below {limit:?}");
+    }
+
+    /// How many sections each had while all four were at work.
+    fn shares(&self) -> BTreeMap<(Side, u32), usize> {
+        let mut work: BTreeMap<(Side, u32), (u64, u64)> = BTreeMap::new();
+        for (side, section) in &self.sections {
+            let (_, to) = work.entry((*side, section.client)).or_insert((section.asked, 0));
+            *to = section.left;
+        }
+        let from = work.values().map(|(from, _)| *from).max().unwrap();
+        let to = work.values().map(|(_, to)| *to).min().unwrap();
+        let mut shares: BTreeMap<(Side, u32), usize> = work.keys().map(|who| (*who, 0)).collect();
+        for (side, section) in &self.sections {
+            if (from..=to).contains(&section.entered) {
+                *shares.get_mut(&(*side, section.client)).unwrap() += 1;
+            }
+        }
+        shares
+    }
+
+    /// Of each time that `side` waited and came in after the other: how long after that had begun to release.
+    fn takeovers(&self, side: Side) -> Vec<Duration> {
+        let pairs = self.sections.windows(2);
+        let takeovers = pairs.filter_map(|pair| {
+            let [(before, last), (after, next)] = pair else { return None };
+            let waited = next.asked < last.leaving;
+            (*before != side && *after == side && waited).then(|| span(last.leaving, next.entered))
+        });
+        takeovers.collect()
+    }
+
+    /// Of each time that `side` waited: how long after the first release since then it came in.
+    fn wakes(&self, side: Side) -> Vec<Duration> {
+        let ends: Vec<u64> = self.sections.iter().map(|(_, section)| section.leaving).collect();
+        let own = self.sections.iter().enumerate().filter(|(_, (of, _))| *of == side);
+        let wakes = own.filter_map(|(number, (_, section))| {
+            // Releases come in the order of the sections, of which none overlap.
+            let earlier = &ends[..number];
+            let first = *earlier.get(earlier.partition_point(|end| *end < section.asked))?;
+            Some(span(first, section.entered))
+        });
+        wakes.collect()
+    }
+
+    fn longest_wait(&self, side: Side) -> Duration {
+        let sections = self.sections.iter().filter(|(of, _)| *of == side);
+        sections.map(|(_, section)| span(section.asked, section.entered)).max().unwrap()
+    }
+
+    fn print(&self, what: &str) {
+        let (first, last) = (&self.sections[0].1, &self.sections[self.sections.len() - 1].1);
+        let (all, bare) = (span(first.asked, last.left), median(&self.bare));
+        println!("{what}: {all:?}; a message alone {bare:?}; shares {:?}", self.shares());
+        for side in [Side::Ours, Side::Theirs] {
+            let (takeovers, wakes) = (self.takeovers(side), self.wakes(side));
+            println!(
+                "  {side:?} took over {} times in {:?}; waited {} times, until {:?} after the first release; at most {:?} in all",
+                takeovers.len(),
+                median(&takeovers),
+                wakes.len(),
+                median(&wakes),
+                self.longest_wait(side),
+            );
+        }
+    }
+}
+
+fn span(from: u64, to: u64) -> Duration {
+    Duration::from_nanos(to.saturating_sub(from))
+}
+
+fn median(spans: &[Duration]) -> Duration {
+    let mut spans = spans.to_vec();
+    spans.sort();
+    spans.get(spans.len() / 2).copied().unwrap_or_default()
+}
+
+// ---- Servers and programs.
+
+enum Servers {
+    One(Box<RedisServer>),
+    Cluster(RedisCluster),
+}
+
+impl Servers {
+    async fn one() -> Self {
+        Self::One(Box::new(server().await))
+    }
+
+    async fn cluster() -> Self {
+        let options = ServerOptions::new().args(FORGETFUL);
+        Self::Cluster(RedisCluster::start_with(&options).await.unwrap())
+    }
+
+    fn url(&self) -> String {
+        match self {
+            Self::One(server) => server.url(),
+            Self::Cluster(cluster) => cluster.url(),
+        }
+    }
+
+    fn first(&self) -> &RedisServer {
+        match self {
+            Self::One(server) => server,
+            Self::Cluster(cluster) => cluster.node(cluster.nodes()[0]),
+        }
+    }
+}
+
+/// No server is restarted here, and the disk would be the slowest part of a hand-over.
+const FORGETFUL: &[&str] = &["--appendonly", "no"];
+
+async fn server() -> RedisServer {
+    RedisServer::start(FORGETFUL).await.unwrap()
+}
+
+fn namespace(form: Form) -> &'static str {
+    match form {
+        Form::Spring => "locks",
+        // The key is all of the name.
+        Form::Redisson => "",
+    }
+}
+
+/// The name of the lock of "orders/42" in the server.
+fn lock_name(form: Form) -> &'static str {
+    match form {
+        Form::Spring => "locks:orders/42",
+        Form::Redisson => "orders/42",
+    }
+}
+
+async fn registry(server: &RedisServer, form: Form) -> Registry {
+    let layout = match form {
+        Form::Spring => Layout::Spring,
+        Form::Redisson => Layout::Redisson,
+    };
+    let config = RedisConfig::from_url(&server.url()).unwrap();
+    let config = config.with_namespace(namespace(form)).with_layout(layout);
+    Registry::builder(Arc::new(RedisBackend::open(config).await.unwrap())).build().unwrap()
+}
+
+/// The program of our side.
+fn ours(task: &Task) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_lock-sections"));
+    command.arg(serde_json::to_string(task).unwrap());
+    command
+}
+
+/// The program of theirs, for the same task.
+fn theirs(url: &str, task: &Task, options: &[&str]) -> Command {
+    let mut command = peer(url, task.form, &task.key, options);
+    command.arg("--on-cue").arg("--journal").arg(&task.journal);
+    command.arg("--counter").arg(&task.counter);
+    for (option, value) in [
+        ("--sections", u64::from(task.sections)),
+        ("--hold-ms", task.hold_ms),
+        ("--pause-ms", task.pause_ms),
+    ] {
+        command.args([option, &value.to_string()]);
+    }
+    command
+}
+
+/// A peer that takes the lock of "orders/42" and holds it until it is written to.
+fn holder(server: &RedisServer, form: Form, options: &[&str]) -> HelperProcess {
+    let mut command = peer(&server.url(), form, "orders/42", options);
+    command.args(["--once", "hold"]);
+    HelperProcess::spawn(command).unwrap()
+}
+
+/// A peer that tries once to take the lock of "orders/42".
+fn attempt(server: &RedisServer, form: Form) -> HelperProcess {
+    let mut command = peer(&server.url(), form, "orders/42", &[]);
+    command.args(["--once", "try"]);
+    HelperProcess::spawn(command).unwrap()
+}
+
+fn peer(url: &str, form: Form, key: &str, options: &[&str]) -> Command {
+    let mut command = Command::new("python3");
+    let program = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers/peer.py");
+    // It leaves no compiled files among the sources.
+    command.arg("-B").arg(program).args(["--url", url, "--key", key]);
+    command.args(match form {
+        Form::Spring => ["--layout", "spring", "--namespace", namespace(form)],
+        Form::Redisson => ["--layout", "redisson", "--namespace", namespace(form)],
+    });
+    command.args(options);
+    command
+}
+
+async fn expect(process: &mut HelperProcess, line: &str) {
+    let said = process.expect_line(|said| said == line, LONG).await;
+    if let Err(late) = said {
+        panic!("{late}");
+    }
+}
+
+async fn subscribed(server: &RedisServer, channel: &str) -> RedisConnection {
+    let mut ear = server.connect().await.unwrap();
+    ear.ask_args(&["SUBSCRIBE", channel]).await.unwrap().granted().unwrap();
+    ear
+}
+
+/// The next message: its channel and what it says.
+async fn heard(ear: &mut RedisConnection) -> (String, String) {
+    let message = within(LONG, ear.next_reply()).await.unwrap();
+    let [kind, channel, said] = message.items() else { panic!("{message:?}") };
+    assert_eq!(kind.text().as_deref(), Some("message"));
+    (channel.text().unwrap(), said.text().unwrap())
+}
+
+/// Until somebody listens to something.
+async fn until_heard(server: &RedisServer) {
+    eventually(LONG, async || {
+        !text(server, &["CLIENT", "LIST", "TYPE", "pubsub"]).await.is_empty()
+    })
+    .await;
+}
+
+async fn text(server: &RedisServer, words: &[&str]) -> String {
+    let answer = server.ask_args(words).await.unwrap();
+    answer.text().unwrap_or_else(|| panic!("{words:?}: {answer:?}"))
+}
+
+async fn number(server: &RedisServer, words: &[&str]) -> i64 {
+    let answer = server.ask_args(words).await.unwrap();
+    answer.number().unwrap_or_else(|| panic!("{words:?}: {answer:?}"))
+}
