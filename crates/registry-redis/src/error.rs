@@ -45,6 +45,10 @@ fn judge(error: &RedisError) -> Verdict {
         }
         ErrorKind::Server(kind) => server(kind, error.code()),
         ErrorKind::Extension => code(error.code()),
+        // An answer that ends in its midst is one to the client that makes no sense.
+        ErrorKind::Parse if error.to_string().contains("end of input") => {
+            open(Transient, "the connection was lost")
+        }
         ErrorKind::Parse | ErrorKind::UnexpectedReturnType => {
             open(Protocol, "the server answered what no Redis server answers")
         }
@@ -127,6 +131,18 @@ mod tests {
             let verdict = verdict(line);
             assert_eq!((verdict.kind, verdict.refused), (kind, true), "{line}");
         }
+    }
+
+    #[test]
+    fn an_answer_that_was_cut_off_is_lost_and_not_wrong() {
+        let whole = b"*3\r\n:1\r\n$2\r\nab\r\n:3\r\n";
+        redis::parse_redis_value(whole).unwrap();
+        for length in 1..whole.len() {
+            let error = redis::parse_redis_value(&whole[..length]).unwrap_err();
+            assert_eq!(judge(&error), open(Transient, "the connection was lost"), "{error:?}");
+        }
+        let error = redis::parse_redis_value(b"?nonsense\r\n").unwrap_err();
+        assert_eq!(judge(&error).kind, Protocol, "{error:?}");
     }
 
     #[test]
