@@ -24,7 +24,7 @@ use self::world::World;
 pub enum Weather {
     /// Requests and replies take their time, and that is all.
     Calm,
-    /// Requests, replies and wake-ups are lost.
+    /// Requests, replies and wake-ups are lost, and locks are said to be lost that are not.
     Lossy,
     /// As [`Lossy`](Self::Lossy), and some requests hang for much longer than anybody waits, or arrive twice.
     Stormy,

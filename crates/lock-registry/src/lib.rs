@@ -42,9 +42,9 @@ pub use registry_core::{
     Attempt, BackendError, BackendErrorKind, Busy, Capabilities, Claim, ClaimId, ClaimMode,
     CloseReport, ConfigError, DistributedLock, Executed, FencingToken, Finding, Grant,
     GuaranteeClass, Holder, InvalidKey, InvalidOption, Key, LockBackend, LockError, LockEvent,
-    LockGuard, LockOptions, LockRegistry, LockRegistryExt, LostReason, MemoryBackend, Observer,
-    Owner, PassThroughBackend, Reach, Registry, RegistryBuilder, Release, Renewal, RoutingRegistry,
-    Severity,
+    LockGuard, LockOptions, LockRegistry, LockRegistryExt, LossHints, LostReason, MemoryBackend,
+    Observer, Owner, PassThroughBackend, Reach, Registry, RegistryBuilder, Release, Renewal,
+    RoutingRegistry, Severity,
 };
 #[cfg(feature = "sqlite")]
 pub use registry_jdbc::{Fence, FenceError, SqliteBackend, SqliteConfig, sqlx};

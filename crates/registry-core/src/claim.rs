@@ -51,7 +51,7 @@ impl<'a> Contender<'a> {
         turn.slot().engine().contending.enter();
         Self {
             terms,
-            news_then: turn.slot().news(),
+            news_then: NewsMark::default(),
             parts: Some((turn, claim)),
             in_flight: None,
             stray_attempts: 0,

@@ -327,7 +327,7 @@ impl HeldClaim {
     pub(crate) fn hear(self: &Arc<Self>, now: Moment) {
         let mut state = self.state();
         // One that is ending may yet be handed over; see there.
-        if state.lease.heard() && state.phase == Phase::Held {
+        if state.lease.heard(now) && state.phase == Phase::Held {
             self.unseat(&mut state);
             self.seat(&mut state, now);
         }
@@ -419,10 +419,8 @@ impl HeldClaim {
             if state.phase != Phase::Held {
                 return;
             }
-            // Some dozen tries fit into the two thirds of the lease that are left; the jitter keeps the
-            // clients of a store that has just come back from all asking at once.
-            let pause = (state.lease.length() / 20).min(Duration::from_secs(1));
-            let pause = pause.mul_f64(0.5 + fastrand::f64() / 2.0);
+            // The jitter keeps the clients of a store that has just come back from all asking at once.
+            let pause = state.lease.retry_pause().mul_f64(0.5 + fastrand::f64() / 2.0);
             let is_renewal = state.lease.request_failed(sent_at, now, pause);
             self.unseat(&mut state);
             self.seat(&mut state, now);

@@ -1,7 +1,7 @@
 //! How a store that hears of changes by itself has held claims looked after at once. Knows keys only, and decides nothing: the
 //! keeper looks, and `lease` says when.
 
-use std::collections::HashSet;
+use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError, Weak};
 
@@ -15,14 +15,15 @@ use crate::key::Key;
 /// keeps it alive. Calls are cheap, wait for nothing and never panic. They may come from any thread, inside or outside a
 /// runtime, at any rate.
 ///
-/// A hint decides nothing. The registry looks after the claim: it renews it, whenever the next renewal is due. The lock is lost if the
-/// store answers that it is gone, and otherwise goes on as it was. A claim that is not renewed, because its
-/// holder does not want that or it has reached its `max_hold`, is looked after by a renewal for as little time as the store
-/// takes, which does not make its lease longer. So a hint too many costs a renewal, and one too few costs the time until the next.
+/// A hint decides nothing: what the store answers to the look that follows does. A look is a renewal, before its time. The lock is lost
+/// if the answer is that the claim is gone, and otherwise goes on as it was. A claim that is not to be renewed, because its holder does
+/// not want that or it has reached its `max_hold`, is looked after by asking for as little time as the store takes, which does
+/// not make its lease longer. So a hint too many costs a renewal, and one too few the time until the next.
 ///
-/// Hints that come while the store is being asked about a claim are answered by one more look after that. Looks at one claim are
-/// at least 10 ms apart, and wait as renewals do when the store fails. Hints for keys that this registry does not hold cost next
-/// to nothing; one for a key whose grant is on its way is remembered.
+/// There is one look at a time: hints that come during it lead to one more when it is answered. Looks at one claim are at least 10 ms
+/// apart; where hints never end, further and further, up to a second or a twentieth of the lease. If the store fails they are
+/// repeated as rarely as renewals are. A hint for a key that this registry does not hold costs next to nothing; if the grant is
+/// on its way just then, it is looked after when it has come.
 ///
 /// # Examples
 /// ```
@@ -108,7 +109,8 @@ struct Letters {
 pub(crate) enum News {
     #[default]
     None,
-    Of(HashSet<Key>),
+    /// In an order of their own, so that a simulation goes the same way each time.
+    Of(BTreeSet<Key>),
     OfAll,
 }
 
@@ -121,7 +123,7 @@ impl Inbox {
         }
         match &mut letters.news {
             news @ News::None => {
-                *news = News::Of(HashSet::from([key.clone()]));
+                *news = News::Of(BTreeSet::from([key.clone()]));
                 true
             }
             News::Of(keys) => {
@@ -161,7 +163,7 @@ impl Inbox {
 }
 
 /// How much has been heard of one key. Two marks that differ were taken before and after a hint.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct NewsMark {
     pub(crate) of_key: u32,
     pub(crate) of_all: u32,

@@ -44,19 +44,16 @@ pub(crate) struct Lease {
     cap: Option<Moment>,
     /// Renewals in a row that were sent and not answered.
     unanswered: u32,
-    doubt: Doubt,
     /// Looks in a row that were sent and not answered. Counted apart from renewals: a hint must not use up their tries.
     unanswered_looks: u32,
-    /// The keeper's last request about this lease.
-    last_request: Option<Request>,
-    /// Until then no request is sent: one is being waited for, or has failed, or has only just been answered.
+    /// Looks in a row that were called for before it was time for another.
+    restless: u32,
+    doubt: Doubt,
+    last_is_look: bool,
+    /// When the keeper's last request left.
+    last_sent_at: Moment,
+    /// No request is sent: one is being waited for, or has failed, or has only just been answered.
     quiet: Pause,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Request {
-    sent_at: Moment,
-    is_look: bool,
 }
 
 /// Whether the claim may have ended without our knowledge, as far as the store tells by itself.
@@ -70,20 +67,22 @@ enum Doubt {
     Asked,
 }
 
-/// A span of time in which nothing is asked. It may be cut short a little, so that much is asked together.
+/// A time in which nothing is asked. It may be cut short a little, so that much is asked together.
 #[derive(Debug, Clone, Copy)]
 struct Pause {
     until: Moment,
-    early: Duration,
+    at_least_until: Moment,
 }
 
 impl Pause {
+    const NONE: Self = Self { until: Moment::PAST, at_least_until: Moment::PAST };
+
     fn starting(now: Moment, span: Duration) -> Self {
-        Self { until: now.after(span), early: TOGETHER.min(span / 2) }
+        Self { until: now.after(span), at_least_until: now.after(span - TOGETHER.min(span / 2)) }
     }
 
     fn lasts(&self, now: Moment) -> bool {
-        now.after(self.early) < self.until
+        now < self.at_least_until
     }
 }
 
@@ -102,10 +101,12 @@ impl Lease {
             renew_at: Moment::PAST,
             cap: terms.max_hold.map(|max| sent_at.after(max)),
             unanswered: 0,
-            doubt: Doubt::None,
             unanswered_looks: 0,
-            last_request: None,
-            quiet: Pause { until: Moment::PAST, early: Duration::ZERO },
+            restless: 0,
+            doubt: Doubt::None,
+            last_is_look: false,
+            last_sent_at: Moment::PAST,
+            quiet: Pause::NONE,
         };
         lease.extend(counted_from, granted);
         lease
@@ -198,12 +199,16 @@ impl Lease {
         if self.doubt == Doubt::Heard {
             self.doubt = Doubt::Asked;
         }
-        self.last_request = Some(Request { sent_at: now, is_look });
+        self.last_is_look = is_look;
+        self.last_sent_at = now;
         self.quiet = Pause::starting(now, answer_limit);
     }
 
     /// Notes that the store has told of a change by itself. True if that is new.
-    pub(crate) fn heard(&mut self) -> bool {
+    pub(crate) fn heard(&mut self, now: Moment) -> bool {
+        if self.doubt == Doubt::None && !self.quiet.lasts(now) {
+            self.restless = 0;
+        }
         let before = std::mem::replace(&mut self.doubt, Doubt::Heard);
         before != Doubt::Heard
     }
@@ -218,13 +223,27 @@ impl Lease {
     pub(crate) fn confirmed(&mut self, sent_at: Moment) -> bool {
         self.unanswered_looks = 0;
         // The answer to an older request says nothing about what was heard since.
-        if self.last_request.is_some_and(|last| last.sent_at == sent_at) {
+        if sent_at == self.last_sent_at {
+            self.quiet = Pause::starting(sent_at, self.looks_apart());
+            if self.doubt != Doubt::None {
+                self.restless = self.restless.saturating_add(1);
+            }
             if self.doubt == Doubt::Asked {
                 self.doubt = Doubt::None;
             }
-            self.quiet = Pause::starting(sent_at, LOOKS_APART);
         }
         self.terms.renews
+    }
+
+    /// How far apart looks are: further, the more of them were for nothing.
+    fn looks_apart(&self) -> Duration {
+        let longest = self.retry_pause().max(LOOKS_APART);
+        LOOKS_APART.saturating_mul(1 << self.restless.min(6)).min(longest)
+    }
+
+    /// How long nothing is asked after a failure. Some dozen tries fit into the two thirds of the lease that are left then.
+    pub(crate) fn retry_pause(&self) -> Duration {
+        (self.length() / 20).min(Duration::from_secs(1))
     }
 
     /// Notes that the renewal sent at `sent_at` was answered with `granted` more time.
@@ -241,7 +260,7 @@ impl Lease {
         self.unanswered_looks = 0;
         self.quiet = Pause::starting(now, pause);
         // A look that fails does not bring renewals forward.
-        if self.last_request != Some(Request { sent_at, is_look: true }) {
+        if !self.last_is_look || sent_at != self.last_sent_at {
             self.renew_at = self.quiet.until;
         }
         self.terms.renews
@@ -273,8 +292,8 @@ pub(crate) fn covering(span: Duration) -> Duration {
 /// A renewal may start this much early, so that claims that are due at about the same time are renewed in one call.
 pub(crate) const TOGETHER: Duration = Duration::from_millis(10);
 
-/// A claim is not asked about again sooner than this because of news, less [`TOGETHER`]: a store that takes our own renewals for
-/// news must not keep us asking.
+/// A claim is not looked after again sooner than this, less [`TOGETHER`], and later the longer news goes on without pause: a store
+/// that takes our own renewals for news must not keep us asking.
 const LOOKS_APART: Duration = Duration::from_millis(20);
 
 /// A store that swallows this many renewals in a row is not asked again before one of them is answered.
@@ -349,5 +368,67 @@ mod tests {
         }
         assert_eq!(asked, UNANSWERED_MAX);
         assert_eq!(lease.due(now), Due::At(lease.valid_until()));
+    }
+
+    #[test]
+    fn a_failed_request_is_not_repeated_at_once_however_short_the_lease() {
+        let length = Duration::from_millis(100);
+        let terms = LeaseTerms { length, ..TERMS };
+        let sent = Moment::from_bits(0);
+        let mut lease = Lease::granted(terms, sent, length, sent);
+        let first = sent.after(length / 3);
+        assert_eq!(lease.due(first), Due::Renew(length));
+        lease.renewal_sent(first, length / 6);
+        lease.request_failed(first, first, lease.retry_pause());
+        assert_eq!(lease.due(first), Due::At(first.after(length / 20)));
+        assert_eq!(lease.due(first.after(length / 20)), Due::Renew(length));
+    }
+
+    #[test]
+    fn news_is_looked_into_at_once_and_renewals_go_on_as_before() {
+        let sent = Moment::from_bits(0);
+        let mut lease = Lease::granted(TERMS, sent, secs(30), sent);
+        let now = sent.after(secs(1));
+        assert!(lease.heard(now) && !lease.heard(now));
+        assert_eq!(lease.due(now), Due::Look(secs(30)));
+        lease.look_sent(now, secs(3));
+        assert_eq!(lease.due(now), Due::At(now.after(secs(3))), "the answer is waited for");
+        let failed_at = now.after(secs(2));
+        lease.request_failed(now, failed_at, secs(1));
+        assert_eq!(lease.due(failed_at), Due::At(failed_at.after(secs(1))));
+        let now = failed_at.after(secs(1));
+        assert_eq!(lease.due(now), Due::Look(secs(30)), "it is asked until it is answered");
+        lease.look_sent(now, secs(3));
+        assert!(lease.confirmed(now) && !lease.is_in_doubt());
+        assert_eq!(lease.due(now), Due::At(sent.after(secs(10))), "a look is no renewal");
+    }
+
+    #[test]
+    fn an_answer_to_an_older_request_settles_no_doubt() {
+        let sent = Moment::from_bits(0);
+        let mut lease = Lease::granted(TERMS, sent, secs(30), sent);
+        lease.renewal_sent(sent.after(secs(10)), secs(3));
+        lease.renewal_sent(sent.after(secs(13)), secs(3));
+        lease.heard(sent.after(secs(14)));
+        lease.renewal_sent(sent.after(secs(16)), secs(3));
+        lease.confirmed(sent.after(secs(13)));
+        assert!(lease.is_in_doubt());
+        lease.confirmed(sent.after(secs(16)));
+        assert!(!lease.is_in_doubt());
+    }
+
+    #[test]
+    fn what_is_not_renewed_is_looked_after_without_being_made_longer() {
+        let sent = Moment::from_bits(0);
+        let fixed = LeaseTerms { renews: false, ..TERMS };
+        let capped = LeaseTerms { max_hold: Some(secs(20)), ..TERMS };
+        for terms in [fixed, capped] {
+            let mut lease = Lease::granted(terms, sent, secs(30), sent);
+            lease.heard(sent);
+            assert_eq!(lease.due(sent), Due::Look(SHORTEST));
+            let end = lease.valid_until();
+            let near = Moment::from_bits(end.to_bits() - 50_000_000);
+            assert_eq!(lease.due(near), Due::At(end), "the look would reach beyond the end");
+        }
     }
 }

@@ -44,7 +44,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     // ANCHOR_END: use
 
     let guard = registry.obtain("orders/42").lock().await?;
-    // An operator breaks the lock. Its holder learns of it at its next renewal.
+    // An operator breaks the lock, and its holder asks whether it is still held.
     registry.force_release("orders/42").await?;
     let told = guard.renew(Duration::from_secs(30)).await.is_err();
     println!("told: {told}, losses counted: {}", alarm.lost.load(Ordering::Relaxed));

@@ -4,6 +4,7 @@ use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use async_trait::async_trait;
+use fastrand::Rng;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, Finding, Holder, InvalidKey, Key,
     LockBackend, LockEvent, LossHints, Observer, Release, Renewal,
@@ -17,6 +18,14 @@ pub(super) struct Probe {
     inner: Arc<dyn LockBackend>,
     calm: bool,
     seen: Mutex<Seen>,
+    rumours: Mutex<Rumours>,
+}
+
+/// What the store says of losses, right or wrong. Some of it is the echo of what this process does itself.
+#[derive(Debug)]
+struct Rumours {
+    chance: Rng,
+    registry: Option<LossHints>,
 }
 
 #[derive(Debug, Default)]
@@ -32,8 +41,24 @@ struct Seen {
 }
 
 impl Probe {
-    pub(super) fn new(inner: Arc<dyn LockBackend>, weather: Weather) -> Arc<Self> {
-        Arc::new(Self { inner, calm: weather == Weather::Calm, seen: Mutex::default() })
+    pub(super) fn new(inner: Arc<dyn LockBackend>, weather: Weather, chance: Rng) -> Arc<Self> {
+        Arc::new(Self {
+            inner,
+            calm: weather == Weather::Calm,
+            seen: Mutex::default(),
+            rumours: Mutex::new(Rumours { chance, registry: None }),
+        })
+    }
+
+    /// Perhaps says that something has happened to `key`, or to any.
+    fn gossip(&self, key: &Key) {
+        let mut rumours = self.rumours.lock().unwrap_or_else(PoisonError::into_inner);
+        let chance = rumours.chance.u8(..);
+        match &rumours.registry {
+            Some(registry) if !self.calm && chance < 20 => registry.look_at(key),
+            Some(registry) if !self.calm && chance == 20 => registry.look_at_all(),
+            _ => {}
+        }
     }
 
     fn seen(&self) -> MutexGuard<'_, Seen> {
@@ -93,14 +118,19 @@ impl LockBackend for Probe {
                 "I8: a process contends for {key:?} before its release was answered"
             );
         }
+        self.gossip(key);
         let answer = self.inner.try_acquire(claim).await;
+        self.gossip(key);
         let mut seen = self.seen();
         *seen.asking.entry(key.clone()).or_default() -= 1;
         answer
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
-        self.inner.renew(claims).await
+        claims.iter().for_each(|claim| self.gossip(claim.key()));
+        let answers = self.inner.renew(claims).await;
+        claims.iter().for_each(|claim| self.gossip(claim.key()));
+        answers
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
@@ -116,7 +146,9 @@ impl LockBackend for Probe {
             }
             tracked
         };
+        self.gossip(key);
         let answer = self.inner.release(claim).await;
+        self.gossip(key);
         if tracked {
             *self.seen().releasing.entry(key.clone()).or_default() -= 1;
         }
@@ -128,6 +160,9 @@ impl LockBackend for Probe {
     }
 
     fn tell_losses(&self, hints: LossHints) {
+        let mut rumours = self.rumours.lock().unwrap_or_else(PoisonError::into_inner);
+        rumours.registry = Some(hints.clone());
+        drop(rumours);
         self.inner.tell_losses(hints);
     }
 

@@ -85,7 +85,7 @@ impl World {
                 let faults = faults(weather, seed.stream(100 + process).u64(..));
                 let network = Arc::new(FaultyBackend::new(Arc::new(store.clone()), faults));
                 let wired: Arc<FaultyBackend> = Arc::clone(&network);
-                let probe = Probe::new(wired, weather);
+                let probe = Probe::new(wired, weather, seed.stream(200 + process));
                 let registry = Registry::builder(Arc::clone(&probe) as _)
                     .observer(Arc::clone(&probe) as _)
                     .handoff(handoffs)
