@@ -1,0 +1,545 @@
+//! What a store tells by itself of a lock that was taken away: heard at once, looked into as often as makes sense, and no
+//! reason for anything else.
+
+#![expect(
+    clippy::unwrap_used,
+    clippy::disallowed_methods,
+    reason = "a test may panic, and keeps its tasks itself"
+)]
+
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use registry_core::{
+    Attempt, BackendError, Capabilities, Claim, Holder, Key, LockBackend, LockError, LockOptions,
+    LockRegistry, LossHints, LostReason, MemoryBackend, Registry, Release, Renewal,
+};
+use tokio::sync::Semaphore;
+use tokio::time::{Instant, sleep, timeout};
+
+/// A store whose hints are the test's, and whose answers can be held back or be errors.
+#[derive(Debug)]
+struct Store {
+    inner: MemoryBackend,
+    hints: Mutex<Vec<LossHints>>,
+    /// What was asked for in each call to renew.
+    renewals: Mutex<Vec<Vec<Duration>>>,
+    /// Answers to renewals, and to attempts, wait for a permit after the store has done its part.
+    renew_answers: Semaphore,
+    acquire_answers: Semaphore,
+    renewals_fail: AtomicBool,
+    /// Renewals are swallowed.
+    is_mute: AtomicBool,
+    /// Renewals that have not been answered.
+    in_flight: AtomicU32,
+}
+
+impl Store {
+    fn new() -> Arc<Self> {
+        Arc::new(Self {
+            inner: MemoryBackend::new(),
+            hints: Mutex::default(),
+            renewals: Mutex::default(),
+            renew_answers: Semaphore::new(Semaphore::MAX_PERMITS),
+            acquire_answers: Semaphore::new(Semaphore::MAX_PERMITS),
+            renewals_fail: false.into(),
+            is_mute: false.into(),
+            in_flight: 0.into(),
+        })
+    }
+
+    fn registry(self: &Arc<Self>) -> Registry {
+        Registry::builder(Arc::clone(self) as _).build().unwrap()
+    }
+
+    fn hints(&self) -> LossHints {
+        self.hints.lock().unwrap().last().unwrap().clone()
+    }
+
+    fn hint(&self, name: &str) {
+        self.hints().look_at(&key(name));
+    }
+
+    /// Breaks a lock, of which nobody is told.
+    async fn breaks(&self, name: &str) {
+        assert_eq!(self.inner.force_release(&key(name)).await.unwrap(), Release::Freed);
+    }
+
+    async fn holder(&self, name: &str) -> Holder {
+        self.inner.inspect(&key(name)).await.unwrap().unwrap()
+    }
+
+    fn renewals(&self) -> usize {
+        self.renewals.lock().unwrap().len()
+    }
+
+    /// Holds answers back from here on.
+    fn hold_back(answers: &Semaphore) {
+        answers.forget_permits(Semaphore::MAX_PERMITS);
+    }
+
+    async fn answer(answers: &Semaphore) {
+        answers.acquire().await.unwrap().forget();
+        // Those that nobody holds back are not used up.
+        if answers.available_permits() > 1_000 {
+            answers.add_permits(1);
+        }
+    }
+}
+
+#[async_trait]
+impl LockBackend for Store {
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
+    }
+
+    async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        let answer = self.inner.try_acquire(claim).await;
+        Self::answer(&self.acquire_answers).await;
+        answer
+    }
+
+    async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
+        self.renewals.lock().unwrap().push(claims.iter().map(Claim::lease).collect());
+        self.in_flight.fetch_add(1, Ordering::Relaxed);
+        if self.is_mute.load(Ordering::Relaxed) {
+            std::future::pending::<()>().await;
+        }
+        let answers = self.inner.renew(claims).await;
+        Self::answer(&self.renew_answers).await;
+        self.in_flight.fetch_sub(1, Ordering::Relaxed);
+        if self.renewals_fail.load(Ordering::Relaxed) {
+            return claims.iter().map(|_| Err(BackendError::transient("no connection"))).collect();
+        }
+        answers
+    }
+
+    async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+        self.inner.release(claim).await
+    }
+
+    fn tell_losses(&self, hints: LossHints) {
+        assert!(hints.is_live());
+        self.hints.lock().unwrap().push(hints);
+    }
+}
+
+fn key(name: &str) -> Key {
+    Key::new(name).unwrap()
+}
+
+fn ms(ms: u64) -> Duration {
+    Duration::from_millis(ms)
+}
+
+fn fixed() -> LockOptions {
+    LockOptions::new().renew(false)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hint_tells_the_holder_of_a_loss_at_once() {
+    let store = Store::new();
+    let guard = store.registry().obtain("k").lock().await.unwrap();
+    store.breaks("k").await;
+    let broken_at = Instant::now();
+    store.hint("k");
+    assert_eq!(guard.lost().await, LostReason::Gone);
+    assert_eq!(broken_at.elapsed(), Duration::ZERO);
+    assert!(matches!(guard.unlock().await, Err(LockError::Lost { .. })));
+    assert_eq!(store.renewals(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hint_for_nothing_costs_a_renewal_and_nothing_else() {
+    let store = Store::new();
+    let registry = store.registry();
+    let guard = registry.obtain("k").lock().await.unwrap();
+    store.hint("k");
+    store.hint("not held");
+    sleep(ms(1)).await;
+    assert!(guard.is_held());
+    assert_eq!(store.renewals(), 1);
+    assert_eq!(registry.slots(), 1);
+    // A third of the lease after the look, as after any renewal.
+    sleep(ms(9_900)).await;
+    assert_eq!(store.renewals(), 1);
+    sleep(ms(200)).await;
+    assert_eq!(store.renewals(), 2);
+    guard.unlock().await.unwrap();
+    store.hint("k");
+    store.hints().look_at_all();
+    sleep(ms(60_000)).await;
+    assert_eq!(store.renewals(), 2, "nothing is held");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hint_during_a_renewal_is_followed_by_another_look() {
+    let store = Store::new();
+    let guard = store.registry().obtain("k").lock().await.unwrap();
+    Store::hold_back(&store.renew_answers);
+    store.hint("k");
+    sleep(ms(5)).await;
+    assert_eq!(store.in_flight.load(Ordering::Relaxed), 1);
+    // Its answer was made before.
+    store.breaks("k").await;
+    for _ in 0..1_000 {
+        store.hint("k");
+        sleep(ms(1)).await;
+        assert_eq!(store.renewals(), 1, "one at a time");
+    }
+    assert!(guard.is_held(), "nobody can know");
+    store.renew_answers.add_permits(2);
+    assert_eq!(timeout(ms(20), guard.lost()).await, Ok(LostReason::Gone));
+    assert_eq!(store.renewals(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_look_at_a_fixed_lease_makes_it_no_longer() {
+    let store = Store::new();
+    let registry = store.registry();
+    let guard = registry.obtain("k").lock_with(fixed()).await.unwrap().unwrap();
+    let (granted_at, until) = (Instant::now(), guard.valid_until());
+    let ends = granted_at + ms(30_000);
+    for _ in 0..98 {
+        store.hint("k");
+        sleep(ms(300)).await;
+        assert_eq!(Instant::now() + store.holder("k").await.lease_left.unwrap(), ends);
+        assert_eq!(guard.valid_until(), until);
+    }
+    assert_eq!(store.renewals(), 98);
+    // So near to the end a look would make the lease longer.
+    sleep(ms(200)).await;
+    store.hint("k");
+    sleep(ms(1)).await;
+    assert_eq!(store.renewals(), 98);
+    assert_eq!(guard.lost().await, LostReason::Expired);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hint_tells_the_holder_of_a_fixed_lease_of_a_loss() {
+    let store = Store::new();
+    let guard = store.registry().obtain("k").lock_with(fixed()).await.unwrap().unwrap();
+    store.breaks("k").await;
+    store.hint("k");
+    assert_eq!(timeout(ms(1), guard.lost()).await, Ok(LostReason::Gone));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_look_moves_no_max_hold() {
+    let store = Store::new();
+    let options = LockOptions::new().max_hold(ms(10_000));
+    let guard = store.registry().obtain("k").lock_with(options).await.unwrap().unwrap();
+    let (granted_at, until) = (Instant::now(), guard.valid_until());
+    for _ in 0..9 {
+        sleep(ms(1_000)).await;
+        store.hint("k");
+    }
+    assert_eq!(guard.valid_until(), until);
+    assert_eq!(guard.lost().await, LostReason::MaxHold);
+    assert_eq!(granted_at.elapsed(), ms(10_000));
+    let asked = store.renewals.lock().unwrap().concat();
+    assert_eq!(asked, vec![Capabilities::LEASE_MIN; 9]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn hints_without_end_lead_to_few_renewals() {
+    let store = Store::new();
+    let registry = store.registry();
+    let guards = [
+        registry.obtain("k").lock().await.unwrap(),
+        registry.obtain("fixed").lock_with(fixed()).await.unwrap().unwrap(),
+    ];
+    for _ in 0..10_000 {
+        store.hint("k");
+        store.hint("fixed");
+        store.hints().look_at_all();
+        sleep(ms(1)).await;
+    }
+    assert!((10..40).contains(&store.renewals()), "{} renewals", store.renewals());
+    assert!(guards.iter().all(registry_core::LockGuard::is_held));
+    // When they have come to an end, one is heard at once again.
+    sleep(ms(2_000)).await;
+    let before = store.renewals();
+    store.breaks("k").await;
+    store.hint("k");
+    assert_eq!(timeout(ms(1), guards[0].lost()).await, Ok(LostReason::Gone));
+    assert_eq!(store.renewals(), before + 1);
+}
+
+/// A store whose notices of its own renewals come back as hints must not keep the two busy.
+#[tokio::test(start_paused = true)]
+async fn a_store_that_takes_our_renewals_for_news_is_asked_now_and_then() {
+    #[derive(Debug)]
+    struct Echo(Arc<Store>);
+
+    #[async_trait]
+    impl LockBackend for Echo {
+        fn capabilities(&self) -> Capabilities {
+            self.0.capabilities()
+        }
+
+        async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+            self.0.try_acquire(claim).await
+        }
+
+        async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
+            claims.iter().for_each(|claim| self.0.hints().look_at(claim.key()));
+            self.0.renew(claims).await
+        }
+
+        async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+            self.0.release(claim).await
+        }
+
+        fn tell_losses(&self, hints: LossHints) {
+            self.0.tell_losses(hints);
+        }
+    }
+
+    let store = Store::new();
+    let registry = Registry::builder(Arc::new(Echo(Arc::clone(&store)))).build().unwrap();
+    let guard = registry.obtain("k").lock().await.unwrap();
+    sleep(ms(60_000)).await;
+    assert!((40..100).contains(&store.renewals()), "{} renewals", store.renewals());
+    guard.unlock().await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_fails_is_not_stormed_by_hints() {
+    let store = Store::new();
+    let registry = store.registry();
+    let guard = registry.obtain("k").lock().await.unwrap();
+    let fixed = registry.obtain("fixed").lock_with(fixed()).await.unwrap().unwrap();
+    store.renewals_fail.store(true, Ordering::Relaxed);
+    for _ in 0..8_000 {
+        store.hints().look_at_all();
+        sleep(ms(1)).await;
+    }
+    // Each of the two once in half a second to a second.
+    assert!((14..=34).contains(&store.renewals()), "{} renewals", store.renewals());
+    assert!(guard.is_held() && fixed.is_held(), "a failure says nothing");
+    // What was asked in vain is asked again when the store is back, hint or not.
+    store.breaks("fixed").await;
+    store.renewals_fail.store(false, Ordering::Relaxed);
+    assert_eq!(timeout(ms(1_001), fixed.lost()).await, Ok(LostReason::Gone));
+    assert!(guard.is_held());
+}
+
+/// Looks that are swallowed use up none of the tries that renewals have.
+#[tokio::test(start_paused = true)]
+async fn looks_that_stay_unanswered_cost_no_lock() {
+    for hinted in [false, true] {
+        let store = Store::new();
+        let guard = store.registry().obtain("k").lock().await.unwrap();
+        store.is_mute.store(true, Ordering::Relaxed);
+        if hinted {
+            store.hint("k");
+        }
+        sleep(ms(20_500)).await;
+        let swallowed = store.renewals();
+        assert_eq!(swallowed, if hinted { 4 + 3 } else { 4 });
+        store.is_mute.store(false, Ordering::Relaxed);
+        sleep(ms(60_000)).await;
+        assert_eq!(guard.is_held(), hinted, "hinted: {hinted}");
+    }
+}
+
+/// And they come to an end.
+#[tokio::test(start_paused = true)]
+async fn a_silent_store_is_looked_into_a_bounded_number_of_times() {
+    let store = Store::new();
+    let guard = store.registry().obtain("k").lock_with(fixed()).await.unwrap().unwrap();
+    store.is_mute.store(true, Ordering::Relaxed);
+    while guard.is_held() {
+        store.hint("k");
+        sleep(ms(100)).await;
+    }
+    assert_eq!(store.renewals(), 4);
+    assert_eq!(guard.lost().await, LostReason::Expired);
+}
+
+#[tokio::test(start_paused = true)]
+async fn after_a_gap_everything_is_looked_after_in_one_call() {
+    let store = Store::new();
+    let registry = store.registry();
+    let mut guards = Vec::new();
+    for n in 0..50 {
+        guards.push(registry.obtain(&format!("k{n}")).lock().await.unwrap());
+        sleep(ms(1)).await;
+    }
+    store.breaks("k7").await;
+    store.breaks("k31").await;
+    store.hints().look_at_all();
+    sleep(ms(1)).await;
+    let lost: Vec<_> = guards.iter().filter(|guard| !guard.is_held()).map(|g| g.key()).collect();
+    assert_eq!(lost, ["k7", "k31"]);
+    assert_eq!(store.renewals(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hint_for_a_grant_on_its_way_is_remembered() {
+    for all in [false, true] {
+        let store = Store::new();
+        let registry = store.registry();
+        Store::hold_back(&store.acquire_answers);
+        // What was heard before the request is older than the grant.
+        store.hint("k");
+        let lock = registry.obtain("k");
+        let granted = tokio::spawn(async move { lock.lock().await.unwrap() });
+        sleep(ms(1)).await;
+        store.breaks("k").await;
+        if all {
+            store.hints().look_at_all();
+        } else {
+            store.hint("k");
+        }
+        sleep(ms(1)).await;
+        store.acquire_answers.add_permits(1);
+        let guard = granted.await.unwrap();
+        assert_eq!(timeout(ms(1), guard.lost()).await, Ok(LostReason::Gone), "all: {all}");
+        assert_eq!(store.renewals(), 1);
+        // The next grant is not under suspicion.
+        store.acquire_answers.add_permits(1);
+        let next = registry.obtain("k").lock().await.unwrap();
+        sleep(ms(1_000)).await;
+        assert!(next.is_held());
+        assert_eq!(store.renewals(), 1);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lock_in_doubt_is_not_handed_over() {
+    let store = Store::new();
+    let registry = store.registry();
+    let first = registry.obtain("k").lock().await.unwrap();
+    let token = first.fencing_token().unwrap();
+    let second = tokio::spawn({
+        let lock = registry.obtain("k");
+        async move { lock.lock().await.unwrap() }
+    });
+    Store::hold_back(&store.renew_answers);
+    store.breaks("k").await;
+    store.hint("k");
+    sleep(ms(1)).await;
+    assert!(matches!(first.unlock().await, Err(LockError::Lost { .. })));
+    let second = second.await.unwrap();
+    assert!(second.fencing_token().unwrap() > token.checked_add(1).unwrap(), "granted anew");
+    store.renew_answers.add_permits(1);
+    sleep(ms(10)).await;
+    assert!(second.is_held(), "the answer was about the claim before");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_hint_that_comes_while_letting_go_does_no_harm() {
+    let store = Store::new();
+    let registry = store.registry();
+    for _ in 0..100 {
+        let guard = registry.obtain("k").lock().await.unwrap();
+        store.hint("k");
+        guard.unlock().await.unwrap();
+        store.hint("k");
+    }
+    registry.idle().await;
+    sleep(ms(1)).await;
+    assert_eq!((registry.held(), registry.slots(), store.inner.records()), (0, 0, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_closed_registry_does_not_listen() {
+    let store = Store::new();
+    let registry = store.registry();
+    let guard = registry.obtain("k").lock().await.unwrap();
+    let hints = store.hints();
+    assert!(hints.is_live());
+    let other = hints.clone();
+    let report = registry.close(ms(10)).await;
+    assert_eq!(report.lost, 1);
+    assert!(!hints.is_live() && !other.is_live());
+    hints.look_at(&key("k"));
+    other.look_at_all();
+    sleep(ms(60_000)).await;
+    assert_eq!(store.renewals(), 0);
+    drop(guard);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_handle_keeps_no_registry_alive() {
+    let store = Store::new();
+    let registry = store.registry();
+    let hints = store.hints();
+    let guard = registry.obtain("k").lock().await.unwrap();
+    drop(registry);
+    store.breaks("k").await;
+    hints.look_at_all();
+    assert_eq!(guard.lost().await, LostReason::Gone, "a guard keeps it");
+    drop(guard);
+    sleep(ms(1)).await;
+    assert!(!hints.is_live());
+    hints.look_at(&key("k"));
+    assert_eq!(Arc::strong_count(&store), 1);
+}
+
+#[test]
+fn a_registry_whose_runtime_is_gone_does_not_listen() {
+    let store = Store::new();
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    let registry = {
+        let _inside = runtime.enter();
+        store.registry()
+    };
+    let hints = store.hints();
+    assert!(hints.is_live());
+    let _guard = runtime.block_on(registry.obtain("k").lock()).unwrap();
+    drop(runtime);
+    assert!(!hints.is_live());
+    hints.look_at(&key("k"));
+    hints.look_at_all();
+}
+
+/// Real time, real threads: hints come faster than anything can be done about them.
+#[test]
+fn hints_from_another_thread_without_a_runtime_hold_nobody_up() {
+    let store = Store::new();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+    let done = Arc::new(AtomicBool::new(false));
+    runtime.block_on(async {
+        let registry = store.registry();
+        let guard = registry.obtain("k").lock().await.unwrap();
+        let hints = store.hints();
+        let thread = std::thread::spawn({
+            let done = Arc::clone(&done);
+            move || {
+                while !done.load(Ordering::Relaxed) {
+                    hints.look_at(&key("k"));
+                    hints.look_at_all();
+                }
+                hints.is_live()
+            }
+        });
+        // Everything else goes on on the thread of the keeper.
+        for n in 0..200 {
+            registry.obtain(&format!("other{n}")).lock().await.unwrap().unlock().await.unwrap();
+            sleep(ms(1)).await;
+        }
+        assert!(guard.is_held());
+        store.breaks("k").await;
+        let lost = timeout(Duration::from_secs(20), guard.lost()).await;
+        done.store(true, Ordering::Relaxed);
+        assert_eq!(lost, Ok(LostReason::Gone));
+        assert!(thread.join().unwrap());
+    });
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_in_process_store_tells_of_locks_that_are_broken() {
+    let store = MemoryBackend::new();
+    let open = || Registry::builder(Arc::new(store.clone())).build().unwrap();
+    let (ours, theirs) = (open(), open());
+    let guard = ours.obtain("k").lock().await.unwrap();
+    let lost = guard.lost();
+    assert!(theirs.force_release("k").await.unwrap());
+    assert_eq!(timeout(ms(1), lost).await, Ok(LostReason::Gone));
+    assert!(ours.capabilities().tells_losses);
+}
