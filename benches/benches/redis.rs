@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::future::join_all;
 use redis::Script;
 use redis::aio::MultiplexedConnection;
 use registry_core::{LockRegistry, Registry};
@@ -23,21 +24,17 @@ fn main() {
         let connection = connection(&server).await;
         let script = |body: &str| Script::new(&format!("{LAYOUT}\n{body}"));
         let (acquire, release) = (script(ACQUIRE), script(RELEASE));
-        let scripts = async || {
+        let pair = async |key: &str| {
             let mut connection = connection.clone();
             let owner = "000102030405060708090a0b0c0d0e0f";
-            let mut call = acquire.key("bare:{orders/42}");
-            call.key("bare:{orders/42}:token")
-                .arg(owner)
-                .arg(30_000)
-                .arg(33)
-                .arg(86_400_000)
-                .arg("");
+            let (name, token) = (format!("bare:{{{key}}}"), format!("bare:{{{key}}}:token"));
+            let mut call = acquire.key(&name);
+            call.key(token).arg(owner).arg(30_000).arg(33).arg(86_400_000).arg("");
             let (granted, _token, _lease): (i64, String, i64) =
                 call.invoke_async(&mut connection).await.unwrap();
             assert_eq!(granted, 1);
-            let mut call = release.key("bare:{orders/42}");
-            call.arg(owner).arg("PUBLISH").arg("0").arg("bare:{orders/42}");
+            let mut call = release.key(&name);
+            call.arg(owner).arg("PUBLISH").arg("0").arg(&name);
             let freed: i64 = call.invoke_async(&mut connection).await.unwrap();
             assert_eq!(freed, 1);
         };
@@ -47,7 +44,20 @@ fn main() {
         let lock = registry.obtain("orders/42");
         let ours = async || lock.lock().await.unwrap().unlock().await.unwrap();
         let group = "uncontended pair on Redis";
-        lock_registry_benches::in_turns(group, scripts, "lock and unlock", ours).await;
+        let bare = async || pair("orders/42").await;
+        lock_registry_benches::in_turns(group, bare, "lock and unlock", ours).await;
+
+        // As many at once as a busy service has.
+        let keys: Vec<String> = (0..64).map(|key| format!("orders/{key}")).collect();
+        let locks: Vec<_> = keys.iter().map(|key| registry.obtain(key)).collect();
+        let bare = async || _ = join_all(keys.iter().map(|key| pair(key))).await;
+        let ours = async || {
+            let pairs =
+                locks.iter().map(async |lock| lock.lock().await.unwrap().unlock().await.unwrap());
+            join_all(pairs).await;
+        };
+        let group = "64 uncontended pairs at once on Redis";
+        lock_registry_benches::in_turns(group, bare, "lock and unlock", ours).await;
         registry.close(Duration::from_secs(1)).await;
     });
 }
