@@ -9,6 +9,7 @@ use crate::clock::Moment;
 use crate::engine::{Engine, backoff, trouble};
 use crate::error::{BackendError, LockError};
 use crate::event::LockEvent;
+use crate::fencing::FencingToken;
 use crate::guard::LockGuard;
 use crate::hold::Hold;
 use crate::key::Key;
@@ -92,6 +93,7 @@ impl Contest<'_> {
         let mut attempts = 0;
         let mut failures = Failures::default();
         let mut early_wakes = 0;
+        let mut last_seen = None;
         // Ends: by a grant, by the deadline, or after a lease's length of trouble. A caller without a deadline who
         // is merely told "busy" has asked to wait for ever.
         loop {
@@ -138,6 +140,11 @@ impl Contest<'_> {
                         return Ok(None);
                     }
                     let asked_at = Moment::now();
+                    let seen = Seen::of(&busy);
+                    if seen.is_news_to(last_seen.replace(seen)) {
+                        // Somebody else was faster: the hint was true.
+                        early_wakes = 0;
+                    }
                     if self.wait(contender.claim().clone(), busy).await? == Woken::Early {
                         early_wakes += 1;
                         // A store that wakes without cause must not make us a busy loop.
@@ -232,6 +239,24 @@ enum Woken {
     Early,
     /// By the poll, the holder's lease or the deadline.
     ByTime,
+}
+
+/// What a store tells of the holder, as far as it shows whether it is another one.
+#[derive(Clone, Copy)]
+struct Seen {
+    token: Option<FencingToken>,
+    left: Option<Duration>,
+}
+
+impl Seen {
+    fn of(busy: &Busy) -> Self {
+        Self { token: busy.holder.as_ref().and_then(|holder| holder.token), left: busy.retry_after }
+    }
+
+    /// Whether something has happened since `earlier`: a lease grows by a new grant, or else by a renewal, which is rare.
+    fn is_news_to(self, earlier: Option<Self>) -> bool {
+        earlier.is_none_or(|earlier| self.token != earlier.token || self.left > earlier.left)
+    }
 }
 
 /// How long after the end of the holder's lease an attempt is made.
