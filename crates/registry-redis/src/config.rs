@@ -131,6 +131,34 @@ impl Access {
     }
 }
 
+#[cfg(feature = "tls")]
+impl Access {
+    /// Refuses certificates that are none: the client would leave out what it cannot read.
+    fn check_certificates(&self) -> Result<(), &'static str> {
+        use rustls::pki_types::pem::PemObject as _;
+        use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+
+        let Some(certificates) = &self.certificates else { return Ok(()) };
+        let are_some = |pem: &[u8]| {
+            let mut read = CertificateDer::pem_slice_iter(pem).peekable();
+            read.peek().is_some() && read.all(|certificate| certificate.is_ok())
+        };
+        if certificates.root_cert.as_ref().is_some_and(|pem| !are_some(pem)) {
+            return Err(
+                "the certificates of the authorities cannot be read; they are to be in the PEM format",
+            );
+        }
+        let Some(ours) = &certificates.client_tls else { return Ok(()) };
+        if !are_some(&ours.client_cert) {
+            return Err("the client's certificate cannot be read; it is to be in the PEM format");
+        }
+        if PrivateKeyDer::from_pem_slice(&ours.client_key).is_err() {
+            return Err("the client's private key cannot be read; it is to be in the PEM format");
+        }
+        Ok(())
+    }
+}
+
 /// What the keys and values of a lock look like in the server, and so who else can contend for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
@@ -481,6 +509,8 @@ impl RedisConfig {
         if self.access.encrypted && !cfg!(feature = "tls") {
             return no("encrypted connections need the feature `tls`".to_owned());
         }
+        #[cfg(feature = "tls")]
+        self.access.check_certificates().or_else(|says| no(says.to_owned()))?;
         self.check_servers().or_else(|says| no(says.to_owned()))
     }
 

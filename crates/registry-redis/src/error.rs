@@ -5,6 +5,12 @@ use registry_core::{BackendError, BackendErrorKind};
 
 use BackendErrorKind::{Denied, Misconfigured, Protocol, Transient};
 
+/// Says that what was configured cannot work, and why.
+pub(crate) fn unusable(error: &RedisError) -> BackendError {
+    let says = "redis: the configuration cannot be used";
+    BackendError::new(Misconfigured, says).with_source(error.clone()).as_refused()
+}
+
 /// Sorts an error and says what to do about it.
 pub(crate) fn explain(error: &RedisError) -> BackendError {
     let Verdict { kind, says, refused } = judge(error);
@@ -34,12 +40,14 @@ fn judge(error: &RedisError) -> Verdict {
         ErrorKind::AuthenticationFailed => {
             refused(Denied, "the server does not take this user or password")
         }
-        ErrorKind::InvalidClientConfig => refused(Misconfigured, "the URL cannot be used"),
+        ErrorKind::InvalidClientConfig => {
+            refused(Misconfigured, "the configuration cannot be used")
+        }
         ErrorKind::Io if error.is_connection_refusal() => {
             refused(Transient, "nobody listens at this address")
         }
         ErrorKind::Io if error.is_timeout() => open(Transient, "the server did not answer in time"),
-        ErrorKind::Io => open(Transient, "the connection was lost"),
+        ErrorKind::Io => encryption(error).unwrap_or(open(Transient, "the connection was lost")),
         ErrorKind::Client | ErrorKind::ClusterConnectionNotFound => {
             refused(Transient, "there is no connection to the server")
         }
@@ -58,6 +66,24 @@ fn judge(error: &RedisError) -> Verdict {
         // What the client may add: the outcome is open, and a repetition promises nothing.
         _ => open(Protocol, "the client failed"),
     }
+}
+
+/// What has gone wrong before a connection was encrypted. The client shows the cause in its words alone.
+fn encryption(error: &RedisError) -> Option<Verdict> {
+    let text = error.to_string();
+    if text.starts_with("invalid peer certificate") {
+        return Some(refused(
+            Misconfigured,
+            "the server's certificate is not trusted; the authority that signed it can be given",
+        ));
+    }
+    let alert = text.strip_prefix("received fatal alert: ")?;
+    let ours = ["Certificate", "UnknownCA", "AccessDenied"];
+    Some(if ours.iter().any(|word| alert.contains(word)) {
+        refused(Denied, "the server does not take our certificate, or wants one")
+    } else {
+        refused(Misconfigured, "the server does not encrypt as we do")
+    })
 }
 
 fn server(kind: ServerErrorKind, named: Option<&str>) -> Verdict {

@@ -16,7 +16,7 @@ use registry_core::BackendError;
 
 use crate::config::{Address, RedisConfig, Servers};
 use crate::ears::Hearing;
-use crate::error::explain;
+use crate::error::{explain, unusable};
 use crate::rumours::Rumours;
 use crate::script::Call;
 
@@ -62,14 +62,14 @@ impl Link {
     ) -> Result<Self, BackendError> {
         let topology: Box<dyn Topology> = match &config.servers {
             Servers::Single(address) => {
-                let dial = dialler(config, address).map_err(|error| explain(&error))?;
+                let dial = dialler(config, address).map_err(|error| unusable(&error))?;
                 let node = Node::new(address.to_string(), dial, config, hearing, rumours);
                 Box::new(Single(Arc::new(node)))
             }
             Servers::Sentinel { sentinels, service } => {
                 let follower =
                     sentinel::Follower::new(config, sentinels, service, hearing, rumours);
-                Box::new(follower.map_err(|error| explain(&error))?)
+                Box::new(follower.map_err(|error| unusable(&error))?)
             }
             Servers::Cluster(members) => {
                 Box::new(cluster::Cluster::new(config, members, hearing, rumours))
@@ -86,7 +86,7 @@ impl Link {
         hearing: Hearing,
         rumours: &Rumours,
     ) -> Result<Self, BackendError> {
-        let dial = dialler(config, address).map_err(|error| explain(&error))?;
+        let dial = dialler(config, address).map_err(|error| unusable(&error))?;
         let node = Node::new(address.to_string(), dial, config, hearing, rumours);
         Ok(Self { topology: Box::new(Single(Arc::new(node))) })
     }
@@ -96,6 +96,14 @@ impl Link {
         let refused = |error: RedisError| explain(&error).as_refused();
         for node in self.topology.nodes().await.map_err(refused)? {
             node.connect().await.map_err(refused)?;
+            // A server that cannot promise what is asked for would refuse each grant.
+            node.try_durability().await.map_err(|error| {
+                if error.kind() == redis::ErrorKind::Server(redis::ServerErrorKind::ResponseError) {
+                    unusable(&error)
+                } else {
+                    refused(error)
+                }
+            })?;
         }
         Ok(())
     }

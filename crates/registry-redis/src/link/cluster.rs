@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use futures_util::stream::{FuturesUnordered, StreamExt as _};
 use redis::{ErrorKind, RedisError, RedisResult, ServerErrorKind, Value};
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinHandle;
@@ -23,6 +24,8 @@ use crate::slot::SLOTS;
 const LOOK_EACH: Duration = Duration::from_secs(10);
 /// How long a server may take to answer.
 const ANSWER_LIMIT: Duration = Duration::from_millis(500);
+/// How long the others are waited for when one has answered.
+const OTHERS_LIMIT: Duration = Duration::from_millis(50);
 /// The least pause between two rounds of questions.
 const PAUSE: Duration = Duration::from_millis(100);
 /// How long a slot that is being moved is left in peace.
@@ -41,6 +44,8 @@ struct Shared {
     nodes: Mutex<HashMap<Address, Arc<Node>>>,
     /// By slot.
     owners: RwLock<Vec<Option<Arc<Node>>>>,
+    /// Why somebody could not be asked in the last round of questions.
+    trouble: Mutex<Option<RedisError>>,
     look: Notify,
     /// Counts the rounds of questions.
     looked: watch::Sender<u64>,
@@ -60,6 +65,7 @@ impl Cluster {
             rumours: rumours.clone(),
             nodes: Mutex::default(),
             owners: RwLock::new(vec![None; SLOTS]),
+            trouble: Mutex::default(),
             look: Notify::new(),
             looked: watch::Sender::new(0),
         });
@@ -100,11 +106,11 @@ impl Topology for Cluster {
             nodes = self.shared.masters();
         }
         if nodes.is_empty() {
-            // What is wrong with the first is most likely wrong with all.
-            let Some(member) = self.shared.members.first() else { return Ok(nodes) };
-            self.shared.server(member)?.connect().await?;
+            let trouble =
+                self.shared.trouble.lock().unwrap_or_else(PoisonError::into_inner).clone();
             let down = ErrorKind::Server(ServerErrorKind::ClusterDown);
-            return Err((down, "no server is known to have any slot").into());
+            let silent = || (down, "no server is known to have any slot").into();
+            return Err(trouble.unwrap_or_else(silent));
         }
         Ok(nodes)
     }
@@ -206,21 +212,35 @@ impl Shared {
                 asked.push(node);
             }
         }
-        let question = redis::cmd("CLUSTER").arg("SLOTS").to_owned();
-        // All are asked together: the dead ones must not keep us from the living. The first answer counts.
-        let mut answers: futures_util::stream::FuturesUnordered<_> = asked
-            .iter()
-            .map(async |node| {
-                let answer = timeout(ANSWER_LIMIT, node.ask(&question)).await.ok()?.ok()?;
-                read_slots(&answer, node.name())
-            })
-            .collect();
-        while let Some(answer) = futures_util::StreamExt::next(&mut answers).await {
-            if let Some(ranges) = answer.filter(|ranges| !ranges.is_empty()) {
-                drop(answers);
-                self.learn(ranges);
-                return;
+        // All are asked together: the dead ones must not keep us from the living.
+        let mut views: FuturesUnordered<_> =
+            asked.iter().map(async |node| view(node).await).collect();
+        let mut best: Option<View> = None;
+        let mut trouble = None;
+        let mut enough = std::pin::pin!(sleep(ANSWER_LIMIT));
+        loop {
+            let heard = tokio::select! {
+                heard = views.next() => heard,
+                () = &mut enough => None,
+            };
+            match heard {
+                Some(Ok(view)) => {
+                    if best.is_none() {
+                        // One that was cut off from the others may be the first to answer, with what was true before.
+                        enough.as_mut().reset(tokio::time::Instant::now() + OTHERS_LIMIT);
+                    }
+                    if best.as_ref().is_none_or(|best| view.rank > best.rank) {
+                        best = Some(view);
+                    }
+                }
+                Some(Err(error)) => trouble = Some(error),
+                None => break,
             }
+        }
+        drop(views);
+        *self.trouble.lock().unwrap_or_else(PoisonError::into_inner) = trouble;
+        if let Some(view) = best {
+            self.learn(view.ranges);
         }
     }
 
@@ -257,6 +277,40 @@ async fn scout(shared: Arc<Shared>) {
             () = sleep(LOOK_EACH) => {}
         }
     }
+}
+
+/// What one server thinks of the cluster.
+struct View {
+    /// Whether it thinks that all is well, and how much it has heard of.
+    rank: (bool, u64),
+    ranges: Vec<Range>,
+}
+
+async fn view(node: &Node) -> RedisResult<View> {
+    let ask = async |what: &str| {
+        let question = redis::cmd("CLUSTER").arg(what).to_owned();
+        let asked = timeout(ANSWER_LIMIT, node.ask(&question)).await;
+        let timed_out = |_| Err(std::io::Error::from(std::io::ErrorKind::TimedOut).into());
+        asked.unwrap_or_else(timed_out)
+    };
+    let (slots, info) = tokio::join!(ask("SLOTS"), ask("INFO"));
+    let slots = slots.map_err(|error| {
+        if error.to_string().contains("cluster support disabled") {
+            (ErrorKind::InvalidClientConfig, "the server is part of no cluster").into()
+        } else {
+            error
+        }
+    })?;
+    let info: String = redis::from_redis_value(info?)?;
+    let value = |name: &str| info.lines().find_map(|line| line.trim().strip_prefix(name));
+    let is_well = value("cluster_state:") == Some("ok");
+    let epoch = value("cluster_current_epoch:").and_then(|epoch| epoch.parse().ok());
+    let ranges = read_slots(&slots, node.name()).unwrap_or_default();
+    if ranges.is_empty() {
+        let down = ErrorKind::Server(ServerErrorKind::ClusterDown);
+        return Err((down, "the server knows of no slots").into());
+    }
+    Ok(View { rank: (is_well, epoch.unwrap_or(0)), ranges })
 }
 
 /// Some slots and the server that has them.

@@ -116,6 +116,19 @@ impl Node {
         Ok(Durable { answer, missing: reached.unwrap_or_else(|error| Some(error.to_string())) })
     }
 
+    /// Asks for the safety that was asked for, with nothing to be made safe and no time for it.
+    pub(crate) async fn try_durability(&self) -> RedisResult<()> {
+        if !self.durability.is_wanted() {
+            return Ok(());
+        }
+        let command = if self.durability.fsync {
+            redis::cmd("WAITAOF").arg(1).arg(0).arg(1).to_owned()
+        } else {
+            redis::cmd("WAIT").arg(0).arg(1).to_owned()
+        };
+        self.commands.send(&command).await.map(drop)
+    }
+
     fn wait(&self) -> Cmd {
         let limit = u64::try_from(self.durability.limit.as_millis()).unwrap_or(u64::MAX);
         let mut command = redis::cmd(if self.durability.fsync { "WAITAOF" } else { "WAIT" });

@@ -144,7 +144,7 @@ impl Shared {
                 Ok(_) => {}
                 // What a sentinel says of its trouble is worth more than that another one is not there.
                 Err(error) if is_end(&error) => _ = trouble.get_or_insert(error),
-                Err(error) => trouble = Some(error),
+                Err(error) => trouble = Some(told_by_sentinel(error)),
             }
         }
         let no_sentinel = || (ErrorKind::Client, "there are no sentinels").into();
@@ -166,6 +166,23 @@ impl Shared {
     fn master(&self) -> std::sync::MutexGuard<'_, Option<Address>> {
         self.master.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// Says what is meant by an error that a sentinel has answered.
+fn told_by_sentinel(error: RedisError) -> RedisError {
+    let text = error.to_string();
+    let says = if text.contains("No such master") {
+        "the sentinels know no service of this name"
+    } else if text.contains("unknown command") {
+        "what is named as a sentinel is none"
+    } else if matches!(error.code(), Some("NOAUTH" | "WRONGPASS"))
+        || error.kind() == ErrorKind::AuthenticationFailed
+    {
+        return (ErrorKind::AuthenticationFailed, "a sentinel wants its own password").into();
+    } else {
+        return error;
+    };
+    (ErrorKind::InvalidClientConfig, says).into()
 }
 
 fn read_master(answer: &Value) -> RedisResult<(u64, Address)> {

@@ -12,9 +12,9 @@ use async_trait::async_trait;
 use registry_conformance::{Harness, Store};
 use registry_core::LockBackend;
 use registry_redis::{Layout, RedisBackend, RedisConfig};
-use registry_testkit::redis::{
-    RedisCluster, RedisQuorum, RedisServer, SentinelSetup, ServerOptions, TlsFolder,
-};
+use registry_testkit::redis::{RedisCluster, RedisQuorum, RedisServer, SentinelSetup};
+#[cfg(feature = "tls")]
+use registry_testkit::redis::{ServerOptions, TlsFolder};
 use shared::{Servers, keeps_its_promises};
 use tokio::sync::Mutex;
 
@@ -158,12 +158,14 @@ fn a_quorum_keeps_all_promises() {
 }
 
 /// A server that is reached by encrypted connections only, and asks each user for a password.
+#[cfg(feature = "tls")]
 #[derive(Debug)]
 struct Guarded {
     server: RedisServer,
     certificates: TlsFolder,
 }
 
+#[cfg(feature = "tls")]
 #[async_trait]
 impl Servers for Guarded {
     async fn begin() -> Self {
@@ -192,6 +194,7 @@ impl Servers for Guarded {
     }
 }
 
+#[cfg(feature = "tls")]
 #[test]
 fn an_encrypted_server_with_users_keeps_all_promises() {
     keeps_its_promises::<Guarded>(213, 8);
