@@ -109,13 +109,13 @@ impl Quorum {
 
     fn not_granted(
         &self,
-        failed: usize,
+        granted: usize,
         trouble: Option<BackendError>,
         busy: Vec<(Option<Duration>, Holder)>,
         asked_at: u64,
     ) -> Result<Contest, BackendError> {
-        // An outage must not be taken for a holder.
-        if failed > self.spare() || busy.is_empty() {
+        // An outage must not be taken for a holder: those who are not heard may be free.
+        if granted + busy.len() < self.majority() || busy.is_empty() {
             return Err(self.too_few(trouble));
         }
         Ok(busy_with(busy, asked_at))
@@ -417,8 +417,22 @@ impl<'a> Round<'a> {
         let mut busy: Vec<(Option<Duration>, Holder)> = Vec::new();
         let mut trouble: Option<BackendError> = None;
         let mut failed = 0;
-        while granted.len() < quorum.majority() && busy.len() + failed <= quorum.spare() {
-            match next_answer(&mut asked).await {
+        let mut slow = std::pin::pin!(sleep(SLOW));
+        let mut patient = true;
+        while granted.len() < quorum.majority() && failed <= quorum.spare() {
+            // It cannot be won any more; whether somebody has it or too few answer, the others may tell.
+            let open = granted.len() + busy.len() < quorum.majority();
+            if busy.len() + failed > quorum.spare() && !(open && patient) {
+                break;
+            }
+            let answer = tokio::select! {
+                answer = next_answer(&mut asked) => answer,
+                () = &mut slow, if patient => {
+                    patient = false;
+                    continue;
+                }
+            };
+            match answer {
                 Some(Ok(Answer::Granted { token, lease, settled })) => {
                     granted.push((settled, token, lease));
                 }
@@ -435,10 +449,10 @@ impl<'a> Round<'a> {
         self.kept = token.is_some_and(|(settled, _)| settled);
         let lease = granted.iter().map(|(_, _, lease)| *lease).min();
         let (Some((_, token)), Some(lease)) = (token, lease) else {
-            return quorum.not_granted(failed, trouble, busy, asked_at);
+            return quorum.not_granted(0, trouble, busy, asked_at);
         };
         if granted.len() < quorum.majority() {
-            return quorum.not_granted(failed, trouble, busy, asked_at);
+            return quorum.not_granted(granted.len(), trouble, busy, asked_at);
         }
         self.settle(token)
             .await
