@@ -1,0 +1,232 @@
+//! One server that writes all to its disk before it answers. While it keeps its data and its clock, no fault costs anything but time.
+
+use std::time::Duration;
+
+use registry_core::{LockRegistry as _, LostReason};
+use registry_redis::RedisConfig;
+use registry_testkit::clock::ClockShim;
+use registry_testkit::proxy::{FaultProxy, Mode};
+use registry_testkit::redis::{RedisServer, ServerOptions};
+use registry_testkit::within;
+use tokio::time::{Instant, sleep};
+
+use crate::contest::{Contest, Keys, LEASE, LONG, millis, registry, secs};
+use crate::elsewhere;
+
+async fn server() -> (RedisServer, RedisConfig) {
+    let server = RedisServer::start(&[]).await.unwrap();
+    let config = RedisConfig::from_url(&server.url()).unwrap();
+    (server, config)
+}
+
+#[tokio::test]
+async fn a_server_that_stands_still_for_less_than_a_lease_ends_no_hold() {
+    let (server, config) = server().await;
+    // Long enough for a machine that has other things to do as well.
+    let lease = secs(6);
+    let ways = vec![config.clone(); 3];
+    let contest = Contest::begin_with(&ways, &config, Keys::default(), lease).await;
+    for _ in 0..2 {
+        contest.goes_on().await;
+        server.pause().unwrap();
+        sleep(millis(1_500)).await;
+        server.resume().unwrap();
+    }
+    contest.goes_on().await;
+    let outcome = contest.end(&[&server]).await;
+    assert_eq!(outcome.steady_losses(), []);
+    outcome.is_flawless();
+}
+
+#[tokio::test]
+async fn a_server_that_stands_still_for_longer_than_a_lease_ends_holds_and_makes_no_second_holder()
+{
+    let (server, config) = server().await;
+    let contest = Contest::begin(&config).await;
+    for _ in 0..2 {
+        contest.goes_on().await;
+        server.pause().unwrap();
+        sleep(LEASE * 3 / 2).await;
+        server.resume().unwrap();
+    }
+    contest.goes_on().await;
+    let outcome = contest.end(&[&server]).await;
+    let losses = outcome.steady_losses();
+    assert!(losses.len() >= 6, "three holders, two times: {losses:?}");
+    assert!(losses.iter().all(|reason| *reason == LostReason::Expired), "{losses:?}");
+    outcome.is_flawless();
+}
+
+#[tokio::test]
+async fn crashes_of_a_server_that_keeps_its_data_break_no_promise() {
+    let (mut server, config) = server().await;
+    let contest = Contest::begin(&config).await;
+    for down in [Duration::ZERO, LEASE / 2, LEASE * 3 / 2] {
+        contest.goes_on().await;
+        server.kill();
+        sleep(down).await;
+        server.start_again().await.unwrap();
+    }
+    contest.goes_on().await;
+    contest.end(&[&server]).await.is_flawless();
+}
+
+/// What the server has forgotten is free, so for a moment there may be two holders: until the first one's next renewal, at which it is told.
+#[tokio::test]
+async fn a_restart_without_data_costs_exclusion_until_the_next_renewal_and_tokens_grow_on() {
+    let (mut server, config) = server().await;
+    let contest = Contest::begin(&config).await;
+    let mut windows = Vec::new();
+    for _ in 0..2 {
+        contest.goes_on().await;
+        let begin = contest.now();
+        server.kill();
+        server.lose_data().unwrap();
+        server.start_again().await.unwrap();
+        windows.push((begin, contest.after(LEASE)));
+        contest.goes_on().await;
+        let losses = contest.losses();
+        let told = losses.iter().filter(|loss| loss.at > begin && loss.key.starts_with("steady"));
+        let told = told.map(|loss| Duration::from_nanos(loss.at - begin));
+        println!("told after {:?}", told.collect::<Vec<_>>());
+    }
+    let outcome = contest.end(&[&server]).await;
+    assert!(outcome.steady_losses().len() >= 6, "three holders, two times: {:?}", outcome.losses);
+    outcome.is_flawless_but_between(&windows);
+}
+
+#[tokio::test]
+async fn forgotten_scripts_and_cut_connections_end_no_hold() {
+    let (server, config) = server().await;
+    let lease = secs(6);
+    let ways = vec![config.clone(); 3];
+    let contest = Contest::begin_with(&ways, &config, Keys::default(), lease).await;
+    for _ in 0..5 {
+        for trouble in ["SCRIPT FLUSH", "CLIENT KILL TYPE normal", "CLIENT KILL TYPE pubsub"] {
+            server.ask(trouble).await.unwrap();
+            contest.goes_on().await;
+        }
+    }
+    let outcome = contest.end(&[&server]).await;
+    assert_eq!(outcome.steady_losses(), []);
+    outcome.is_flawless();
+}
+
+#[tokio::test]
+async fn a_grant_whose_reply_was_lost_is_taken_up_or_given_back() {
+    let (server, config) = server().await;
+    let proxy = FaultProxy::start(server.addr()).unwrap();
+    let behind = RedisConfig::from_url(&format!("redis://{}", proxy.addr())).unwrap();
+    // So long that only giving back can free the key in time.
+    let (ours, theirs) = (registry(&behind, secs(600)).await, registry(&config, secs(600)).await);
+    for round in 0..20 {
+        let key = format!("reply/{round}");
+        // From here on there is a connection, over which the server knows the script.
+        ours.obtain("before").lock().await.unwrap().unlock().await.unwrap();
+        proxy.set_mode(Mode::ResetAfterRequest).await.unwrap();
+        let lock = ours.obtain(&key);
+        let taking = tokio::spawn(async move { lock.lock().await });
+        // The server has granted it, and nobody was told.
+        let held = async || server.ask(&format!("EXISTS lock-registry:{{{key}}}")).await.unwrap();
+        registry_testkit::eventually(LONG, async || held().await == ":1\r\n").await;
+        if round % 2 == 0 {
+            proxy.set_mode(Mode::Pass).await.unwrap();
+            let guard = within(LONG, taking).await.unwrap().unwrap();
+            guard.unlock().await.unwrap();
+        } else {
+            taking.abort();
+            proxy.set_mode(Mode::Pass).await.unwrap();
+        }
+        let begun = Instant::now();
+        let next = within(LONG, theirs.obtain(&key).lock()).await.unwrap();
+        println!("free after {:?}", begun.elapsed());
+        next.unlock().await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_release_whose_reply_was_lost_frees_the_key() {
+    let (server, config) = server().await;
+    let proxy = FaultProxy::start(server.addr()).unwrap();
+    let behind = RedisConfig::from_url(&format!("redis://{}", proxy.addr())).unwrap();
+    let (ours, theirs) = (registry(&behind, secs(600)).await, registry(&config, secs(600)).await);
+    // From here on the server knows the script.
+    ours.obtain("before").lock().await.unwrap().unlock().await.unwrap();
+    for round in 0..20 {
+        let key = format!("reply/{round}");
+        let guard = ours.obtain(&key).lock().await.unwrap();
+        let token = guard.fencing_token();
+        proxy.set_mode(Mode::ResetAfterRequest).await.unwrap();
+        let releasing = tokio::spawn(async move { guard.unlock().await });
+        let next = within(LONG, theirs.obtain(&key).lock()).await.unwrap();
+        assert!(next.fencing_token() > token);
+        proxy.set_mode(Mode::Pass).await.unwrap();
+        // Either it was found out that the key is free, or the question is open; never that it was lost.
+        let released = within(LONG, releasing).await.unwrap();
+        println!("{released:?}");
+        assert!(!matches!(released, Err(registry_core::LockError::Lost { .. })), "{released:?}");
+        ours.idle().await;
+        assert!(next.is_held());
+        next.renew(secs(600)).await.unwrap();
+        next.unlock().await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn replies_that_are_lost_cut_or_late_break_no_promise() {
+    let (server, config) = server().await;
+    let proxies: Vec<_> = (0..3).map(|_| FaultProxy::start(server.addr()).unwrap()).collect();
+    let behind =
+        |proxy: &FaultProxy| RedisConfig::from_url(&format!("redis://{}", proxy.addr())).unwrap();
+    let ways: Vec<_> = proxies.iter().map(behind).collect();
+    let contest = Contest::begin_with(&ways, &config, Keys::default(), LEASE).await;
+    let faults = [
+        Mode::ResetAfterRequest,
+        Mode::CutAfter { reply_bytes: 40 },
+        Mode::DropReplies,
+        Mode::HoldReplies,
+        Mode::BlackHole,
+        Mode::HalfClose,
+        Mode::Refuse,
+        Mode::Delay(millis(100)),
+    ];
+    for (number, fault) in faults.into_iter().enumerate() {
+        let proxy = &proxies[number % proxies.len()];
+        contest.goes_on().await;
+        proxy.set_mode(fault).await.unwrap();
+        if fault == Mode::Refuse {
+            proxy.cut_all().await;
+        }
+        // The others go on meanwhile.
+        contest.goes_on().await;
+        proxy.set_mode(Mode::Pass).await.unwrap();
+    }
+    contest.goes_on().await;
+    contest.end(&[&server]).await.is_flawless();
+}
+
+/// All leases are over at once for the server, and for nobody else. Holders are told at their next renewal.
+#[tokio::test]
+async fn a_server_clock_that_jumps_ahead_ends_leases_early_and_tokens_grow_on() {
+    let clock = ClockShim::new().unwrap();
+    let server = RedisServer::start_with(ServerOptions::new().clock(&clock)).await.unwrap();
+    let config = RedisConfig::from_url(&server.url()).unwrap();
+    let contest = Contest::begin(&config).await;
+    contest.goes_on().await;
+    let begin = contest.now();
+    clock.jump_wall(61).unwrap();
+    let end = contest.after(LEASE);
+    contest.goes_on().await;
+    let outcome = contest.end(&[&server]).await;
+    let losses = outcome.steady_losses();
+    assert!(losses.len() >= 3, "{losses:?}");
+    outcome.is_flawless_but_between(&[(begin, end)]);
+}
+
+#[tokio::test]
+async fn a_stopped_holder_is_replaced_and_knows_it() {
+    let (server, _) = server().await;
+    let (url, servers) = (server.url(), [&server]);
+    let outcome = elsewhere::a_stopped_holder_is_replaced_and_knows_it(&url, &servers);
+    outcome.await.is_flawless();
+}

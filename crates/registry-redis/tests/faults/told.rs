@@ -1,0 +1,180 @@
+//! A holder whose lock somebody takes away: the server tells, long before a renewal would. Leases are so long here that nothing else can.
+
+use std::time::Duration;
+
+use registry_core::{LockGuard, LockRegistry as _, LostReason, Registry};
+use registry_redis::RedisConfig;
+use registry_testkit::redis::{RedisCluster, RedisQuorum, RedisServer, SentinelSetup};
+use registry_testkit::{eventually, within};
+use tokio::time::Instant;
+
+use crate::contest::{LONG, registry};
+
+/// Renewals come after a third of it.
+const LEASE: Duration = Duration::from_secs(600);
+/// On a machine that has other things to do.
+const SOON: Duration = Duration::from_secs(5);
+
+/// Takes `key`.
+async fn held(registry: &Registry, key: &str) -> LockGuard {
+    within(LONG, registry.obtain(key).lock()).await.unwrap()
+}
+
+/// Has `happening` take the lock away, and waits until its holder hears of it.
+async fn is_told(what: &str, guard: &LockGuard, happening: impl Future) {
+    assert!(guard.is_held());
+    let told = tokio::spawn(guard.lost());
+    let begun = Instant::now();
+    happening.await;
+    let reason = within(LONG, told).await.unwrap();
+    let told_after = begun.elapsed();
+    println!("{what}: told after {told_after:?}");
+    assert_eq!(reason, LostReason::Gone);
+    assert!(!guard.is_held());
+    assert!(told_after < SOON, "{what}: {told_after:?}");
+}
+
+/// What an operator can do to the lock of `k`.
+const HAPPENINGS: [&str; 5] = [
+    "DEL lock-registry:{k}",
+    "UNLINK lock-registry:{k}",
+    "SET lock-registry:{k} mine",
+    "RENAME lock-registry:{k} elsewhere",
+    "FLUSHALL",
+];
+
+/// Has an operator do all that to a lock, one after the other.
+async fn is_told_of_all(kind: &str, registry: &Registry, server: &RedisServer) {
+    for happening in HAPPENINGS {
+        let guard = held(registry, "k").await;
+        is_told(&format!("{kind}, {happening}"), &guard, server.ask(happening)).await;
+        server.ask("DEL lock-registry:{k}").await.unwrap();
+    }
+}
+
+/// Cuts the connection and waits until there is another one over which the lock was seen.
+async fn cut(guard: &LockGuard, server: &RedisServer) {
+    server.client_kill("normal").await.unwrap();
+    eventually(LONG, async || guard.renew(LEASE).await.is_ok()).await;
+}
+
+#[tokio::test]
+async fn a_single_server_tells_a_holder_whose_lock_is_taken_away() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    let ours = registry(&RedisConfig::from_url(&server.url()).unwrap(), LEASE).await;
+    assert!(ours.capabilities().tells_losses);
+    is_told_of_all("single", &ours, &server).await;
+
+    let guard = held(&ours, "k").await;
+    cut(&guard, &server).await;
+    is_told("single, after a cut", &guard, server.ask("DEL lock-registry:{k}")).await;
+
+    // What happens while nobody listens is found out as soon as somebody does again.
+    for _ in 0..5 {
+        let guard = held(&ours, "k").await;
+        is_told("single, in a cut", &guard, async {
+            server.client_kill("normal").await.unwrap();
+            server.ask("DEL lock-registry:{k}").await.unwrap();
+        })
+        .await;
+    }
+}
+
+#[tokio::test]
+async fn a_single_server_tells_all_holders_when_it_is_emptied() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    let ours = registry(&RedisConfig::from_url(&server.url()).unwrap(), LEASE).await;
+    let mut guards = Vec::new();
+    for key in 0..100 {
+        guards.push(held(&ours, &format!("many/{key}")).await);
+    }
+    let begun = Instant::now();
+    server.ask("FLUSHALL").await.unwrap();
+    for guard in &guards {
+        assert_eq!(within(LONG, guard.lost()).await, LostReason::Gone);
+    }
+    println!("single, FLUSHALL: the last of 100 told after {:?}", begun.elapsed());
+    assert!(begun.elapsed() < SOON);
+}
+
+#[tokio::test]
+async fn the_master_of_sentinels_tells_a_holder_whose_lock_is_taken_away() {
+    let setup = SentinelSetup::start().await.unwrap();
+    let config = RedisConfig::from_url(&setup.url()).unwrap();
+    let ours = registry(&config, LEASE).await;
+    let durable = registry(&config.with_replicas(1), LEASE).await;
+    let master = setup.server(setup.master().await.unwrap());
+    is_told_of_all("sentinel", &ours, master).await;
+    is_told_of_all("sentinel, replicas=1", &durable, master).await;
+
+    let guard = held(&ours, "k").await;
+    cut(&guard, master).await;
+    is_told("sentinel, after a cut", &guard, master.ask("DEL lock-registry:{k}")).await;
+
+    // The lock survives a failover, and so does the attention to it.
+    let guard = held(&ours, "k").await;
+    let master = setup.server(setup.failover().await.unwrap());
+    // Looked at there once, before any renewal.
+    let seen = async || master.ask("CLIENT LIST").await.unwrap().contains("cmd=eval");
+    eventually(LONG, seen).await;
+    is_told("sentinel, after a failover", &guard, master.ask("DEL lock-registry:{k}")).await;
+}
+
+#[tokio::test]
+async fn the_masters_of_a_cluster_tell_a_holder_whose_lock_is_taken_away() {
+    let cluster = RedisCluster::start().await.unwrap();
+    let ours = registry(&RedisConfig::from_url(&cluster.url()).unwrap(), LEASE).await;
+    let slot = RedisCluster::slot_of("lock-registry:{k}");
+    let master = cluster.node(cluster.master_of(slot).await.unwrap());
+    for happening in HAPPENINGS.iter().filter(|happening| !happening.starts_with("RENAME")) {
+        let guard = held(&ours, "k").await;
+        is_told(&format!("cluster, {happening}"), &guard, master.ask(happening)).await;
+        master.ask("DEL lock-registry:{k}").await.unwrap();
+    }
+    let guard = held(&ours, "k").await;
+    cut(&guard, master).await;
+    is_told("cluster, after a cut", &guard, master.ask("DEL lock-registry:{k}")).await;
+
+    let guard = held(&ours, "k").await;
+    let to = cluster.master_of((slot + 6_000) % 16_384).await.unwrap();
+    cluster.migrate(slot, to).await.unwrap();
+    let master = cluster.node(to);
+    let seen = async || master.ask("CLIENT LIST").await.unwrap().contains("cmd=eval");
+    eventually(LONG, seen).await;
+    is_told("cluster, after the slot has moved", &guard, master.ask("DEL lock-registry:{k}")).await;
+
+    let guard = held(&ours, "k").await;
+    let master = cluster.node(cluster.failover(slot).await.unwrap());
+    eventually(LONG, async || master.ask("CLIENT LIST").await.unwrap().contains("cmd=eval")).await;
+    is_told("cluster, after a failover", &guard, master.ask("DEL lock-registry:{k}")).await;
+}
+
+#[tokio::test]
+async fn a_quorum_tells_a_holder_whose_lock_a_majority_has_no_more() {
+    let quorum = RedisQuorum::start(5).await.unwrap();
+    let ours = registry(&RedisConfig::from_url(&quorum.url()).unwrap(), LEASE).await;
+    for happening in HAPPENINGS {
+        let guard = held(&ours, "k").await;
+        // Two are not enough.
+        for server in &quorum.servers()[..2] {
+            server.ask(happening).await.unwrap();
+        }
+        guard.renew(LEASE).await.unwrap();
+        assert!(guard.is_held());
+        is_told(&format!("quorum, {happening}"), &guard, quorum.servers()[4].ask(happening)).await;
+        for server in quorum.servers() {
+            server.ask("DEL lock-registry:{k}").await.unwrap();
+        }
+    }
+    let guard = held(&ours, "k").await;
+    for server in quorum.servers() {
+        server.client_kill("normal").await.unwrap();
+    }
+    eventually(LONG, async || guard.renew(LEASE).await.is_ok()).await;
+    is_told("quorum, after a cut", &guard, async {
+        for server in &quorum.servers()[1..4] {
+            server.ask("DEL lock-registry:{k}").await.unwrap();
+        }
+    })
+    .await;
+}
