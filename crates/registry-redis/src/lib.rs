@@ -30,6 +30,7 @@ mod config;
 mod backend;
 mod quorum;
 mod store;
+mod together;
 mod names;
 mod slot;
 mod script;

@@ -413,13 +413,16 @@ impl<'a> Round<'a> {
                 answer
             }
         });
-        let mut granted: Vec<(bool, FencingToken, Duration)> = Vec::new();
+        let mut granted: Vec<OneGrant> = Vec::new();
         let mut busy: Vec<(Option<Duration>, Holder)> = Vec::new();
         let mut trouble: Option<BackendError> = None;
         let mut failed = 0;
         let mut slow = std::pin::pin!(sleep(SLOW));
         let mut patient = true;
-        while granted.len() < quorum.majority() && failed <= quorum.spare() {
+        while failed <= quorum.spare() {
+            if granted.len() >= quorum.majority() && !(patient && is_disputed(&granted)) {
+                break;
+            }
             // It cannot be won any more; whether somebody has it or too few answer, the others may tell.
             let open = granted.len() + busy.len() < quorum.majority();
             if busy.len() + failed > quorum.spare() && !(open && patient) {
@@ -445,10 +448,9 @@ impl<'a> Round<'a> {
             }
         }
         // If the claim was granted before, one of a majority knows with which token, and a failure now must not take that back.
-        let token = granted.iter().map(|(settled, token, _)| (*settled, *token)).max();
-        self.kept = token.is_some_and(|(settled, _)| settled);
-        let lease = granted.iter().map(|(_, _, lease)| *lease).min();
-        let (Some((_, token)), Some(lease)) = (token, lease) else {
+        self.kept = granted.iter().any(|(settled, ..)| *settled);
+        let (token, lease) = (settled_token(&granted), granted.iter().map(|grant| grant.2).min());
+        let (Some(token), Some(lease)) = (token, lease) else {
             return quorum.not_granted(0, trouble, busy, asked_at);
         };
         if granted.len() < quorum.majority() {
@@ -583,6 +585,23 @@ fn busy_with(busy: Vec<(Option<Duration>, Holder)>, asked_at: u64) -> Contest {
         }
         None => Contest::Split(None),
     }
+}
+
+/// A grant of one master: whether a majority has settled on its token, the token, and the lease.
+type OneGrant = (bool, FencingToken, Duration);
+
+/// Whether masters tell of different tokens that were settled on. One of them comes from a round that was not finished.
+fn is_disputed(granted: &[OneGrant]) -> bool {
+    let mut settled = granted.iter().filter(|(settled, ..)| *settled).map(|(_, token, _)| token);
+    settled.next().is_some_and(|first| settled.any(|other| other != first))
+}
+
+/// The token to settle on: the one that was settled on before, by most masters; else the largest.
+fn settled_token(granted: &[OneGrant]) -> Option<FencingToken> {
+    let settled = granted.iter().filter(|(settled, ..)| *settled).map(|(_, token, _)| *token);
+    let votes = |token: &FencingToken| settled.clone().filter(|other| other == token).count();
+    let most = settled.clone().max_by_key(|token| (votes(token), *token));
+    most.or_else(|| granted.iter().map(|(_, token, _)| *token).max())
 }
 
 /// A short time that is different for everybody.
