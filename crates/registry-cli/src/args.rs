@@ -168,7 +168,7 @@ pub(crate) struct Show {
 
 /// Frees a lock, whoever holds it
 ///
-/// The holder learns of it at its next renewal; until then both may work. Status 1 if nobody holds it.
+/// The holder learns of it at its next renewal at the latest; until then both may work. Status 1 if nobody holds it.
 #[derive(Debug, Args)]
 pub(crate) struct Break {
     /// The key of the lock; if it may begin with `-`, write `--` before it
