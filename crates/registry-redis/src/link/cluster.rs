@@ -252,10 +252,18 @@ impl Shared {
                 slots.fill(Some(node));
             }
         }
-        let old = {
+        let (old, moved) = {
             let mut owners = self.owners.write().unwrap_or_else(PoisonError::into_inner);
-            std::mem::replace(&mut *owners, fresh)
+            let moved = owners.iter().zip(&fresh).any(|(old, new)| match (old, new) {
+                (Some(old), Some(new)) => !Arc::ptr_eq(old, new),
+                _ => false,
+            });
+            (std::mem::replace(&mut *owners, fresh), moved)
         };
+        if moved {
+            // What the new owners do not have is lost, and what they have they must be asked for before they tell of changes.
+            self.rumours.spread_all();
+        }
         drop(old);
         // A server that has no slots any more has no locks either; its connections are of no use.
         let masters = self.masters();

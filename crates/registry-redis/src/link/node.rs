@@ -8,7 +8,7 @@ use redis::{Cmd, PushInfo, PushKind, RedisError, RedisResult, Value};
 
 use crate::config::{Durability, RedisConfig};
 use crate::ears::{Ears, Hearing};
-use crate::link::wire::{Dialled, Wire, is_end, is_unknown_script};
+use crate::link::wire::{Dialled, Ended, Wire, is_end, is_unknown_script};
 use crate::rumours::Rumours;
 use crate::script::Call;
 
@@ -26,6 +26,7 @@ pub(crate) struct Node {
     next_durable: AtomicUsize,
     durability: Durability,
     pub(crate) ears: Ears,
+    rumours: Rumours,
 }
 
 impl Node {
@@ -39,7 +40,7 @@ impl Node {
     ) -> Self {
         let wire = || {
             let (dial, rumours) = (Arc::clone(&dial), rumours.clone());
-            Wire::new(move || tracking(Arc::clone(&dial), rumours.clone()))
+            Wire::new(move |ended| tracking(Arc::clone(&dial), rumours.clone(), ended))
         };
         let wires = if config.durability.is_wanted() { DURABLE_WIRES } else { 0 };
         Self {
@@ -49,6 +50,7 @@ impl Node {
             next_durable: AtomicUsize::new(0),
             durability: config.durability,
             ears: Ears::new(Arc::clone(&dial), hearing),
+            rumours: rumours.clone(),
         }
     }
 
@@ -69,6 +71,8 @@ impl Node {
             wire.renew();
         }
         self.ears.renew();
+        // What the new one does not have is lost, and what it has it must be asked for before it tells of changes.
+        self.rumours.spread_all();
     }
 
     /// Sends a command.
@@ -176,14 +180,17 @@ fn no_answer() -> RedisError {
 }
 
 /// A connection whose server tells of changes to locks that were taken over it.
-fn tracking(dial: Dial, rumours: Rumours) -> Dialled {
+fn tracking(dial: Dial, rumours: Rumours, ended: Ended) -> Dialled {
     Box::pin(async move {
         let pushes: Pushes = Arc::new({
             let rumours = rumours.clone();
             move |push| match push.kind {
                 PushKind::Invalidate => rumours.spread(&push.data),
-                // What changes from now on is not heard of.
-                PushKind::Disconnection => rumours.spread_all(),
+                // What changes from now on is not heard of. Whoever looks then needs another connection.
+                PushKind::Disconnection => {
+                    ended.store(true, Ordering::Release);
+                    rumours.spread_all();
+                }
                 _ => {}
             }
         });

@@ -59,7 +59,7 @@ impl Follower {
         let sentinel = |address| {
             let client = config.access.sentinel(address)?;
             let (dialled, connect) = (client.clone(), config.connect_timeout);
-            let wire = Wire::new(move || {
+            let wire = Wire::new(move |_| {
                 let client = dialled.clone();
                 let settings = redis::AsyncConnectionConfig::new()
                     .set_connection_timeout(Some(connect))

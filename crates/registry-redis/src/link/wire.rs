@@ -3,7 +3,8 @@
 
 use std::fmt;
 use std::future::Future;
-use std::sync::{Mutex, PoisonError};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use futures_util::FutureExt as _;
 use futures_util::future::{BoxFuture, Shared};
@@ -15,16 +16,24 @@ use crate::script::Call;
 /// A connection that is being made.
 pub(crate) type Dialled = BoxFuture<'static, RedisResult<MultiplexedConnection>>;
 
+/// Whether a connection is known to have ended.
+pub(crate) type Ended = Arc<AtomicBool>;
+
 pub(crate) struct Wire {
-    dial: Box<dyn Fn() -> Dialled + Send + Sync>,
+    dial: Box<dyn Fn(Ended) -> Dialled + Send + Sync>,
+    current: Mutex<Line>,
+}
+
+struct Line {
     /// Made by those who use it, all together.
-    current: Mutex<Shared<Dialled>>,
+    dialled: Shared<Dialled>,
+    ended: Ended,
 }
 
 impl Wire {
-    /// A wire that `dial` connects, at its first use.
-    pub(crate) fn new(dial: impl Fn() -> Dialled + Send + Sync + 'static) -> Self {
-        let current = Mutex::new(dial().shared());
+    /// A wire that `dial` connects, at its first use. `dial` may tell that a connection has ended; else the next command finds out.
+    pub(crate) fn new(dial: impl Fn(Ended) -> Dialled + Send + Sync + 'static) -> Self {
+        let current = Mutex::new(line(&dial));
         Self { dial: Box::new(dial), current }
     }
 
@@ -53,7 +62,7 @@ impl Wire {
 
     /// Gives the connection up; the next command makes a new one.
     pub(crate) fn renew(&self) {
-        *self.lock() = (self.dial)().shared();
+        *self.lock() = line(&self.dial);
     }
 
     /// Connects, if that is yet to be done.
@@ -65,7 +74,13 @@ impl Wire {
     where
         F: Future<Output = RedisResult<T>>,
     {
-        let used = self.lock().clone();
+        let used = {
+            let mut current = self.lock();
+            if current.ended.load(Ordering::Acquire) {
+                *current = line(&self.dial);
+            }
+            current.dialled.clone()
+        };
         let connection = match used.peek() {
             Some(made) => made.clone(),
             None => used.clone().await,
@@ -80,16 +95,21 @@ impl Wire {
         {
             let mut current = self.lock();
             // Of many commands that fail together the first does it.
-            if current.ptr_eq(&used) {
-                *current = (self.dial)().shared();
+            if current.dialled.ptr_eq(&used) {
+                *current = line(&self.dial);
             }
         }
         answer
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Shared<Dialled>> {
+    fn lock(&self) -> std::sync::MutexGuard<'_, Line> {
         self.current.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+fn line(dial: &impl Fn(Ended) -> Dialled) -> Line {
+    let ended = Ended::default();
+    Line { dialled: dial(Arc::clone(&ended)).shared(), ended }
 }
 
 /// Whether the connection is of no use after `error`. One that did not answer in time may have died without a word.
