@@ -56,7 +56,7 @@ async fn a_failover_of_a_well_master_ends_no_hold_and_makes_no_second_holder() {
     contest.goes_on().await;
     let outcome = contest.end(&masters(&cluster).await).await;
     assert_eq!(outcome.steady_losses(), []);
-    outcome.is_flawless();
+    outcome.assert_flawless();
 }
 
 #[tokio::test]
@@ -73,7 +73,7 @@ async fn clients_follow_the_failover_of_a_crashed_master_and_tokens_grow_over_it
     println!("all keys granted again {:?} after the failover", over.elapsed());
     contest.goes_on().await;
     let outcome = contest.end(&masters(&cluster).await).await;
-    outcome.is_flawless_but_between(&[(begin, end)]);
+    outcome.assert_flawless_but_between(&[(begin, end)]);
 }
 
 /// With its locks and channels, while they are held, waited for, taken and released.
@@ -101,7 +101,7 @@ async fn a_slot_that_moves_away_ends_no_hold_and_makes_no_second_holder() {
     contest.goes_on().await;
     let outcome = contest.end(&masters(&cluster).await).await;
     assert_eq!(outcome.steady_losses(), []);
-    outcome.is_flawless();
+    outcome.assert_flawless();
 }
 
 /// Whoever waits on a channel that moves away with its slot must wait elsewhere from then on.
@@ -214,5 +214,5 @@ async fn a_dead_shard_holds_up_no_lock_of_the_others(death: Death) {
     cluster.settle().await.unwrap();
     let outcome = contest.end(&masters(&cluster).await).await;
     // The replica may have taken over when it came back, without what its master had granted last.
-    outcome.is_flawless_but_between(&[(begin, end)]);
+    outcome.assert_flawless_but_between(&[(begin, end)]);
 }

@@ -4,7 +4,8 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use registry_core::{
-    Attempt, BackendErrorKind, Claim, Key, LockBackend as _, LockError, LockOptions, LockRegistry as _, LostReason,
+    Attempt, BackendErrorKind, Claim, Key, LockBackend as _, LockError, LockOptions,
+    LockRegistry as _, LostReason,
 };
 use registry_redis::{RedisBackend, RedisConfig};
 use registry_testkit::clock::ClockShim;
@@ -49,14 +50,16 @@ async fn one_dead_master_or_two_of_five_end_no_hold_and_hold_up_nobody() {
     let outcome = contest.end(&all(&quorum)).await;
     assert_eq!(outcome.steady_losses(), []);
     assert_eq!(outcome.errors, [""; 0]);
-    outcome.with_splits().is_flawless();
+    outcome.with_splits().assert_flawless();
 }
 
 #[tokio::test]
 async fn without_a_majority_there_are_errors_and_no_holders_and_those_who_were_are_told() {
     let (mut quorum, config) = quorum().await;
-    let others =
-        [RedisBackend::open(config.clone()).await.unwrap(), RedisBackend::open(config.clone()).await.unwrap()];
+    let others = [
+        RedisBackend::open(config.clone()).await.unwrap(),
+        RedisBackend::open(config.clone()).await.unwrap(),
+    ];
     let contest = Contest::begin(&config).await;
     contest.goes_on().await;
     for dead in 0..3 {
@@ -98,7 +101,7 @@ async fn without_a_majority_there_are_errors_and_no_holders_and_those_who_were_a
     let during = |from: u64| begin < from && from < end;
     let mut granted = outcome.history.grants.iter().filter(|grant| during(grant.acquire.to));
     assert_eq!(granted.next(), None, "without a majority");
-    outcome.with_splits().is_flawless();
+    outcome.with_splits().assert_flawless();
 }
 
 /// One refuses, two are silent, two say that it is taken: that is too few to say so.
@@ -158,7 +161,7 @@ async fn two_slow_masters_of_five_end_no_hold_and_hold_up_nobody() {
     contest.goes_on().await;
     let outcome = contest.end(&all(&quorum)).await;
     assert_eq!(outcome.steady_losses(), []);
-    outcome.with_splits().is_flawless();
+    outcome.with_splits().assert_flawless();
 }
 
 #[tokio::test]
@@ -251,7 +254,7 @@ async fn a_contest_goes_on_flawlessly_while_masters_forget_one_after_the_other()
         sleep(LEASE + secs(2)).await;
     }
     contest.goes_on().await;
-    contest.end(&all(&quorum)).await.with_splits().is_flawless();
+    contest.end(&all(&quorum)).await.with_splits().assert_flawless();
 }
 
 /// The leases on one master are over at once. That matters where a lock has no master to spare.
@@ -283,7 +286,7 @@ async fn the_clock_of_one_master_that_jumps_ahead_ends_no_hold_that_all_five_hav
     clock.jump_wall(-61).unwrap();
     contest.goes_on().await;
     let outcome = contest.end(&servers.iter().collect::<Vec<_>>()).await;
-    outcome.with_splits().is_flawless_but_between(&[(begin, end)]);
+    outcome.with_splits().assert_flawless_but_between(&[(begin, end)]);
 }
 
 #[tokio::test]
@@ -291,5 +294,5 @@ async fn a_stopped_holder_is_replaced_and_knows_it() {
     let (quorum, _) = quorum().await;
     let (url, servers) = (quorum.url(), all(&quorum));
     let outcome = elsewhere::a_stopped_holder_is_replaced_and_knows_it(&url, &servers);
-    outcome.await.with_splits().is_flawless();
+    outcome.await.with_splits().assert_flawless();
 }

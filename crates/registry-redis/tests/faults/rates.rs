@@ -1,1 +1,157 @@
-//! to come
+//! How often a failover by a crash loses a lock. Not a test but a measurement: it is started by hand, takes some minutes, and prints a row for
+//! each setting.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use registry_core::{LockGuard, LockOptions, LockRegistry as _, Registry};
+use registry_redis::RedisConfig;
+use registry_testkit::redis::{RedisCluster, SentinelSetup};
+use registry_testkit::{eventually, within};
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep};
+
+use crate::contest::{LONG, millis, registry, secs};
+
+/// How many crashes.
+const RUNS: usize = 20;
+/// So long that no lease ends before its holder has asked the new master.
+const LEASE: Duration = Duration::from_secs(60);
+/// How many callers take locks until the crash.
+const CALLERS: usize = 8;
+/// Locks that were taken so shortly before the crash are counted apart.
+const FRESH: Duration = Duration::from_millis(100);
+
+#[derive(Debug, Default)]
+struct Tally {
+    /// Runs in which at least one lock was lost.
+    runs_with_loss: usize,
+    /// Of the locks that were older than [`FRESH`]: how many there were, and how many of them were lost.
+    old: (usize, usize),
+    /// The same of the younger ones.
+    fresh: (usize, usize),
+    /// How long it took until a lock could be taken again.
+    down: Vec<Duration>,
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "a measurement, which takes minutes: cargo test -p registry-redis --test faults -- --ignored --nocapture rates::"]
+async fn how_often_a_failover_by_a_crash_loses_a_lock() {
+    println!(
+        "| | runs | runs with a loss | held for longer | of them lost | of the last {FRESH:?} | of them lost | down (median) |"
+    );
+    println!("|---|---|---|---|---|---|---|---|");
+    for (name, replicas) in [("Sentinel", 0), ("Sentinel, `replicas=1`", 1)] {
+        let mut tally = Tally::default();
+        for _ in 0..RUNS {
+            let mut setup = SentinelSetup::start().await.unwrap();
+            let config = RedisConfig::from_url(&setup.url()).unwrap();
+            let crash = async || {
+                let old = setup.kill_master().await.unwrap();
+                setup.wait_for_new_master(old).await.unwrap();
+            };
+            one_run(&mut tally, config.with_replicas(replicas), |_| true, crash).await;
+        }
+        tally.print(name);
+    }
+    for (name, replicas) in [("Cluster", 0), ("Cluster, `replicas=1`", 1)] {
+        let mut tally = Tally::default();
+        for _ in 0..RUNS {
+            let mut cluster = RedisCluster::start().await.unwrap();
+            let config = RedisConfig::from_url(&cluster.url()).unwrap();
+            let crash = async || {
+                let old: SocketAddr = cluster.kill_master_of(0).await.unwrap();
+                cluster.wait_for_new_master_of(0, old).await.unwrap();
+            };
+            one_run(&mut tally, config.with_replicas(replicas), is_on_first, crash).await;
+        }
+        tally.print(name);
+    }
+}
+
+/// Whether the lock of `key` is on the first master of a cluster.
+fn is_on_first(key: &str) -> bool {
+    RedisCluster::slot_of(format!("lock-registry:{{{key}}}")) < 5_461
+}
+
+/// Takes locks until the crash, and asks for all of them afterwards.
+async fn one_run(
+    tally: &mut Tally,
+    config: RedisConfig,
+    concerns: fn(&str) -> bool,
+    crash: impl AsyncFnOnce(),
+) {
+    let ours = registry(&config, LEASE).await;
+    let stop = watch::Sender::new(false);
+    let mut callers = JoinSet::new();
+    for caller in 0..CALLERS {
+        let (ours, stop) = (ours.clone(), stop.subscribe());
+        callers.spawn(takes_locks(ours, caller, concerns, stop));
+    }
+    sleep(millis(300)).await;
+    crash().await;
+    let crashed = Instant::now();
+    stop.send_replace(true);
+    let taken: Vec<(Instant, LockGuard)> =
+        within(LONG, callers.join_all()).await.into_iter().flatten().collect();
+    let free = (0..).map(|number| format!("free/{number}")).find(|key| concerns(key)).unwrap();
+    let guard = within(LONG, ours.obtain(&free).lock()).await.unwrap();
+    tally.down.push(crashed.elapsed());
+    guard.unlock().await.unwrap();
+
+    let last = taken.iter().map(|(at, _)| *at).max().expect("some were taken before the crash");
+    let mut lost_some = false;
+    for (at, guard) in taken {
+        // Either the new master has it, or it says that it has not.
+        let settled = async || guard.renew(LEASE).await.is_ok() || !guard.is_held();
+        eventually(LONG, settled).await;
+        let lost = !guard.is_held();
+        let counts = if at + FRESH < last { &mut tally.old } else { &mut tally.fresh };
+        counts.0 += 1;
+        counts.1 += usize::from(lost);
+        lost_some |= lost;
+    }
+    tally.runs_with_loss += usize::from(lost_some);
+}
+
+async fn takes_locks(
+    ours: Registry,
+    caller: usize,
+    concerns: fn(&str) -> bool,
+    mut stop: watch::Receiver<bool>,
+) -> Vec<(Instant, LockGuard)> {
+    let mut taken = Vec::new();
+    let keys = (0..).map(|number| format!("{caller}/{number}")).filter(|key| concerns(key));
+    for key in keys {
+        let lock = ours.obtain(&key);
+        let taking = lock.lock_with(LockOptions::new().wait(secs(1)));
+        tokio::select! {
+            biased;
+            _ = stop.wait_for(|stop| *stop) => break,
+            guard = taking => match guard {
+                Ok(Some(guard)) => taken.push((Instant::now(), guard)),
+                // The crash.
+                Ok(None) | Err(_) => break,
+            },
+        }
+    }
+    taken
+}
+
+impl Tally {
+    fn print(mut self, name: &str) {
+        self.down.sort_unstable();
+        let median = self.down[self.down.len() / 2];
+        let Self { runs_with_loss, old, fresh, down } = self;
+        println!(
+            "| {name} | {} | {runs_with_loss} | {} | {} | {} | {} | {:.1} s |",
+            down.len(),
+            old.0,
+            old.1,
+            fresh.0,
+            fresh.1,
+            median.as_secs_f64(),
+        );
+    }
+}

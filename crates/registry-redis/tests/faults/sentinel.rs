@@ -46,7 +46,7 @@ async fn clients_follow_a_failover_by_command_and_tokens_grow_over_it() {
     let end = contest.after(LEASE);
     contest.goes_on().await;
     let outcome = contest.end(&[master(&setup).await]).await;
-    outcome.is_flawless_but_between(&[(begin, end)]);
+    outcome.assert_flawless_but_between(&[(begin, end)]);
 }
 
 #[tokio::test]
@@ -63,7 +63,7 @@ async fn clients_follow_a_failover_by_a_crash_and_tokens_grow_over_it() {
     let end = contest.after(LEASE);
     contest.goes_on().await;
     let outcome = contest.end(&[master(&setup).await]).await;
-    outcome.is_flawless_but_between(&[(begin, end)]);
+    outcome.assert_flawless_but_between(&[(begin, end)]);
 }
 
 /// The old master wakes as a master that nobody has told yet. Nobody may take it for one.
@@ -85,7 +85,7 @@ async fn an_old_master_that_wakes_up_after_a_failover_is_not_asked_any_more() {
     println!("the old master still thinks that it is one: {}", role.contains("master"));
     contest.goes_on().await;
     let outcome = contest.end(&[master(&setup).await]).await;
-    outcome.is_flawless_but_between(&[(begin, end)]);
+    outcome.assert_flawless_but_between(&[(begin, end)]);
 }
 
 /// A recipe that loses a lock for certain. What it costs is what is documented: exclusion, until the next renewal, and nothing else.

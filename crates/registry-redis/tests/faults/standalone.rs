@@ -35,7 +35,7 @@ async fn a_server_that_stands_still_for_less_than_a_lease_ends_no_hold() {
     contest.goes_on().await;
     let outcome = contest.end(&[&server]).await;
     assert_eq!(outcome.steady_losses(), []);
-    outcome.is_flawless();
+    outcome.assert_flawless();
 }
 
 #[tokio::test]
@@ -54,7 +54,7 @@ async fn a_server_that_stands_still_for_longer_than_a_lease_ends_holds_and_makes
     let losses = outcome.steady_losses();
     assert!(losses.len() >= 6, "three holders, two times: {losses:?}");
     assert!(losses.iter().all(|reason| *reason == LostReason::Expired), "{losses:?}");
-    outcome.is_flawless();
+    outcome.assert_flawless();
 }
 
 #[tokio::test]
@@ -68,7 +68,7 @@ async fn crashes_of_a_server_that_keeps_its_data_break_no_promise() {
         server.start_again().await.unwrap();
     }
     contest.goes_on().await;
-    contest.end(&[&server]).await.is_flawless();
+    contest.end(&[&server]).await.assert_flawless();
 }
 
 /// What the server has forgotten is free, so for a moment there may be two holders: until the first one's next renewal, at which it is told.
@@ -92,7 +92,7 @@ async fn a_restart_without_data_costs_exclusion_until_the_next_renewal_and_token
     }
     let outcome = contest.end(&[&server]).await;
     assert!(outcome.steady_losses().len() >= 6, "three holders, two times: {:?}", outcome.losses);
-    outcome.is_flawless_but_between(&windows);
+    outcome.assert_flawless_but_between(&windows);
 }
 
 #[tokio::test]
@@ -109,7 +109,7 @@ async fn forgotten_scripts_and_cut_connections_end_no_hold() {
     }
     let outcome = contest.end(&[&server]).await;
     assert_eq!(outcome.steady_losses(), []);
-    outcome.is_flawless();
+    outcome.assert_flawless();
 }
 
 #[tokio::test]
@@ -202,7 +202,7 @@ async fn replies_that_are_lost_cut_or_late_break_no_promise() {
         proxy.set_mode(Mode::Pass).await.unwrap();
     }
     contest.goes_on().await;
-    contest.end(&[&server]).await.is_flawless();
+    contest.end(&[&server]).await.assert_flawless();
 }
 
 /// All leases are over at once for the server, and for nobody else. Holders are told at their next renewal.
@@ -220,7 +220,7 @@ async fn a_server_clock_that_jumps_ahead_ends_leases_early_and_tokens_grow_on() 
     let outcome = contest.end(&[&server]).await;
     let losses = outcome.steady_losses();
     assert!(losses.len() >= 3, "{losses:?}");
-    outcome.is_flawless_but_between(&[(begin, end)]);
+    outcome.assert_flawless_but_between(&[(begin, end)]);
 }
 
 #[tokio::test]
@@ -228,5 +228,5 @@ async fn a_stopped_holder_is_replaced_and_knows_it() {
     let (server, _) = server().await;
     let (url, servers) = (server.url(), [&server]);
     let outcome = elsewhere::a_stopped_holder_is_replaced_and_knows_it(&url, &servers);
-    outcome.await.is_flawless();
+    outcome.await.assert_flawless();
 }

@@ -37,7 +37,7 @@ impl Outcome {
     ///
     /// # Panics
     /// With the first that was not.
-    pub(crate) fn is_flawless(&self) -> Checked {
+    pub(crate) fn assert_flawless(&self) -> Checked {
         self.losses_were_told();
         self.writes_were_refused_with_reason();
         let checked = check(&self.history).unwrap_or_else(|violation| panic!("{violation}"));
@@ -70,7 +70,7 @@ impl Outcome {
     ///
     /// # Panics
     /// With the first that was not.
-    pub(crate) fn is_flawless_but_between(mut self, windows: &[(u64, u64)]) -> Vec<Overlap> {
+    pub(crate) fn assert_flawless_but_between(mut self, windows: &[(u64, u64)]) -> Vec<Overlap> {
         let overlaps = overlaps(&self.history);
         for overlap in &overlaps {
             let first = &mut self.history.grants[overlap.first];
@@ -83,7 +83,7 @@ impl Outcome {
             }
         }
         let stale = self.forgive_stale_hand_overs(windows);
-        self.is_flawless();
+        self.assert_flawless();
         if stale > 0 {
             println!("{stale} hand-overs of locks that others had had since");
         }
