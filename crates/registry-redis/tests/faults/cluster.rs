@@ -174,6 +174,7 @@ async fn a_dead_shard_holds_up_no_lock_of_the_others(death: Death) {
     let on_living = ours.obtain(&living).lock().await.unwrap();
     let theirs = deaf(&cluster).await;
     let waiter = waiting(&theirs, &cluster, &living).await;
+    contest.steady().await;
 
     let slot = slot_of(&contested[0]);
     let master = cluster.master_of(slot).await.unwrap();
@@ -192,7 +193,9 @@ async fn a_dead_shard_holds_up_no_lock_of_the_others(death: Death) {
     }
     on_living.unlock().await.unwrap();
     within(LONG, waiter).await.unwrap();
-    sleep(LEASE * 3 / 2).await;
+    contest.loses_steadily(1).await;
+    // As long as it takes until a lease that was not renewed is over.
+    sleep(LEASE).await;
     contest.goes_on_with(&others).await;
     let losses = contest.losses();
     let lost = losses.iter().filter(|loss| loss.key.starts_with("steady")).map(|loss| &loss.key);

@@ -1,7 +1,7 @@
 //! Clients that contend for a few keys while something goes wrong, and a verdict on what they lived through. Knows no fault: the tests
 //! make those.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
@@ -102,7 +102,9 @@ struct Ring {
     steady: Vec<String>,
     /// How many times each key was granted.
     granted: watch::Sender<BTreeMap<String, u64>>,
-    losses: Mutex<Vec<Loss>>,
+    /// The keys that are held for good just now.
+    held: watch::Sender<BTreeSet<String>>,
+    losses: watch::Sender<Vec<Loss>>,
     errors: Mutex<Vec<String>>,
     /// Errors that no outage explains.
     wrong: Mutex<Vec<String>>,
@@ -143,7 +145,8 @@ impl Contest {
             contested,
             steady,
             granted: watch::Sender::default(),
-            losses: Mutex::default(),
+            held: watch::Sender::default(),
+            losses: watch::Sender::default(),
             errors: Mutex::default(),
             wrong: Mutex::default(),
         });
@@ -198,9 +201,24 @@ impl Contest {
         self.ring.granted(keys, 3).await;
     }
 
-    /// How many holds were lost so far.
+    /// Returns when all those hold their keys who mean to hold them for good.
+    pub(crate) async fn steady(&self) {
+        let mut held = self.ring.held.subscribe();
+        let all = held.wait_for(|held| self.ring.steady.iter().all(|key| held.contains(key)));
+        drop(within(LONG, all).await);
+    }
+
+    /// Returns when so many holds were lost by those who meant to hold for good, since the contest began.
+    pub(crate) async fn loses_steadily(&self, holds: usize) {
+        let mut losses = self.ring.losses.subscribe();
+        let steady = |loss: &&Loss| loss.key.starts_with("steady");
+        let all = losses.wait_for(|losses| losses.iter().filter(steady).count() >= holds);
+        drop(within(LONG, all).await);
+    }
+
+    /// The holds that were lost so far.
     pub(crate) fn losses(&self) -> Vec<Loss> {
-        self.ring.losses.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.ring.losses.borrow().clone()
     }
 
     /// How many errors callers got so far.
@@ -261,7 +279,7 @@ impl Contest {
         let mut events = self.ring.recorder.events();
         events.extend(events_elsewhere);
         let errors = self.ring.errors.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let losses = self.ring.losses.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let losses = self.ring.losses.borrow().clone();
         let history = History::from_events(events).unwrap();
         Outcome { history, losses, errors, taken_after }
     }
@@ -304,7 +322,7 @@ impl Ring {
 
     fn note_loss(&self, key: &str, reason: LostReason) {
         let loss = Loss { key: key.to_owned(), reason, at: (self.clock)() };
-        self.losses.lock().unwrap_or_else(PoisonError::into_inner).push(loss);
+        self.losses.send_modify(|losses| losses.push(loss));
     }
 
     fn note_error(&self, doing: &str, error: &LockError) {
@@ -350,7 +368,10 @@ impl Client {
     async fn holds(mut self) {
         while !*self.stop.borrow() {
             if let Some(guard) = self.take(secs(2)).await {
+                let key = self.lock.key().to_owned();
+                self.ring.held.send_modify(|held| _ = held.insert(key.clone()));
                 self.keep(guard, secs(3_600)).await;
+                self.ring.held.send_modify(|held| _ = held.remove(&key));
             }
         }
     }

@@ -62,6 +62,7 @@ async fn without_a_majority_there_are_errors_and_no_holders_and_those_who_were_a
     ];
     let contest = Contest::begin(&config).await;
     contest.goes_on().await;
+    contest.steady().await;
     for dead in 0..3 {
         quorum.servers_mut()[dead].kill();
     }
@@ -82,11 +83,7 @@ async fn without_a_majority_there_are_errors_and_no_holders_and_those_who_were_a
     assert_eq!(newcomer.unwrap_err().kind(), BackendErrorKind::Transient);
     // What was asked before is answered by now.
     let begin = contest.after(LEASE);
-    eventually(LONG, async || {
-        let losses = contest.losses();
-        losses.iter().filter(|loss| loss.key.starts_with("steady")).count() >= 3
-    })
-    .await;
+    contest.loses_steadily(3).await;
     sleep(LEASE * 3 / 2).await;
     let end = contest.now();
     assert!(contest.errors() > 0);

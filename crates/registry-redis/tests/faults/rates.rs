@@ -31,7 +31,7 @@ struct Tally {
     old: (usize, usize),
     /// The same of the younger ones.
     fresh: (usize, usize),
-    /// How long it took until a lock could be taken again.
+    /// How long it took from the crash until a lock could be taken again.
     down: Vec<Duration>,
 }
 
@@ -90,8 +90,8 @@ async fn one_run(
         callers.spawn(takes_locks(ours, caller, concerns, stop));
     }
     sleep(millis(300)).await;
-    crash().await;
     let crashed = Instant::now();
+    crash().await;
     stop.send_replace(true);
     let taken: Vec<(Instant, LockGuard)> =
         within(LONG, callers.join_all()).await.into_iter().flatten().collect();
