@@ -3,6 +3,8 @@
 use std::path::Path;
 use std::process::Command;
 
+use registry_testkit::redis::RedisServer;
+
 /// One test per program, and the list that `every_program_is_run` holds against the folder.
 macro_rules! programs {
     ($($name:ident $args:tt $variables:tt says $lines:tt,)*) => {
@@ -74,11 +76,32 @@ programs! {
     threads [] [] says ["worker 0 holds it: true", "worker 3 holds it: true", "clean: true"],
     observer [] [] says ["granted orders/42 at attempt 1", "lost orders/42: ", "told: true, losses counted: 1"],
     custom_backend [] [] says ["busy: true", "held: true"],
+    spring_peer [REDIS] [] says [
+        "invoice sent",
+        "a lease of a minute: true",
+        "a fencing token: true",
+        "labels are kept: false",
+        "free for the service: true",
+    ],
+    fenced_writes [REDIS] [] says [
+        "written",
+        "refused, the newest is that of the other: true",
+        "booked, 15 are left",
+    ],
 }
+
+/// Stands for the URL of a server that is started for the program.
+const REDIS: &str = "a Redis server";
 
 /// Runs a program in a folder of its own and looks for `lines` in what it prints.
 fn run(program: &str, args: &[&str], variables: &[(&str, &str)], lines: &[&str]) {
     let folder = tempfile::tempdir().expect("a temporary folder can be made");
+    let runtime = tokio::runtime::Runtime::new().expect("a runtime can be built");
+    let wants_redis = args.contains(&REDIS);
+    let redis = wants_redis.then(|| runtime.block_on(RedisServer::start(&[])));
+    let redis = redis.transpose().expect("a Redis server can be started");
+    let url = redis.as_ref().map(RedisServer::url).unwrap_or_default();
+    let args = args.iter().map(|arg| if *arg == REDIS { &*url } else { arg });
     let mut command = Command::new(program);
     command.args(args).current_dir(folder.path());
     for (name, _) in std::env::vars_os() {

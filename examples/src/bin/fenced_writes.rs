@@ -1,0 +1,61 @@
+//! Data in Redis that only the newest holder of its lock can write: `fenced_writes redis://HOST`.
+//!
+//! A clerk looks at an account under a lock, is away for longer than the lease, and comes back with what was true before. The lock is
+//! another clerk's by then, and the account refuses the late write: its token is older than one that has written.
+
+use std::time::Duration;
+
+use lock_registry::{
+    Fenced, FencedScript, FencedWrites, LockOptions, LockRegistry, RedisConfig, ScriptReply,
+};
+
+#[tokio::main]
+async fn main() -> Result<(), Box<dyn std::error::Error>> {
+    let url = std::env::args().nth(1).unwrap_or_else(|| "redis://127.0.0.1".to_owned());
+
+    // ANCHOR: open
+    // The locks may live in any store that has fencing tokens, the data in any Redis but a quorum.
+    let locks = lock_registry::connect(&url).await?;
+    let accounts = FencedWrites::open(RedisConfig::from_url(&url)?).await?;
+    // ANCHOR_END: open
+
+    // Away for longer than the lease: nothing is renewed.
+    let away = LockOptions::new().lease(Duration::from_millis(300)).renew(false);
+    let slow = locks.obtain("account/42").lock_with(away).await?.ok_or("nobody has it")?;
+    let old = slow.fencing_token().ok_or("the store does not fence")?;
+    slow.lost().await;
+
+    // ANCHOR: set
+    let guard = locks.obtain("account/42").lock().await?;
+    let token = guard.fencing_token().ok_or("the store does not fence")?;
+    match accounts.set(token, "account:42", "17.50").await? {
+        Fenced::Written(()) => println!("written"),
+        Fenced::Stale { .. } => return Err("somebody has the lock after us".into()),
+        _ => {}
+    }
+    // ANCHOR_END: set
+
+    // ANCHOR: stale
+    // The first clerk is back, and does not know.
+    if let Fenced::Stale { newest } = accounts.set(old, "account:42", "3.00").await? {
+        println!("refused, the newest is that of the other: {}", newest == token);
+    }
+    // ANCHOR_END: stale
+
+    // ANCHOR: script
+    // Whatever Lua can do in one step. All keys belong to one resource, the first of them.
+    let book = FencedScript::new(
+        "redis.call('RPUSH', KEYS[2], ARGV[1])
+         return redis.call('INCRBYFLOAT', KEYS[1], ARGV[1])",
+    );
+    let keys = ["account:42", "account:42:entries"];
+    if let Fenced::Written(ScriptReply::Bytes(balance)) =
+        accounts.run(token, &book, &keys, &[b"-2.50"]).await?
+    {
+        println!("booked, {} are left", String::from_utf8_lossy(&balance));
+    }
+    // ANCHOR_END: script
+
+    guard.unlock().await?;
+    Ok(())
+}
