@@ -1,0 +1,365 @@
+//! The rights that the book says a user of Redis needs are enough, and none of them is there for nothing. Real users of real servers; what was
+//! refused, the servers' own record tells (`ACL LOG`).
+
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
+#![expect(clippy::future_not_send, reason = "a test is one task")]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::error::Error;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use registry_core::{FencingToken, LockGuard, LockRegistry, Registry, Severity};
+use registry_redis::{FencedScript, FencedWrites, Layout, RedisBackend, RedisConfig};
+use registry_testkit::redis::{RedisCluster, RedisQuorum, RedisServer, SentinelSetup};
+use tokio::sync::Mutex;
+use tokio::time::{sleep, timeout};
+
+/// Long enough for any machine; reached only by a test that fails.
+const LONG: Duration = Duration::from_secs(240);
+
+/// What every registry of this test does.
+const COMMON: &[&str] = &["always", "news of losses", "`list`", "`doctor`"];
+/// For the servers; the rest of the rows is for the sentinels.
+const SENTINELS_OWN: &str = "the sentinels' own user";
+
+#[tokio::test]
+async fn one_server() {
+    let server = server().await;
+    let rows = ["layout `native`", "messages by `PUBLISH`", "a `DATABASE` other than 0"];
+    let config = RedisConfig::from_url(&server.url()).unwrap().with_database(3);
+    check(&rows, &[&server], &[], None, config).await;
+}
+
+#[tokio::test]
+async fn the_layouts_of_others() {
+    for (row, layout) in
+        [("layout `spring`", Layout::Spring), ("layout `redisson`", Layout::Redisson)]
+    {
+        let server = server().await;
+        let config = RedisConfig::from_url(&server.url()).unwrap().with_layout(layout);
+        check(&[row, "messages by `PUBLISH`"], &[&server], &[], None, config).await;
+    }
+}
+
+#[tokio::test]
+async fn sentinels_with_users_of_their_own() {
+    let setup = SentinelSetup::start().await.unwrap();
+    let rows = [
+        "layout `native`",
+        "messages by `PUBLISH`",
+        "under sentinels",
+        "`replicas`",
+        SENTINELS_OWN,
+    ];
+    let servers: Vec<_> = setup.servers().iter().collect();
+    let sentinels: Vec<_> = setup.sentinels().iter().collect();
+    let config = RedisConfig::from_url(&setup.url()).unwrap().with_replicas(1);
+    check(&rows, &servers, &sentinels, None, config).await;
+}
+
+#[tokio::test]
+async fn a_cluster() {
+    let native: Names = |key| [format!("shop:{{{key}}}"), format!("shop:{{{key}}}:token")];
+    let redisson: Names =
+        |key| [format!("shop:{key}"), format!("lock-registry:token:{{shop:{key}}}")];
+    for (row, layout, names) in [
+        ("layout `native`", Layout::Native, native),
+        ("layout `redisson`", Layout::Redisson, redisson),
+    ] {
+        let cluster = RedisCluster::start().await.unwrap();
+        let nodes: Vec<_> = cluster.nodes().into_iter().map(|addr| cluster.node(addr)).collect();
+        let config = RedisConfig::from_url(&cluster.url()).unwrap().with_layout(layout);
+        let rows = [row, "messages by `SPUBLISH`", "a cluster"];
+        check(&rows, &nodes, &[], Some((&cluster, names)), config).await;
+    }
+}
+
+#[tokio::test]
+async fn a_quorum() {
+    let quorum = RedisQuorum::start(3).await.unwrap();
+    let servers: Vec<_> = quorum.servers().iter().collect();
+    let config = RedisConfig::from_url(&quorum.url()).unwrap();
+    let config = config.with_restart_guard(Duration::from_millis(1));
+    let rows = ["layout `native`", "messages by `PUBLISH`", "`restart_guard`"];
+    check(&rows, &servers, &[], None, config).await;
+}
+
+/// By servers that can do it: Redis since 7.2, all of Valkey.
+#[tokio::test]
+async fn what_must_be_on_disk() {
+    let server = server().await;
+    let known = server.ask("COMMAND INFO waitaof").await.unwrap();
+    let config = RedisConfig::from_url(&server.url()).unwrap().with_fsync(true);
+    if known.starts_with("*1\r\n*-1") || known.starts_with("*1\r\n$-1") {
+        let error = RedisBackend::open(config).await.unwrap_err();
+        assert!(error.refused(), "{error:?}");
+        return;
+    }
+    let rows = ["layout `native`", "messages by `PUBLISH`", "`fsync`"];
+    check(&rows, &[&server], &[], None, config).await;
+}
+
+#[tokio::test]
+async fn fenced_writes() {
+    let server = server().await;
+    let rights = Rights::of(&["`FencedWrites`"], "account");
+    let config = RedisConfig::from_url(&server.url()).unwrap();
+    let write = async |user: String| {
+        let config = config.clone().with_login(Some(&user), "p");
+        let writes = FencedWrites::open(config).await?;
+        let token = FencingToken::new(17).unwrap();
+        let balance = FencedScript::new("return redis.call('SET', KEYS[1], ARGV[1])");
+        writes.run(token, &balance, &[&format!("account:{user}")], &[b"5"]).await?;
+        writes.set(token, &format!("account:{user}"), "6").await?;
+        Ok(())
+    };
+    try_each(&rights, &[&server], &[], write).await;
+}
+
+/// Every row of the table is checked by a test here.
+#[test]
+fn no_right_is_unchecked() {
+    let checked = [
+        "always",
+        "layout `native`",
+        "layout `spring`",
+        "layout `redisson`",
+        "messages by `PUBLISH`",
+        "messages by `SPUBLISH`",
+        "news of losses",
+        "under sentinels",
+        SENTINELS_OWN,
+        "a cluster",
+        "`restart_guard`",
+        "`replicas`",
+        "`fsync`",
+        "`list`",
+        "`doctor`",
+        "a `DATABASE` other than 0",
+        "`FencedWrites`",
+    ];
+    let told: BTreeSet<String> = told().into_keys().collect();
+    assert_eq!(told, checked.into_iter().map(str::to_owned).collect());
+}
+
+/// The line that people copy is the rows for one server.
+#[test]
+fn the_line_to_copy_says_the_same() {
+    let rows = [COMMON, &["layout `native`", "messages by `PUBLISH`"]].concat();
+    let rows: BTreeSet<String> = Rights::of(&rows, "lock-registry").servers.into_iter().collect();
+    let book = book();
+    let line = book.lines().find(|line| line.starts_with("~lock-registry:* ")).unwrap();
+    assert_eq!(line.split(' ').map(str::to_owned).collect::<BTreeSet<_>>(), rows);
+    let readme = read("crates/registry-redis/README.md");
+    assert!(readme.lines().any(|other| other == line), "the crate's README says otherwise");
+}
+
+// ---- What users do.
+
+/// The keys of a lock.
+type Names = fn(&str) -> [String; 2];
+
+async fn check(
+    rows: &[&str],
+    servers: &[&RedisServer],
+    sentinels: &[&RedisServer],
+    cluster: Option<(&RedisCluster, Names)>,
+    config: RedisConfig,
+) {
+    let rights = Rights::of(&[COMMON, rows].concat(), "shop");
+    let config = config.with_namespace("shop");
+    let work = async |user: String| {
+        let mut config = config.clone().with_login(Some(&user), "p");
+        if !sentinels.is_empty() {
+            config = config.with_sentinel_login(Some(&user), "p");
+        }
+        let (ours, theirs) = (open(&config).await?, open(&config).await?);
+        visit(&user, &ours, &theirs, cluster).await?;
+        let findings = ours.diagnose().await?;
+        let denied = findings.iter().find(|finding| {
+            finding.severity == Severity::Warning && finding.message.contains("may not")
+        });
+        if denied.is_some() || !ours.capabilities().tells_losses {
+            return Err(format!("{findings:?}").into());
+        }
+        // Time for what happens by itself: channels are given up after a second, and connections are looked at each five.
+        sleep(Duration::from_secs(7)).await;
+        ours.close(Duration::from_secs(5)).await;
+        theirs.close(Duration::from_secs(5)).await;
+        Ok(())
+    };
+    try_each(&rights, servers, sentinels, work).await;
+}
+
+async fn open(config: &RedisConfig) -> Result<Registry, Box<dyn Error>> {
+    let backend = RedisBackend::open(config.clone()).await?;
+    let builder = Registry::builder(Arc::new(backend)).lease(Duration::from_secs(60));
+    Ok(builder.timeout(Duration::from_secs(5)).build()?)
+}
+
+/// All that can be done with a lock.
+async fn visit(
+    key: &str,
+    ours: &Registry,
+    theirs: &Registry,
+    cluster: Option<(&RedisCluster, Names)>,
+) -> Result<(), Box<dyn Error>> {
+    let guard = ours.obtain(key).try_lock_for(Duration::from_secs(20)).await?;
+    let guard = guard.ok_or("held")?;
+    if let Some((cluster, names)) = cluster {
+        renew_on_the_way(cluster, &names(key), &guard).await?;
+    }
+    let waits = theirs.obtain(key);
+    let waits = timeout(Duration::from_millis(500), waits.lock()).await;
+    if let Ok(ended) = waits {
+        drop(ended?);
+    }
+    guard.renew(Duration::from_secs(61)).await?;
+    theirs.obtain(key).holder().await?.ok_or("nobody holds it")?;
+    if !theirs.list().await?.iter().any(|holder| holder.key.as_str() == key) {
+        return Err("it is not listed".into());
+    }
+    guard.unlock().await?;
+    let guard = theirs.obtain(key).try_lock_for(Duration::from_secs(20)).await?.ok_or("held")?;
+    if !ours.force_release(key).await? {
+        return Err("it was not held".into());
+    }
+    drop(guard);
+    Ok(())
+}
+
+/// Renews while the lock's slot is on its way to another server.
+async fn renew_on_the_way(
+    cluster: &RedisCluster,
+    names: &[String; 2],
+    guard: &LockGuard,
+) -> Result<(), Box<dyn Error>> {
+    let slot = RedisCluster::slot_of(&names[0]);
+    let from = cluster.master_of(slot).await?;
+    let other = if slot < 8_000 { 16_000 } else { 0 };
+    let to = cluster.master_of(other).await?;
+    assert_ne!(from, to);
+    // Servers that send each other keys at the same time wait for each other.
+    static SENDING: Mutex<()> = Mutex::const_new(());
+    let _alone = SENDING.lock().await;
+    let migration = cluster.begin_migration(slot, to).await?;
+    for name in names {
+        cluster.migrate_key(&migration, name).await?;
+    }
+    let renewed = guard.renew(Duration::from_secs(60)).await;
+    cluster.finish_migration(migration).await?;
+    Ok(renewed?)
+}
+
+/// Does the same as many users: one has all rights, and each of the others lacks one.
+async fn try_each(
+    rights: &Rights,
+    servers: &[&RedisServer],
+    sentinels: &[&RedisServer],
+    work: impl AsyncFn(String) -> Result<(), Box<dyn Error>>,
+) {
+    let all: Vec<(bool, &String)> = (rights.servers.iter().map(|right| (true, right)))
+        .chain(rights.sentinels.iter().map(|right| (false, right)))
+        .collect();
+    let mut users: Vec<(String, Option<(bool, &String)>)> = vec![("whole".into(), None)];
+    users.extend(all.iter().enumerate().map(|(nth, right)| (format!("lacks-{nth}"), Some(*right))));
+    for (user, lacks) in &users {
+        for (places, rights, here) in
+            [(servers, &rights.servers, true), (sentinels, &rights.sentinels, false)]
+        {
+            let rights = rights.iter().filter(|right| *lacks != Some((here, *right)));
+            let words: Vec<&str> = ["ACL", "SETUSER", user, "on", ">p"]
+                .into_iter()
+                .chain(rights.map(String::as_str))
+                .collect();
+            for server in places {
+                server.ask_args(&words).await.unwrap().granted().unwrap();
+            }
+        }
+    }
+    for server in servers {
+        server.ask("CONFIG SET acllog-max-len 100000").await.unwrap();
+    }
+    let works = users.iter().map(async |(user, _)| {
+        let worked = timeout(LONG, work(user.clone())).await;
+        worked.unwrap_or_else(|_| Err("it takes for ever".into()))
+    });
+    let worked: Vec<Result<(), Box<dyn Error>>> = join_all(works).await;
+    let mut refused: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for server in servers.iter().chain(sentinels) {
+        let log = server.ask_args(&["ACL", "LOG", "100000"]).await.unwrap().granted().unwrap();
+        for entry in log.items() {
+            let entry: Vec<String> =
+                entry.items().iter().map(|part| part.text().unwrap_or_default()).collect();
+            let field = |name: &str| {
+                let at = entry.iter().position(|field| field == name).unwrap();
+                entry[at + 1].clone()
+            };
+            // To refuse the client's name does no harm.
+            if field("object") != "client|setinfo" {
+                refused.entry(field("username")).or_default().insert(field("object"));
+            }
+        }
+    }
+    assert_eq!(refused.get("whole"), None, "the rights are too few");
+    worked[0].as_ref().unwrap();
+    let needless: Vec<_> =
+        users[1..].iter().filter(|(user, _)| !refused.contains_key(user)).collect();
+    assert!(needless.is_empty(), "nobody misses {needless:?}");
+}
+
+// ---- What the book says.
+
+struct Rights {
+    servers: Vec<String>,
+    sentinels: Vec<String>,
+}
+
+impl Rights {
+    /// Those of some rows of the book's table, for a namespace; each once.
+    fn of(rows: &[&str], namespace: &str) -> Self {
+        let told = told();
+        let mut rights = Self { servers: Vec::new(), sentinels: Vec::new() };
+        for row in rows {
+            let place =
+                if *row == SENTINELS_OWN { &mut rights.sentinels } else { &mut rights.servers };
+            for right in told.get(*row).unwrap_or_else(|| panic!("the book has no row {row:?}")) {
+                let right = right.replace("NAMESPACE", namespace).replace("RESOURCE", namespace);
+                if !place.contains(&right) {
+                    place.push(right);
+                }
+            }
+        }
+        rights
+    }
+}
+
+/// The table of rights: what for, and which.
+fn told() -> BTreeMap<String, Vec<String>> {
+    let book = book();
+    let (_, table) = book.split_once("| for | rights |").unwrap();
+    let rows = table.lines().skip(2).take_while(|line| line.starts_with('|'));
+    let rows = rows.map(|row| {
+        // In a table, a bar that is none of its own is escaped.
+        let row = row.replace("\\|", "\u{0}");
+        let cells: Vec<&str> = row.split('|').map(str::trim).collect();
+        let [_, what, rights, _] = cells[..] else { panic!("{row}") };
+        (what.to_owned(), rights.trim_matches('`').replace('\u{0}', "|"))
+    });
+    rows.map(|(what, rights)| (what, rights.split(' ').map(str::to_owned).collect())).collect()
+}
+
+fn book() -> String {
+    read("book/src/redis.md")
+}
+
+fn read(path: &str) -> String {
+    std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(path)).unwrap()
+}
+
+async fn server() -> RedisServer {
+    RedisServer::start(&[]).await.unwrap()
+}
