@@ -115,15 +115,16 @@ impl Store {
         Ok(seconds * 1_000_000 + micros - (before + (after - before) / 2))
     }
 
-    /// How long a single server has been running.
+    /// How long a single server has been running, at least.
     pub(crate) async fn uptime(&self) -> Result<Duration, BackendError> {
         let Some(node) = self.link.known(0) else {
             return Err(BackendError::transient("redis: no server"));
         };
         let info = self.info(&node, "server").await?;
         let seconds = info.lines().find_map(|line| line.strip_prefix("uptime_in_seconds:"));
-        let seconds = seconds.and_then(|seconds| seconds.trim().parse().ok()).unwrap_or(0);
-        Ok(Duration::from_secs(seconds))
+        let seconds: u64 = seconds.and_then(|text| text.trim().parse().ok()).unwrap_or(0);
+        // It takes whole seconds from whole seconds, and so tells up to one too many.
+        Ok(Duration::from_secs(seconds.saturating_sub(1)))
     }
 }
 
