@@ -69,5 +69,7 @@ async fn connection(server: &RedisServer) -> MultiplexedConnection {
     let settings = info.redis_settings().clone().set_protocol(redis::ProtocolVersion::RESP3);
     let tcp = redis::io::tcp::TcpSettings::default().set_nodelay(true);
     let client = redis::Client::open(info.set_redis_settings(settings).set_tcp_settings(tcp));
-    client.unwrap().get_multiplexed_async_connection().await.unwrap()
+    let patient =
+        redis::AsyncConnectionConfig::new().set_response_timeout(Some(Duration::from_secs(10)));
+    client.unwrap().get_multiplexed_async_connection_with_config(&patient).await.unwrap()
 }

@@ -30,7 +30,6 @@ mod config;
 mod backend;
 mod quorum;
 mod store;
-mod together;
 mod names;
 mod slot;
 mod script;

@@ -22,7 +22,6 @@ use crate::record::{Record, lease_left};
 use crate::rumours::Rumours;
 use crate::script::{Call, Scripts};
 use crate::slot::slot;
-use crate::together::{Question, Together};
 
 /// What came of an attempt.
 pub(crate) enum Answer {
@@ -47,9 +46,7 @@ pub(crate) struct Seen {
 
 pub(crate) struct Store {
     pub(crate) names: Names,
-    pub(crate) link: Arc<Link>,
-    acquires: Arc<Together>,
-    releases: Arc<Together>,
+    pub(crate) link: Link,
     scripts: &'static Scripts,
     /// Locks are spread over slots.
     clustered: bool,
@@ -82,15 +79,10 @@ impl Store {
 
     fn over(link: Link, config: &RedisConfig) -> Self {
         let hearing = hearing(config);
-        let (link, scripts) = (Arc::new(link), Scripts::of(config.layout));
-        let clustered = matches!(config.servers, Servers::Cluster(_));
-        let together = |script| Together::new(Arc::clone(&link), script, clustered);
         Self {
-            acquires: together(&scripts.acquire),
-            releases: together(&scripts.release),
             link,
-            scripts,
-            clustered,
+            scripts: Scripts::of(config.layout),
+            clustered: matches!(config.servers, Servers::Cluster(_)),
             alone: matches!(config.servers, Servers::Single(_)),
             publish: if hearing.sharded { "SPUBLISH" } else { "PUBLISH" },
             token_memory: config.token_memory,
@@ -126,25 +118,25 @@ impl Store {
         let lock = self.names.lock(claim.key());
         // Before the question: what is heard of after it was asked may outdate the answer.
         let asked_at = moment();
-        let tokens = self.names.token(&lock);
-        let question = Question {
-            arguments: vec![
-                self.names.claim(claim.id()).into_bytes(),
-                text(millis(claim.lease())),
-                text(claim.token_block()),
-                text(self.memory_of_tokens(claim.lease())),
-                claim.label().unwrap_or_default().as_bytes().to_vec(),
-                attempt.unwrap_or_default().as_bytes().to_vec(),
-            ],
-            keys: vec![lock, tokens],
-        };
-        if !self.durability.is_wanted() {
-            let answer = self.acquires.ask(question).await?;
-            return read_attempt(answer, claim.key(), asked_at);
+        let mut call = self
+            .scripts
+            .acquire
+            .call([lock.as_str(), &self.names.token(&lock)])
+            .arg(self.names.claim(claim.id()))
+            .arg(millis(claim.lease()))
+            .arg(claim.token_block())
+            .arg(self.memory_of_tokens(claim.lease()))
+            .arg(claim.label().unwrap_or_default());
+        if let Some(attempt) = attempt {
+            call = call.arg(attempt);
         }
-        let (answer, missing) = self.acquires.ask_durably(&question).await?;
-        let answer = read_attempt(answer, claim.key(), asked_at)?;
-        match (answer, missing) {
+        let slot = self.slot(&lock);
+        if !self.durability.is_wanted() {
+            return read_attempt(self.link.run(slot, &call).await?, claim.key(), asked_at);
+        }
+        let durable = self.link.run_durably(slot, &call).await?;
+        let answer = read_attempt(durable.answer, claim.key(), asked_at)?;
+        match (answer, durable.missing) {
             (Answer::Granted { .. }, Some(missing)) => {
                 let trouble =
                     BackendError::transient(format!("redis: {missing}; the grant was given back"));
@@ -197,20 +189,8 @@ impl Store {
 
     pub(crate) async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         let lock = self.names.lock(claim.key());
-        let mut arguments = vec![
-            self.names.claim(claim.id()).into_bytes(),
-            self.publish.as_bytes().to_vec(),
-            self.names.message(&lock).as_bytes().to_vec(),
-            self.names.channel(&lock).into_bytes(),
-        ];
-        if let Some(common) = self.names.common_channel() {
-            arguments.push(common.as_bytes().to_vec());
-        }
-        match self.releases.ask(Question { keys: vec![lock], arguments }).await? {
-            Value::Int(1) => Ok(Release::Freed),
-            Value::Int(0) => Ok(Release::NotHeld),
-            answer => Err(read_trouble(&answer)),
-        }
+        let call = self.scripts.release.call([lock.as_str()]).arg(self.names.claim(claim.id()));
+        self.told(&lock, call).await
     }
 
     /// Ends what one attempt of a claim has got.
@@ -389,7 +369,7 @@ pub(crate) fn names(config: &RedisConfig) -> Names {
 }
 
 fn read_attempt(answer: Value, key: &Key, asked_at: u64) -> Result<Answer, BackendError> {
-    let Value::Array(parts) = &answer else { return Err(unreadable()) };
+    let Value::Array(parts) = answer else { return Err(unreadable()) };
     match &parts[..] {
         [Value::Int(1), token, Value::Int(left)] => {
             let settled = !matches!(token, Value::BulkString(text) if text.starts_with(b"0"));
@@ -403,22 +383,8 @@ fn read_attempt(answer: Value, key: &Key, asked_at: u64) -> Result<Answer, Backe
             let holder = Record::read(record, number(token)).holder(key.clone(), now, *left);
             Ok(Answer::Busy { left: lease_left(*left), holder, asked_at })
         }
-        _ => Err(read_trouble(&answer)),
+        _ => Err(unreadable()),
     }
-}
-
-/// What a script says has gone wrong with one lock of several.
-fn read_trouble(answer: &Value) -> BackendError {
-    let Value::Array(parts) = answer else { return unreadable() };
-    let [Value::Int(2), Value::BulkString(says)] = &parts[..] else { return unreadable() };
-    let line: Vec<u8> =
-        says.iter().copied().take_while(|byte| !matches!(byte, b'\r' | b'\n')).collect();
-    let error = redis::parse_redis_value(&[b"-", &line[..], b"\r\n"].concat());
-    error.and_then(Value::extract_error).map_or_else(|error| explain(&error), |_| unreadable())
-}
-
-fn text(number: impl ToString) -> Vec<u8> {
-    number.to_string().into_bytes()
 }
 
 /// A lock's record, the lease that it has left, and its token.
