@@ -1,7 +1,6 @@
 //! How often a failover by a crash loses a lock. Not a test but a measurement: it is started by hand, takes some minutes, and prints a row for
 //! each setting.
 
-use std::net::SocketAddr;
 use std::time::Duration;
 
 use registry_core::{LockGuard, LockOptions, LockRegistry as _, Registry};
@@ -35,39 +34,77 @@ struct Tally {
     down: Vec<Duration>,
 }
 
+/// How long before the crash the replicas are cut off from their master, in the rows where they lag behind.
+const LAG: Duration = Duration::from_millis(20);
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "a measurement, which takes minutes: cargo test -p registry-redis --test faults -- --ignored --nocapture rates::"]
-async fn how_often_a_failover_by_a_crash_loses_a_lock() {
-    println!(
-        "| | runs | runs with a loss | held for longer | of them lost | of the last {FRESH:?} | of them lost | down (median) |"
-    );
-    println!("|---|---|---|---|---|---|---|---|");
-    for (name, replicas) in [("Sentinel", 0), ("Sentinel, `replicas=1`", 1)] {
+async fn how_often_a_crash_under_sentinels_loses_a_lock() {
+    print_head();
+    for (name, replicas, lag) in [
+        ("Sentinel", 0, Duration::ZERO),
+        ("Sentinel, replicas 20 ms behind", 0, LAG),
+        ("Sentinel, `with_replicas(1)`", 1, Duration::ZERO),
+        ("Sentinel, `with_replicas(1)`, replicas 20 ms behind", 1, LAG),
+    ] {
         let mut tally = Tally::default();
         for _ in 0..RUNS {
             let mut setup = SentinelSetup::start().await.unwrap();
-            let config = RedisConfig::from_url(&setup.url()).unwrap();
+            let config = RedisConfig::from_url(&setup.url()).unwrap().with_replicas(replicas);
             let crash = async || {
+                if !lag.is_zero() {
+                    setup.isolate_replicas().await.unwrap();
+                    sleep(lag).await;
+                }
                 let old = setup.kill_master().await.unwrap();
+                setup.resume_replicas(old).unwrap();
                 setup.wait_for_new_master(old).await.unwrap();
             };
-            one_run(&mut tally, config.with_replicas(replicas), |_| true, crash).await;
+            one_run(&mut tally, config, |_| true, crash).await;
         }
         tally.print(name);
     }
-    for (name, replicas) in [("Cluster", 0), ("Cluster, `replicas=1`", 1)] {
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+#[ignore = "a measurement, which takes minutes: cargo test -p registry-redis --test faults -- --ignored --nocapture rates::"]
+async fn how_often_a_crash_in_a_cluster_loses_a_lock() {
+    print_head();
+    for (name, replicas, lag) in [
+        ("Cluster", 0, Duration::ZERO),
+        ("Cluster, replicas 20 ms behind", 0, LAG),
+        ("Cluster, `with_replicas(1)`", 1, Duration::ZERO),
+        ("Cluster, `with_replicas(1)`, replicas 20 ms behind", 1, LAG),
+    ] {
         let mut tally = Tally::default();
         for _ in 0..RUNS {
             let mut cluster = RedisCluster::start().await.unwrap();
-            let config = RedisConfig::from_url(&cluster.url()).unwrap();
+            let config = RedisConfig::from_url(&cluster.url()).unwrap().with_replicas(replicas);
             let crash = async || {
-                let old: SocketAddr = cluster.kill_master_of(0).await.unwrap();
+                let mut cut_off = Vec::new();
+                if !lag.is_zero() {
+                    cut_off = cluster.isolate_replicas_of(0).await.unwrap();
+                    sleep(lag).await;
+                }
+                let old = cluster.kill_master_of(0).await.unwrap();
+                for replica in cut_off {
+                    cluster.resume(replica).unwrap();
+                }
                 cluster.wait_for_new_master_of(0, old).await.unwrap();
+                // Without it the new master would have no replica, and no grant that must have one.
+                cluster.node_mut(old).start_again().await.unwrap();
             };
-            one_run(&mut tally, config.with_replicas(replicas), is_on_first, crash).await;
+            one_run(&mut tally, config, is_on_first, crash).await;
         }
         tally.print(name);
     }
+}
+
+fn print_head() {
+    println!(
+        "| | crashes | with a loss | older locks | lost | locks of the last {FRESH:?} | lost | none granted for (median) |"
+    );
+    println!("|---|---|---|---|---|---|---|---|");
 }
 
 /// Whether the lock of `key` is on the first master of a cluster.
