@@ -187,6 +187,10 @@ impl LockBackend for RedisBackend {
     }
 
     async fn close(&self) {
+        if self.rumours.are_wanted() {
+            // Another registry still waits for messages.
+            return;
+        }
         match &self.servers {
             History::One(store) => store.link.close().await,
             History::Many(quorum) => quorum.close().await,

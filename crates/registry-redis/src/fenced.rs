@@ -7,7 +7,7 @@ use registry_core::{BackendError, BackendErrorKind, FencingToken};
 
 use crate::config::{RedisConfig, Servers};
 use crate::link::Link;
-use crate::names::beside;
+use crate::names::{FENCES, beside};
 use crate::rumours::Rumours;
 use crate::script::Script;
 use crate::slot::slot;
@@ -96,7 +96,7 @@ impl FencedScript {
     /// a closing brace and no tag.
     #[must_use]
     pub fn token_key(key: &str) -> String {
-        beside("lock-registry:fence:", key)
+        beside(FENCES, key)
     }
 }
 

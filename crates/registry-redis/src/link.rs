@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use redis::aio::MultiplexedConnection;
-use redis::{Cmd, RedisError, RedisResult, Value};
+use redis::{Cmd, ErrorKind, RedisError, RedisResult, ServerErrorKind, Value};
 use registry_core::BackendError;
 
 use crate::config::{Address, RedisConfig, Servers};
@@ -98,7 +98,7 @@ impl Link {
             node.connect().await.map_err(refused)?;
             // A server that cannot promise what is asked for would refuse each grant.
             node.try_durability().await.map_err(|error| {
-                if error.kind() == redis::ErrorKind::Server(redis::ServerErrorKind::ResponseError) {
+                if error.kind() == ErrorKind::Server(ServerErrorKind::ResponseError) {
                     unusable(&error)
                 } else {
                     refused(error)
@@ -211,7 +211,12 @@ impl Topology for Single {
         Ok(vec![Arc::clone(&self.0)])
     }
 
-    async fn heed(&self, _node: &Arc<Node>, _error: &RedisError) -> Next {
+    async fn heed(&self, node: &Arc<Node>, error: &RedisError) -> Next {
+        let demoted = [ServerErrorKind::ReadOnly, ServerErrorKind::MasterDown];
+        if demoted.iter().any(|kind| error.kind() == ErrorKind::Server(*kind)) {
+            // Its name may be that of another server by now.
+            node.renew();
+        }
         Next::GiveUp
     }
 }
@@ -239,7 +244,23 @@ async fn dial(
             pushes(push);
             Ok::<(), std::convert::Infallible>(())
         });
-    client.get_multiplexed_async_connection_with_config(&settings).await
+    let dialled = client.get_multiplexed_async_connection_with_config(&settings).await;
+    dialled.map_err(|error| without_login(client, error))
+}
+
+/// Servers that do not know the greeting repeat it, with the password.
+fn without_login(client: &redis::Client, error: RedisError) -> RedisError {
+    let text = error.to_string();
+    let settings = client.get_connection_info().redis_settings();
+    let told = |secret: Option<&str>| secret.is_some_and(|secret| text.contains(secret));
+    if text.contains("unknown command") && text.contains("HELLO") {
+        return (ErrorKind::RESP3NotSupported, "the server knows no HELLO").into();
+    }
+    if told(settings.password()) || text.contains("AUTH'") {
+        return (ErrorKind::AuthenticationFailed, "the server refused to set up the connection")
+            .into();
+    }
+    error
 }
 
 /// More than one is rare: a slot that moves while it is asked for.

@@ -62,7 +62,7 @@ impl Names {
     pub(crate) fn token(&self, lock: &str) -> String {
         match self.layout {
             Layout::Native => [lock, ":token"].concat(),
-            Layout::Spring | Layout::Redisson => beside("lock-registry:token:", lock),
+            Layout::Spring | Layout::Redisson => beside(TOKENS, lock),
         }
     }
 
@@ -115,10 +115,16 @@ impl Names {
 
     /// Refuses a key whose names would not share a slot.
     pub(crate) fn check(&self, key: &Key) -> Result<(), InvalidKey> {
-        if self.layout == Layout::Native || !self.sharded {
+        if self.layout == Layout::Native {
             return Ok(());
         }
         let lock = self.lock(key);
+        if lock.starts_with(TOKENS) || lock.starts_with(FENCES) {
+            return Err(InvalidKey::layout("it would take the name of another lock's tokens"));
+        }
+        if !self.sharded {
+            return Ok(());
+        }
         let told = self.layout == Layout::Redisson && slot(&self.channel(&lock)) != slot(&lock);
         if told || slot(&self.token(&lock)) != slot(&lock) {
             return Err(InvalidKey::layout(
@@ -132,7 +138,9 @@ impl Names {
     pub(crate) fn key(&self, name: &str) -> Option<Key> {
         let key = name.strip_prefix(&self.prefix)?;
         if self.layout != Layout::Native {
-            return Key::new(key).ok().filter(|_| !name.starts_with("lock-registry:token:"));
+            return Key::new(key)
+                .ok()
+                .filter(|_| !name.starts_with(TOKENS) && !name.starts_with(FENCES));
         }
         let key = percent_decode_str(key.strip_suffix('}')?).decode_utf8().ok()?;
         let key = Key::new(&key).ok()?;
@@ -186,6 +194,10 @@ fn as_redisson(prefix: &str, name: &str) -> String {
     if name.contains('{') { format!("{prefix}{name}") } else { format!("{prefix}{{{name}}}") }
 }
 
+/// What the names of newest tokens begin with, in the layouts of others.
+const TOKENS: &str = "lock-registry:token:";
+/// What the names of the newest tokens of resources begin with.
+pub(crate) const FENCES: &str = "lock-registry:fence:";
 const REDISSON_CHANNEL: &str = "redisson_lock__channel:";
 
 fn escaped(text: &str) -> String {

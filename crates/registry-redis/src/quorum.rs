@@ -10,7 +10,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -20,6 +20,7 @@ use registry_core::{
     BackendError, BackendErrorKind, Claim, ClaimId, FencingToken, Finding, Holder, Key, Release,
     Renewal,
 };
+use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep};
 
 use crate::config::{Address, RedisConfig};
@@ -35,6 +36,7 @@ pub(crate) struct Quorum {
 struct Master {
     store: Store,
     restart_guard: Duration,
+    giving_back: Semaphore,
 }
 
 impl Quorum {
@@ -46,7 +48,11 @@ impl Quorum {
     ) -> Result<Self, BackendError> {
         let master = |address| {
             let store = Store::member(address, config, rumours)?;
-            Ok(Arc::new(Master { store, restart_guard: config.restart_guard }))
+            Ok(Arc::new(Master {
+                store,
+                restart_guard: config.restart_guard,
+                giving_back: Semaphore::new(GIVEN_BACK_MAX),
+            }))
         };
         let masters = addresses.iter().map(master).collect::<Result<_, BackendError>>()?;
         let quorum = Self { masters, attempts: Mutex::default() };
@@ -350,10 +356,16 @@ impl Master {
     async fn give_back(&self, claim: &Claim) -> Result<Release, BackendError> {
         let until = Instant::now() + claim.lease();
         let mut pause = PAUSE_MIN;
+        let mut patience = None;
         loop {
             match self.store.release(claim).await {
                 Err(_) if Instant::now() + pause < until => {}
                 answer => return answer,
+            }
+            if patience.is_none() {
+                let none =
+                    |_| BackendError::transient("redis: a master of the quorum is not there");
+                patience = Some(self.giving_back.try_acquire().map_err(none)?);
             }
             sleep(pause).await;
             pause = (pause * 2).min(PAUSE_MAX);
@@ -361,17 +373,25 @@ impl Master {
     }
 
     /// Takes back what one attempt has got or, if `answered` does not say that this is known, may still get.
-    async fn withdraw(&self, claim: &Claim, attempt: &str, answered: &AtomicBool) {
+    async fn withdraw(&self, claim: &Claim, attempt: &str, answered: &AtomicU8) {
         let until = Instant::now() + claim.lease();
         let mut pause = PAUSE_MIN;
+        let mut patience = None;
         loop {
             // A question that was not answered may still arrive, after this.
-            let certain = answered.load(Ordering::Acquire);
+            let did = answered.load(Ordering::Acquire);
+            if did == NOTHING {
+                return;
+            }
             match self.store.withdraw(claim, attempt).await {
                 Ok(Release::Freed) => return,
-                Ok(Release::NotHeld) if certain => return,
+                Ok(Release::NotHeld) if did == GRANTED => return,
                 _ if Instant::now() + pause >= until => return,
                 _ => {}
+            }
+            if patience.is_none() {
+                let Ok(permit) = self.giving_back.try_acquire() else { return };
+                patience = Some(permit);
             }
             sleep(pause).await;
             pause = (pause * 2).min(PAUSE_MAX);
@@ -385,15 +405,15 @@ struct Round<'a> {
     quorum: &'a Quorum,
     claim: &'a Claim,
     attempt: Arc<str>,
-    /// Of each master, whether it is known what it did.
-    answered: Arc<[AtomicBool]>,
+    /// Of each master, what it did.
+    answered: Arc<[AtomicU8]>,
     kept: bool,
 }
 
 impl<'a> Round<'a> {
     fn new(quorum: &'a Quorum, claim: &'a Claim) -> Self {
         let attempt = format!("{:016x}", rand::random::<u64>()).into();
-        let answered = quorum.masters.iter().map(|_| AtomicBool::new(false)).collect();
+        let answered = quorum.masters.iter().map(|_| AtomicU8::new(UNKNOWN)).collect();
         Self { quorum, claim, attempt, answered, kept: false }
     }
 
@@ -405,10 +425,14 @@ impl<'a> Round<'a> {
             let answered = Arc::clone(&self.answered);
             async move {
                 let answer = master.try_acquire(&claim, &attempt).await;
-                if answer.as_ref().err().is_none_or(BackendError::refused)
-                    && let Some(answered) = answered.get(nth)
-                {
-                    answered.store(true, Ordering::Release);
+                let did = match &answer {
+                    Ok(Answer::Granted { .. }) => GRANTED,
+                    Ok(Answer::Busy { .. }) => NOTHING,
+                    Err(error) if error.refused() => NOTHING,
+                    Err(_) => UNKNOWN,
+                };
+                if let Some(answered) = answered.get(nth) {
+                    answered.store(did, Ordering::Release);
                 }
                 answer
             }
@@ -420,7 +444,9 @@ impl<'a> Round<'a> {
         let mut slow = std::pin::pin!(sleep(SLOW));
         let mut patient = true;
         while failed <= quorum.spare() {
-            if granted.len() >= quorum.majority() && !(patient && is_disputed(&granted)) {
+            if granted.len() >= quorum.majority()
+                && !(patient && is_disputed(&granted, quorum.majority()))
+            {
                 break;
             }
             // It cannot be won any more; whether somebody has it or too few answer, the others may tell.
@@ -449,7 +475,9 @@ impl<'a> Round<'a> {
         }
         // If the claim was granted before, one of a majority knows with which token, and a failure now must not take that back.
         self.kept = granted.iter().any(|(settled, ..)| *settled);
-        let (token, lease) = (settled_token(&granted), granted.iter().map(|grant| grant.2).min());
+        let largest = granted.iter().map(|(_, token, _)| *token).max();
+        let token = agreed_token(&granted, quorum.majority()).or(largest);
+        let lease = granted.iter().map(|(.., lease)| *lease).min();
         let (Some(token), Some(lease)) = (token, lease) else {
             return quorum.not_granted(0, trouble, busy, asked_at);
         };
@@ -491,7 +519,8 @@ impl<'a> Round<'a> {
 
 impl Drop for Round<'_> {
     fn drop(&mut self) {
-        if !self.kept {
+        // Without a runtime nobody can be asked; the lease ends it.
+        if !self.kept && tokio::runtime::Handle::try_current().is_ok() {
             drop(self.quorum.ask_all(|nth, master| {
                 let (claim, attempt) = (self.claim.clone(), Arc::clone(&self.attempt));
                 let answered = Arc::clone(&self.answered);
@@ -590,18 +619,17 @@ fn busy_with(busy: Vec<(Option<Duration>, Holder)>, asked_at: u64) -> Contest {
 /// A grant of one master: whether a majority has settled on its token, the token, and the lease.
 type OneGrant = (bool, FencingToken, Duration);
 
-/// Whether masters tell of different tokens that were settled on. One of them comes from a round that was not finished.
-fn is_disputed(granted: &[OneGrant]) -> bool {
-    let mut settled = granted.iter().filter(|(settled, ..)| *settled).map(|(_, token, _)| token);
-    settled.next().is_some_and(|first| settled.any(|other| other != first))
+/// Whether somebody tells of a token that was settled on, and no majority does. The others may.
+fn is_disputed(granted: &[OneGrant], majority: usize) -> bool {
+    granted.iter().any(|(settled, ..)| *settled) && agreed_token(granted, majority).is_none()
 }
 
-/// The token to settle on: the one that was settled on before, by most masters; else the largest.
-fn settled_token(granted: &[OneGrant]) -> Option<FencingToken> {
+/// The token that a majority has settled on. Less is not enough: it may come from a round that was not finished, after which others have
+/// had larger ones.
+fn agreed_token(granted: &[OneGrant], majority: usize) -> Option<FencingToken> {
     let settled = granted.iter().filter(|(settled, ..)| *settled).map(|(_, token, _)| *token);
     let votes = |token: &FencingToken| settled.clone().filter(|other| other == token).count();
-    let most = settled.clone().max_by_key(|token| (votes(token), *token));
-    most.or_else(|| granted.iter().map(|(_, token, _)| *token).max())
+    settled.clone().find(|token| votes(token) >= majority)
 }
 
 /// A short time that is different for everybody.
@@ -633,6 +661,12 @@ impl fmt::Debug for Quorum {
 
 /// How often those who have stopped each other try again at once.
 const ROUNDS_MAX: u32 = 8;
+/// What a master did about an attempt.
+const UNKNOWN: u8 = 0;
+const NOTHING: u8 = 1;
+const GRANTED: u8 = 2;
+/// How many claims are given back to one master again and again, while it does not answer. Of more, the lease ends them there.
+const GIVEN_BACK_MAX: usize = 256;
 const PAUSE_MIN: Duration = Duration::from_millis(20);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 const SLOW: Duration = Duration::from_millis(100);

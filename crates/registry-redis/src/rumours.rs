@@ -36,6 +36,13 @@ impl Rumours {
         registries.push(hints);
     }
 
+    /// Whether any registry, of those that are not closed, wants to know.
+    pub(crate) fn are_wanted(&self) -> bool {
+        let mut registries = self.0.registries.lock().unwrap_or_else(PoisonError::into_inner);
+        registries.retain(LossHints::is_live);
+        !registries.is_empty()
+    }
+
     /// Notes whether a server tells.
     pub(crate) fn note(&self, told: bool) {
         self.0.untold.store(!told, Ordering::Release);

@@ -159,20 +159,43 @@ impl Store {
             for claim in locks.iter().filter_map(|(at, _)| claims.get(*at)) {
                 call = call.arg(self.names.claim(claim.id())).arg(millis(claim.lease()));
             }
-            (locks, self.renew_together(*slot, &call).await)
+            let renewed = self.renew_together(*slot, &call).await;
+            if self.clustered
+                && locks.len() > 1
+                && renewed.as_ref().is_err_and(BackendError::refused)
+            {
+                // A slot that is being moved has some of them here and some there.
+                return (locks, self.renew_one_by_one(*slot, claims, locks).await);
+            }
+            let each =
+                |nth| renewed.as_ref().map_err(Clone::clone).map(|left| left.get(nth).copied());
+            (locks, (0..locks.len()).map(each).collect::<Vec<_>>())
         });
         for (locks, renewed) in join_all(calls).await {
             for (nth, (at, _)) in locks.iter().enumerate() {
-                answers[*at] = match &renewed {
-                    Ok(left) => left
-                        .get(nth)
-                        .map(|left| lease_left(*left).map_or(Renewal::Gone, Renewal::Renewed))
-                        .ok_or_else(unreadable),
-                    Err(error) => Err(error.clone()),
-                };
+                let left = renewed.get(nth).cloned().unwrap_or(Ok(None));
+                answers[*at] = left.and_then(|left| {
+                    let left = left.ok_or_else(unreadable)?;
+                    Ok(lease_left(left).map_or(Renewal::Gone, Renewal::Renewed))
+                });
             }
         }
         answers
+    }
+
+    async fn renew_one_by_one(
+        &self,
+        slot: u16,
+        claims: &[Claim],
+        locks: &[(usize, String)],
+    ) -> Vec<Result<Option<i64>, BackendError>> {
+        let calls = locks.iter().map(async |(at, lock)| {
+            let Some(claim) = claims.get(*at) else { return Ok(None) };
+            let call = self.scripts.renew.call([lock.as_str()]);
+            let call = call.arg(self.names.claim(claim.id())).arg(millis(claim.lease()));
+            Ok(self.renew_together(slot, &call).await?.first().copied())
+        });
+        join_all(calls).await
     }
 
     async fn renew_together(&self, slot: u16, call: &Call<'_>) -> Result<Vec<i64>, BackendError> {

@@ -17,7 +17,7 @@ use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
 use super::wire::{Wire, is_end};
-use super::{Dial, Next, Node, Topology, dialler};
+use super::{Dial, Next, Node, Topology, dialler, without_login};
 use crate::config::{Address, RedisConfig};
 use crate::ears::Hearing;
 use crate::rumours::Rumours;
@@ -65,7 +65,8 @@ impl Follower {
                     .set_connection_timeout(Some(connect))
                     .set_response_timeout(Some(ANSWER_LIMIT));
                 Box::pin(async move {
-                    client.get_multiplexed_async_connection_with_config(&settings).await
+                    let dialled = client.get_multiplexed_async_connection_with_config(&settings);
+                    dialled.await.map_err(|error| without_login(&client, error))
                 })
             });
             Ok(Sentinel { wire, client })
@@ -113,7 +114,6 @@ impl Topology for Follower {
         if is_end(error) || demoted.contains(&error.kind()) || error.code() == Some("UNBLOCKED") {
             if demoted.contains(&error.kind()) {
                 // The connection is well; it is the server that is not the master any more.
-                self.shared.forget_master();
                 self.node.renew();
             }
             self.shared.look.notify_one();
@@ -159,10 +159,6 @@ impl Shared {
         other
     }
 
-    fn forget_master(&self) {
-        *self.master() = None;
-    }
-
     fn master(&self) -> std::sync::MutexGuard<'_, Option<Address>> {
         self.master.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -203,7 +199,8 @@ fn to_master(config: RedisConfig, shared: Arc<Shared>) -> Dial {
         let (config, shared) = (Arc::clone(&config), Arc::clone(&shared));
         Box::pin(async move {
             let address = shared.resolve().await?;
-            shared.note(&address);
+            // That it is another one is for `look` to find out: the other connections are yet to follow.
+            shared.master().get_or_insert_with(|| address.clone());
             let mut connection = dialler(&config, &address)?(pushes).await?;
             let role =
                 connection.send_packed_command(&redis::cmd("ROLE")).await?.extract_error()?;

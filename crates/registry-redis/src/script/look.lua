@@ -10,6 +10,7 @@ for i = 1, #KEYS, 2 do
   end
   answers[#answers + 1] = record and string.sub(record, 1, 2048) or ''
   answers[#answers + 1] = redis.call('PTTL', KEYS[i])
-  answers[#answers + 1] = record and first_token(record, KEYS[i + 1]) or ''
+  local told, token = pcall(first_token, record or '', KEYS[i + 1])
+  answers[#answers + 1] = record and told and token or ''
 end
 return answers
