@@ -1,0 +1,155 @@
+//! Many locks held by one process, which renews them.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use registry_core::{LockRegistry, Registry};
+use registry_redis::{RedisBackend, RedisConfig};
+use registry_testkit::redis::RedisServer;
+
+use crate::measure::{
+    LIMIT, child as start_child, info_number, median, pings, quantile, ran, resident,
+};
+use crate::{bare, order};
+
+const LEASE: Duration = Duration::from_secs(3);
+
+/// What one process cost while it held its locks.
+#[derive(Default)]
+struct Cost {
+    client_percent: f64,
+    server_percent: f64,
+    connections: f64,
+    /// Of another client's command, in milliseconds.
+    longest_stall: f64,
+    p999: f64,
+    bytes_per_lock: f64,
+}
+
+pub async fn bench(in_earnest: bool) {
+    // A disk would be most of the time.
+    let server = RedisServer::start(&["--appendonly", "no"]).await.unwrap();
+    let (rounds, count, time) = if in_earnest { (3, 10_000, 6_000) } else { (1, 100, 100) };
+    let time = Duration::from_millis(time);
+    let names = ["nobody", "bare", "ours"];
+    let mut results: [Vec<Cost>; 3] = Default::default();
+    for _ in 0..rounds {
+        for (name, results) in names.into_iter().zip(&mut results) {
+            results.push(round(&server, name, count, time).await);
+        }
+    }
+    println!("\n{count} locks held, lease {LEASE:?}");
+    for (name, rounds) in names.into_iter().zip(&results) {
+        let over = |figure: &dyn Fn(&Cost) -> f64| median(rounds.iter().map(figure));
+        println!(
+            "  {name:<7} client {:.2} % of a processor, server {:.2} %; another client's longest stall {:.2} ms (best and worst round {:.2}, \
+             {:.2}), p99.9 {:.2} ms; {:.0} bytes a lock; {:.0} connections",
+            over(&|cost| cost.client_percent),
+            over(&|cost| cost.server_percent),
+            over(&|cost| cost.longest_stall),
+            quantile(rounds.iter().map(|cost| cost.longest_stall), 0.0),
+            quantile(rounds.iter().map(|cost| cost.longest_stall), 1.0),
+            over(&|cost| cost.p999),
+            over(&|cost| cost.bytes_per_lock),
+            over(&|cost| cost.connections),
+        );
+    }
+    let [client, server] = [&|cost: &Cost| cost.client_percent, &|cost: &Cost| cost.server_percent]
+        as [&dyn Fn(&Cost) -> f64; 2];
+    let ratio = |figure: &dyn Fn(&Cost) -> f64| {
+        median(results[2].iter().map(figure)) / median(results[1].iter().map(figure))
+    };
+    println!(
+        "  ours takes {:.2} x the client's time and {:.2} x the server's",
+        ratio(client),
+        ratio(server)
+    );
+}
+
+async fn round(server: &RedisServer, name: &str, count: usize, time: Duration) -> Cost {
+    server.ask("FLUSHALL").await.unwrap();
+    let before = info_number(server, "clients", "connected_clients").await;
+    let mut cost = Cost::default();
+    let count_text = count.to_string();
+    let mut child = if name == "nobody" {
+        None
+    } else {
+        let url = server.url();
+        let mut child = start_child(&["held", name, &url, &count_text]);
+        let line = child.expect_line(|line| line.starts_with("held"), LIMIT).await.unwrap();
+        drop(line);
+        Some(child)
+    };
+    // Quiet first: who asks all the time is most of the server's work.
+    tokio::time::sleep(time / 6).await;
+    let server_pid = info_number(server, "server", "process_id").await;
+    let used = || (ran(server_pid), child.as_ref().map_or(Duration::ZERO, |child| ran(child.id())));
+    let earlier = used();
+    tokio::time::sleep(time).await;
+    let later = used();
+    let percent =
+        |later: Duration, earlier| (later - earlier).as_secs_f64() / time.as_secs_f64() * 100.0;
+    cost.server_percent = percent(later.0, earlier.0);
+    cost.client_percent = percent(later.1, earlier.1);
+    cost.connections =
+        f64::from(info_number(server, "clients", "connected_clients").await.saturating_sub(before));
+    let addr = server.addr();
+    let times = tokio::task::spawn_blocking(move || pings(addr, time)).await.unwrap();
+    let stalls = || times.iter().map(|time| time.as_secs_f64() * 1e3);
+    cost.longest_stall = quantile(stalls(), 1.0);
+    cost.p999 = quantile(stalls(), 0.999);
+    if let Some(child) = &mut child {
+        child.write_line("end").unwrap();
+        let bytes = |line: &str| line.strip_prefix("bytes ")?.parse::<f64>().ok();
+        cost.bytes_per_lock = child.expect_map(bytes, LIMIT).await.unwrap() / count as f64;
+    }
+    cost
+}
+
+/// The process that holds the locks.
+pub async fn child(arguments: &[&str]) {
+    let [contestant, url, count] = arguments[..] else { panic!("held CONTESTANT URL COUNT") };
+    let keys: Vec<String> =
+        (0..count.parse().unwrap()).map(|key: u32| format!("orders/{key}")).collect();
+    if contestant == "bare" {
+        let connection = bare::connect(url).await;
+        let told = tokio::select! {
+            told = order() => told,
+            never = bare::hold(&connection, &keys, LEASE) => never,
+        };
+        assert_eq!(told, "end");
+        println!("bytes 0");
+        return;
+    }
+    let backend = RedisBackend::open(RedisConfig::from_url(url).unwrap()).await.unwrap();
+    let registry = Registry::builder(Arc::new(backend)).lease(LEASE).build().unwrap();
+    let other = RedisBackend::open(RedisConfig::from_url(url).unwrap()).await.unwrap();
+    wait_once(&registry, Registry::builder(Arc::new(other)).build().unwrap()).await;
+    let before = resident();
+    let mut guards = Vec::with_capacity(keys.len());
+    for keys in keys.chunks(100) {
+        // The lock is let go of at once; who holds a guard needs no more.
+        let taken = keys.iter().map(async |key| registry.obtain(key).lock().await.unwrap());
+        guards.extend(join_all(taken).await);
+    }
+    println!("held");
+    order().await;
+    assert!(guards.iter().all(|guard| guard.is_held()), "a lock was lost");
+    println!("bytes {}", resident().saturating_sub(before));
+    order().await;
+}
+
+/// Makes everything that is made when somebody waits for the first time.
+async fn wait_once(registry: &Registry, other: Registry) {
+    let held = other.obtain("warm").lock().await.unwrap();
+    let waiting = registry.obtain("warm");
+    let wait = async {
+        let wait = Duration::from_millis(100);
+        assert!(waiting.try_lock_for(wait).await.unwrap().is_none());
+    };
+    wait.await;
+    held.unlock().await.unwrap();
+    waiting.lock().await.unwrap().unlock().await.unwrap();
+    other.close(Duration::from_secs(1)).await;
+}

@@ -1,0 +1,56 @@
+//! What several processes on one key, and many locks held by one process, cost on Redis; each next to the least that the job needs.
+//!
+//! The processes are this program itself with another argument. Everybody's moments are of the one clock that all processes share.
+
+mod turns;
+mod held;
+mod bare;
+mod measure;
+
+use std::io::BufRead;
+
+use nix::time::{ClockId, clock_gettime};
+
+fn main() {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    runtime.block_on(async {
+        match words[..] {
+            ["child", "turns", ref rest @ ..] => turns::child(rest).await,
+            ["child", "held", ref rest @ ..] => held::child(rest).await,
+            _ => {
+                // `cargo test` wants to see that it works, not how fast.
+                let in_earnest = words.contains(&"--bench");
+                let wanted = |name: &str| {
+                    let named: Vec<_> =
+                        words.iter().filter(|word| !word.starts_with('-')).collect();
+                    named.is_empty() || named.iter().any(|word| name.contains(**word))
+                };
+                if wanted("turns") {
+                    turns::bench(in_earnest).await;
+                }
+                if wanted("held") {
+                    held::bench(in_earnest).await;
+                }
+            }
+        }
+    });
+}
+
+/// Nanoseconds, the same in all processes.
+fn now() -> u64 {
+    let now = clock_gettime(ClockId::CLOCK_MONOTONIC).unwrap();
+    u64::try_from(now.tv_sec() * 1_000_000_000 + now.tv_nsec()).unwrap()
+}
+
+/// What the parent says next.
+async fn order() -> String {
+    let line = tokio::task::spawn_blocking(|| {
+        let mut line = String::new();
+        std::io::stdin().lock().read_line(&mut line).unwrap();
+        line
+    });
+    line.await.unwrap().trim().to_owned()
+}

@@ -1,0 +1,85 @@
+//! What the system and the server tell of the cost.
+
+use std::fs;
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use registry_testkit::process::HelperProcess;
+use registry_testkit::redis::RedisServer;
+
+/// How long a child may take for anything beside the time that it is given.
+pub const LIMIT: Duration = Duration::from_secs(60);
+
+/// This program again, with these arguments.
+pub fn child(arguments: &[&str]) -> HelperProcess {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command.arg("child").args(arguments);
+    HelperProcess::spawn(command).unwrap()
+}
+
+/// The time that all threads of a process have run.
+pub fn ran(process: u32) -> Duration {
+    let threads = fs::read_dir(format!("/proc/{process}/task")).unwrap().flatten();
+    let ran = threads.filter_map(|thread| {
+        let text = fs::read_to_string(thread.path().join("schedstat")).ok()?;
+        text.split(' ').next()?.parse::<u64>().ok()
+    });
+    Duration::from_nanos(ran.sum())
+}
+
+/// The memory of this process that is there, in bytes.
+pub fn resident() -> u64 {
+    let text = fs::read_to_string("/proc/self/smaps_rollup").unwrap();
+    let line = text.lines().find_map(|line| line.strip_prefix("Rss:")).unwrap();
+    line.trim().trim_end_matches(" kB").parse::<u64>().unwrap() * 1_024
+}
+
+pub async fn info(server: &RedisServer, section: &str) -> String {
+    server.ask_args(&["INFO", section]).await.unwrap().text().unwrap_or_default()
+}
+
+pub async fn info_number(server: &RedisServer, section: &str, name: &str) -> u32 {
+    let info = info(server, section).await;
+    let fields = info.lines().filter_map(|line| line.split_once(':'));
+    fields.filter(|field| field.0 == name).find_map(|field| field.1.parse().ok()).unwrap()
+}
+
+/// How many commands of these names there were since the last `CONFIG RESETSTAT`. What scripts call counts as well.
+pub async fn calls(server: &RedisServer, names: &[&str]) -> u64 {
+    let info = info(server, "commandstats").await;
+    let calls = |line: &str| -> Option<u64> {
+        let (name, rest) = line.strip_prefix("cmdstat_")?.split_once(":calls=")?;
+        if names.contains(&name) { rest.split(',').next()?.parse().ok() } else { None }
+    };
+    info.lines().filter_map(calls).sum()
+}
+
+/// The times that a server takes to answer one who asks without a pause.
+pub fn pings(addr: SocketAddr, time: Duration) -> Vec<Duration> {
+    let mut stream = TcpStream::connect(addr).unwrap();
+    stream.set_nodelay(true).unwrap();
+    let end = Instant::now() + time;
+    let mut times = Vec::new();
+    let mut answer = [0; 7];
+    while Instant::now() < end {
+        let asked = Instant::now();
+        stream.write_all(b"PING\r\n").unwrap();
+        stream.read_exact(&mut answer).unwrap();
+        times.push(asked.elapsed());
+    }
+    times
+}
+
+/// The value below which this part of the values is. Nothing is zero.
+pub fn quantile(values: impl IntoIterator<Item = f64>, part: f64) -> f64 {
+    let mut values: Vec<f64> = values.into_iter().collect();
+    values.sort_by(f64::total_cmp);
+    let at = ((values.len() as f64 - 1.0) * part).round() as usize;
+    values.get(at).copied().unwrap_or_default()
+}
+
+pub fn median(values: impl IntoIterator<Item = f64>) -> f64 {
+    quantile(values, 0.5)
+}

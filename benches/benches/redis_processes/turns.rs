@@ -1,0 +1,286 @@
+//! Processes that take turns on one key. Each holder works for 2 ms.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use registry_core::{DistributedLock, LockRegistry, Registry};
+use registry_redis::{RedisBackend, RedisConfig};
+use registry_testkit::redis::RedisServer;
+use tokio::sync::Mutex;
+use tokio::task::JoinSet;
+
+use crate::bare::Bare;
+use crate::measure::{LIMIT, calls, child as start_child, median, quantile};
+use crate::{now, order};
+
+const KEY: &str = "orders/42";
+const WORK: Duration = Duration::from_millis(2);
+
+struct Setting {
+    title: &'static str,
+    processes: usize,
+    /// Tasks of each process.
+    tasks: usize,
+    /// How soon whoever is done asks again.
+    again: Again,
+    /// How often a process may pass the lock on among its own.
+    handoffs: u32,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Again {
+    AtOnce,
+    /// After half a millisecond to one and a half, which is before the next one is done.
+    Soon,
+}
+
+const SETTINGS: [Setting; 5] = [
+    Setting { title: "2 processes", processes: 2, tasks: 1, again: Again::Soon, handoffs: 32 },
+    Setting { title: "8 processes", processes: 8, tasks: 1, again: Again::Soon, handoffs: 32 },
+    Setting {
+        title: "8 processes that ask again at once",
+        processes: 8,
+        tasks: 1,
+        again: Again::AtOnce,
+        handoffs: 32,
+    },
+    Setting {
+        title: "200 waiters in 4 processes",
+        processes: 4,
+        tasks: 50,
+        again: Again::AtOnce,
+        handoffs: 32,
+    },
+    Setting {
+        title: "200 waiters in 4 processes, nothing passed on within one",
+        processes: 4,
+        tasks: 50,
+        again: Again::AtOnce,
+        handoffs: 0,
+    },
+];
+
+/// One turn of one process: three moments.
+struct Turn {
+    process: usize,
+    asked: u64,
+    granted: u64,
+    released: u64,
+}
+
+struct Round {
+    /// In the order of the grants.
+    turns: Vec<Turn>,
+    time: Duration,
+    requests: u64,
+    /// Of all who asked, in milliseconds.
+    longest_wait: f64,
+}
+
+pub async fn bench(in_earnest: bool) {
+    // A disk would be most of the time.
+    let server = RedisServer::start(&["--appendonly", "no"]).await.unwrap();
+    let (rounds, time) = if in_earnest { (5, 3_000) } else { (1, 100) };
+    let time = Duration::from_millis(time);
+    // The check of the check: who excludes nobody is found out.
+    let broken = round(&server, "broken", &SETTINGS[0], Duration::from_millis(100)).await;
+    assert!(broken.overlaps() > 0, "turns that overlap were not noticed");
+    for setting in &SETTINGS {
+        let mut results = [Vec::new(), Vec::new()];
+        for _ in 0..rounds {
+            for (contestant, results) in ["bare", "ours"].into_iter().zip(&mut results) {
+                let round = round(&server, contestant, setting, time).await;
+                assert_eq!(round.overlaps(), 0, "{contestant} let two in");
+                results.push(round);
+            }
+        }
+        println!("\n{}, holder works 2 ms", setting.title);
+        let reference = print("reference", &results[0], None);
+        print("ours", &results[1], Some(reference));
+    }
+}
+
+/// Lets the processes of `setting` take turns.
+async fn round(server: &RedisServer, contestant: &str, setting: &Setting, time: Duration) -> Round {
+    server.ask("FLUSHALL").await.unwrap();
+    let (url, tasks, handoffs) =
+        (server.url(), setting.tasks.to_string(), setting.handoffs.to_string());
+    let again = format!("{:?}", setting.again);
+    let arguments = ["turns", contestant, &url, &tasks, &again, &handoffs];
+    let mut children: Vec<_> = (0..setting.processes).map(|_| start_child(&arguments)).collect();
+    for child in &mut children {
+        child.expect_line(|line| line == "ready", LIMIT).await.unwrap();
+    }
+    server.ask("CONFIG RESETSTAT").await.unwrap();
+    // All of them have the same end, so that whoever starts late has no longer.
+    let end = now() + time.as_nanos() as u64;
+    for child in &mut children {
+        child.write_line(&end.to_string()).unwrap();
+    }
+    tokio::time::sleep(time).await;
+    let requests = calls(server, &contestant_commands(contestant)).await;
+    for child in &mut children {
+        child.expect_line(|line| line == "done", LIMIT).await.unwrap();
+    }
+    let mut turns: Vec<Turn> = Vec::new();
+    for (process, child) in children.iter().enumerate() {
+        for line in child.lines() {
+            let moments: Vec<u64> = line.split(' ').filter_map(|word| word.parse().ok()).collect();
+            if let [asked, granted, released] = moments[..] {
+                turns.push(Turn { process, asked, granted, released });
+            }
+        }
+    }
+    turns.sort_by_key(|turn| turn.granted);
+    let longest_wait = quantile(turns.iter().map(|turn| ms(turn.granted - turn.asked)), 1.0);
+    // From then on there are fewer and fewer.
+    turns.retain(|turn| turn.granted < end);
+    Round { turns, time, requests, longest_wait }
+}
+
+/// What is sent by clients and never by a script of the same contestant.
+fn contestant_commands(contestant: &str) -> Vec<&'static str> {
+    let mut names = vec!["eval", "evalsha", "subscribe", "unsubscribe", "ping"];
+    if contestant == "bare" {
+        names.push("set");
+    }
+    names
+}
+
+impl Round {
+    /// Grants while somebody else still worked.
+    fn overlaps(&self) -> usize {
+        self.pairs().filter(|[before, after]| after.granted < before.released).count()
+    }
+
+    /// From each release to the next grant in another process that was waiting by then, in milliseconds.
+    fn hand_overs(&self) -> Vec<f64> {
+        let between = self.pairs().filter(|[before, after]| {
+            before.process != after.process && after.asked < before.released
+        });
+        between.map(|[before, after]| ms(after.granted.saturating_sub(before.released))).collect()
+    }
+
+    fn changes(&self) -> usize {
+        self.pairs().filter(|[before, after]| before.process != after.process).count()
+    }
+
+    fn pairs(&self) -> impl Iterator<Item = [&Turn; 2]> {
+        self.turns.windows(2).map(|pair| [&pair[0], &pair[1]])
+    }
+}
+
+fn ms(nanos: u64) -> f64 {
+    nanos as f64 / 1e6
+}
+
+/// Prints the medians over the rounds, and their ratios to the reference. Returns the median and the p99 of the hand-over.
+fn print(name: &str, rounds: &[Round], reference: Option<[f64; 2]>) -> [f64; 2] {
+    let over = |figure: &dyn Fn(&Round) -> f64| median(rounds.iter().map(figure));
+    let middle = over(&|round| quantile(round.hand_overs(), 0.5));
+    let p99 = over(&|round| quantile(round.hand_overs(), 0.99));
+    let turns = |round: &Round| round.turns.len() as f64;
+    println!(
+        "  {name:<9} release to grant elsewhere: median {middle:.3} ms, p99 {p99:.3} ms; {:.2} commands a grant, {:.2} a change of \
+         process; {:.0} grants/s, {:.0} changes/s; longest wait {:.0} ms (worst round {:.0})",
+        over(&|round| round.requests as f64 / turns(round)),
+        over(&|round| round.requests as f64 / round.changes().max(1) as f64),
+        over(&|round| turns(round) / round.time.as_secs_f64()),
+        over(&|round| round.changes() as f64 / round.time.as_secs_f64()),
+        over(&|round| round.longest_wait),
+        quantile(rounds.iter().map(|round| round.longest_wait), 1.0),
+    );
+    if let Some([reference_middle, reference_p99]) = reference {
+        println!(
+            "  {:<9} {:.2} x its median, {:.2} x its p99",
+            "",
+            middle / reference_middle,
+            p99 / reference_p99
+        );
+    }
+    [middle, p99]
+}
+
+/// One of the processes.
+pub async fn child(arguments: &[&str]) {
+    let [contestant, url, tasks, again, handoffs] = arguments[..] else {
+        panic!("turns CONTESTANT URL TASKS AGAIN HANDOFFS")
+    };
+    let contestant =
+        Arc::new(Contestant::connect(contestant, url, handoffs.parse().unwrap()).await);
+    let pause = again == format!("{:?}", Again::Soon);
+    println!("ready");
+    let end: u64 = order().await.parse().unwrap();
+    let mut working = JoinSet::new();
+    for _ in 0..tasks.parse().unwrap() {
+        let contestant = Arc::clone(&contestant);
+        working.spawn(async move {
+            let mut turns = Vec::new();
+            while now() < end {
+                turns.push(contestant.turn().await);
+                if pause {
+                    // From the clock, because nothing better is needed.
+                    tokio::time::sleep(Duration::from_micros(500 + now() % 1_000)).await;
+                }
+            }
+            turns
+        });
+    }
+    let turns = working.join_all().await;
+    for [asked, granted, released] in turns.into_iter().flatten() {
+        println!("{asked} {granted} {released}");
+    }
+    println!("done");
+    // Whatever is done on the way out is not measured.
+    order().await;
+}
+
+enum Contestant {
+    Ours(DistributedLock, #[expect(dead_code, reason = "it lives as long as its locks")] Registry),
+    Bare(Mutex<Bare>),
+    /// Excludes nobody.
+    Broken,
+}
+
+impl Contestant {
+    async fn connect(name: &str, url: &str, handoffs: u32) -> Self {
+        match name {
+            "ours" => {
+                let config = RedisConfig::from_url(url).unwrap();
+                let backend = RedisBackend::open(config).await.unwrap();
+                let builder = Registry::builder(Arc::new(backend)).handoff(handoffs);
+                let registry = builder.build().unwrap();
+                Self::Ours(registry.obtain(KEY), registry)
+            }
+            "bare" => Self::Bare(Mutex::new(Bare::connect(url, KEY).await)),
+            _ => Self::Broken,
+        }
+    }
+
+    /// When it was asked for, when it was granted, and when it was given back.
+    async fn turn(&self) -> [u64; 3] {
+        let work = async || {
+            let granted = now();
+            tokio::time::sleep(WORK).await;
+            [granted, now()]
+        };
+        let asked = now();
+        let [granted, released] = match self {
+            Self::Ours(lock, _) => {
+                let guard = lock.lock().await.unwrap();
+                let moments = work().await;
+                guard.unlock().await.unwrap();
+                moments
+            }
+            Self::Bare(bare) => {
+                let mut bare = bare.lock().await;
+                bare.lock().await;
+                let moments = work().await;
+                bare.unlock().await;
+                moments
+            }
+            Self::Broken => work().await,
+        };
+        [asked, granted, released]
+    }
+}
