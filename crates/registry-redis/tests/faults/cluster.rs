@@ -164,7 +164,8 @@ async fn a_shard_that_has_crashed_holds_up_no_lock_of_the_others() {
 async fn a_dead_shard_holds_up_no_lock_of_the_others(death: Death) {
     let options = ServerOptions::new().args(&["--cluster-require-full-coverage", "no"]);
     let mut cluster = RedisCluster::start_with(&options).await.unwrap();
-    let contest = begin(&cluster, LEASE).await;
+    let lease = LEASE * 2;
+    let contest = begin(&cluster, lease).await;
     contest.goes_on().await;
     let Keys { contested, steady } = keys();
     // Held on the shard that dies and on one that does not.
@@ -195,7 +196,7 @@ async fn a_dead_shard_holds_up_no_lock_of_the_others(death: Death) {
     within(LONG, waiter).await.unwrap();
     contest.loses_steadily(1).await;
     // As long as it takes until a lease that was not renewed is over.
-    sleep(LEASE).await;
+    sleep(lease).await;
     contest.goes_on_with(&others).await;
     let losses = contest.losses();
     let lost = losses.iter().filter(|loss| loss.key.starts_with("steady")).map(|loss| &loss.key);
@@ -209,7 +210,7 @@ async fn a_dead_shard_holds_up_no_lock_of_the_others(death: Death) {
         }
     }
     contest.goes_on().await;
-    let end = contest.after(LEASE);
+    let end = contest.after(lease);
     println!("the long lease of the dead shard goes on: {}", on_dying.is_held());
     eventually(LONG, async || on_dying.renew(secs(60)).await.is_ok() || !on_dying.is_held()).await;
     drop(on_dying);

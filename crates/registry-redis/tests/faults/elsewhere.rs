@@ -12,7 +12,7 @@ use registry_testkit::holder::{HolderOptions, LockHolder, serve};
 use registry_testkit::redis::RedisServer;
 use registry_testkit::witness::Witness;
 
-use crate::contest::{Contest, LEASE, LONG, registry};
+use crate::contest::{Contest, Keys, LEASE, LONG, registry};
 use crate::verdict::Outcome;
 
 /// Names the servers to the other process.
@@ -49,7 +49,9 @@ pub(crate) async fn a_stopped_holder_is_replaced_and_knows_it(
     servers: &[&RedisServer],
 ) -> Outcome {
     let config = RedisConfig::from_url(url).unwrap();
-    let contest = Contest::begin(&config).await;
+    // Of the others none must end for another reason than that it was stopped.
+    let ways = vec![config.clone(); 3];
+    let contest = Contest::begin_with(&ways, &config, Keys::default(), LEASE * 3).await;
     let ours = registry(&config, LEASE).await;
     let witness = Witness::new(contest.recorder(), 7_000);
     let mut theirs = client(url).await;
