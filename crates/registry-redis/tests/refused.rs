@@ -100,3 +100,30 @@ async fn a_server_that_cannot_wait_for_its_disk_is_refused_at_once() {
     let config = config(&server.url()).with_fsync(true);
     refused(config, BackendErrorKind::Misconfigured, "").await;
 }
+
+/// Servers repeat what they do not understand: with it they would repeat the password.
+#[tokio::test]
+async fn a_server_that_knows_no_greeting_makes_us_print_no_password() {
+    for unknown in ["HELLO", "AUTH"] {
+        let server = RedisServer::start(&["--rename-command", unknown, ""]).await.unwrap();
+        let hosts = || [(server.addr().ip().to_string(), server.addr().port())];
+        let [(host, port)] = hosts();
+        for config in [
+            RedisConfig::new(host, port),
+            RedisConfig::cluster(hosts()),
+            RedisConfig::sentinel(hosts(), "x"),
+        ] {
+            for user in [None, Some("worker")] {
+                let config = config.clone().with_login(user, "hunter2");
+                let config = config.with_sentinel_login(user, "hunter2");
+                match RedisBackend::open(config).await {
+                    Ok(_) => assert_eq!(unknown, "AUTH", "a greeting is needed"),
+                    Err(error) => {
+                        let text = error_text(&error);
+                        assert!(!text.contains("hunter2"), "{text}");
+                    }
+                }
+            }
+        }
+    }
+}

@@ -390,3 +390,113 @@ async fn a_server_is_reached_by_its_socket() {
     assert!(deaf(&server).await.obtain("k").try_lock().await.unwrap().is_some(), "database 3");
     guard.unlock().await.unwrap();
 }
+
+/// A backend may belong to several registries.
+#[tokio::test]
+async fn closing_one_registry_leaves_the_others_of_its_backend_their_ears() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    let config = RedisConfig::from_url(&server.url()).unwrap();
+    let shared = Arc::new(RedisBackend::open(config).await.unwrap());
+    let registry = || Registry::builder(Arc::clone(&shared) as _).poll(secs(3_600));
+    let (closed, left) =
+        (registry().build().unwrap(), registry().lease(secs(300)).build().unwrap());
+    closed.close(secs(5)).await;
+    let theirs = deaf(&server).await;
+    let guard = theirs.obtain("k").lock().await.unwrap();
+    let waiter = waiting(&left, &server).await;
+    guard.unlock().await.unwrap();
+    assert!(within(LONG, waiter).await.unwrap().unwrap().is_held());
+}
+
+/// The name of a managed server may be given to another one, while the old one lives on as its replica.
+#[tokio::test]
+async fn a_server_that_has_become_a_replica_is_left_for_the_one_that_has_its_name() {
+    let (old, new) =
+        (RedisServer::start(&[]).await.unwrap(), RedisServer::start(&[]).await.unwrap());
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let url = format!("redis://{}", listener.local_addr().unwrap());
+    let moved = Arc::new(AtomicBool::new(false));
+    let name = tokio::spawn({
+        let (moved, old, new) = (Arc::clone(&moved), old.addr(), new.addr());
+        async move {
+            let mut routes = tokio::task::JoinSet::new();
+            loop {
+                let (mut client, _) = listener.accept().await.unwrap();
+                let server = if moved.load(Ordering::SeqCst) { new } else { old };
+                routes.spawn(async move {
+                    let mut server = TcpStream::connect(server).await.unwrap();
+                    let _ = tokio::io::copy_bidirectional(&mut client, &mut server).await;
+                });
+            }
+        }
+    });
+    let backend = RedisBackend::open(RedisConfig::from_url(&url).unwrap()).await.unwrap();
+    let ours = Registry::builder(Arc::new(backend)).build().unwrap();
+    ours.obtain("k").lock().await.unwrap().unlock().await.unwrap();
+    moved.store(true, Ordering::SeqCst);
+    old.ask(&format!("REPLICAOF 127.0.0.1 {}", new.addr().port())).await.unwrap();
+    let guard = within(LONG, ours.obtain("k").lock()).await.unwrap();
+    assert!(new.ask("EXISTS lock-registry:{k}").await.unwrap().starts_with(":1"));
+    guard.unlock().await.unwrap();
+    name.abort();
+}
+
+/// Polled once, and then there is nothing left to run on.
+#[test]
+fn a_runtime_that_ends_in_the_midst_of_an_acquisition_is_no_panic() {
+    use std::task::{Context, Waker};
+
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    let (quorum, ours) = runtime.block_on(async {
+        let quorum = registry_testkit::redis::RedisQuorum::start(3).await.unwrap();
+        let config = RedisConfig::from_url(&quorum.url()).unwrap();
+        let backend = RedisBackend::open(config).await.unwrap();
+        (quorum, Registry::builder(Arc::new(backend)).build().unwrap())
+    });
+    let lock = ours.obtain("k");
+    let mut acquiring = Box::pin(lock.lock());
+    {
+        let _inside = runtime.enter();
+        let _ = acquiring.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+    }
+    drop(runtime);
+    drop(acquiring);
+    drop(quorum);
+}
+
+/// One that is locked over the other's tokens would lose them, or its own record.
+#[tokio::test]
+async fn a_key_that_is_called_as_the_tokens_of_another_is_refused() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    for (layout, namespace, key) in [
+        (registry_redis::Layout::Redisson, "", "lock-registry:token:{victim}"),
+        (registry_redis::Layout::Redisson, "", "lock-registry:fence:x"),
+        (registry_redis::Layout::Spring, "lock-registry", "token:{lock-registry:victim}"),
+    ] {
+        let config = RedisConfig::from_url(&server.url()).unwrap().with_layout(layout);
+        let backend = RedisBackend::open(config.with_namespace(namespace)).await.unwrap();
+        let ours = Registry::builder(Arc::new(backend)).build().unwrap();
+        let error = ours.obtain(key).lock().await.unwrap_err();
+        assert!(matches!(error, LockError::InvalidKey { .. }), "{error:?}");
+    }
+}
+
+/// In the layouts of others the record is the holder's name alone, and anybody may have written it.
+#[tokio::test]
+async fn strange_holders_of_peer_layouts_are_busy_and_listed() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    let config = RedisConfig::from_url(&server.url()).unwrap();
+    let config = config.with_layout(registry_redis::Layout::Spring).with_namespace("ns");
+    let backend = RedisBackend::open(config).await.unwrap();
+    let ours = Registry::builder(Arc::new(backend)).build().unwrap();
+    for (n, strange) in ["[", "%b", "((((((", "%", "a-b[%"].iter().enumerate() {
+        let key = format!("k{n}");
+        // So that there is a token to compare with.
+        ours.obtain(&key).lock().await.unwrap().unlock().await.unwrap();
+        server.ask_args(&["SET", &format!("ns:{key}"), strange]).await.unwrap();
+        assert!(ours.obtain(&key).try_lock().await.unwrap().is_none(), "{strange}");
+        assert!(ours.obtain(&key).holder().await.unwrap().is_some(), "{strange}");
+    }
+    server.ask("SADD lock-registry:token:{ns:k0} x").await.unwrap();
+    assert_eq!(ours.list().await.unwrap().len(), 5);
+}
