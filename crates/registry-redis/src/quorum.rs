@@ -671,3 +671,29 @@ const PAUSE_MIN: Duration = Duration::from_millis(20);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
 const SLOW: Duration = Duration::from_millis(100);
 const CLOCK_DISTANCE_US: i64 = 500_000;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn grant(settled: bool, token: u64) -> OneGrant {
+        (settled, FencingToken::new(token).unwrap(), Duration::from_secs(1))
+    }
+
+    /// A round that was not finished leaves its token on a minority; others may have had larger ones since.
+    #[test]
+    fn the_token_of_a_minority_is_not_believed() {
+        let granted = [grant(true, 5), grant(false, 9), grant(false, 8)];
+        assert_eq!(agreed_token(&granted, 3), None);
+        assert!(is_disputed(&granted, 3), "the others may know more");
+        assert!(!is_disputed(&[grant(false, 9), grant(false, 8), grant(false, 7)], 3));
+    }
+
+    /// The claim was granted before, and its holder knows this token.
+    #[test]
+    fn the_token_of_a_majority_is_the_claims_own() {
+        let granted = [grant(true, 5), grant(false, 9), grant(true, 5), grant(true, 5)];
+        assert_eq!(agreed_token(&granted, 3), FencingToken::new(5));
+        assert!(!is_disputed(&granted, 3));
+    }
+}

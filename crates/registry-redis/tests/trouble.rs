@@ -500,3 +500,72 @@ async fn strange_holders_of_peer_layouts_are_busy_and_listed() {
     server.ask("SADD lock-registry:token:{ns:k0} x").await.unwrap();
     assert_eq!(ours.list().await.unwrap().len(), 5);
 }
+
+/// A sentinel that names whatever master it is told to.
+async fn sentinel(
+    master: Arc<std::sync::Mutex<(std::net::SocketAddr, u64)>>,
+) -> std::net::SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let addr = listener.local_addr().unwrap();
+    tokio::spawn(async move {
+        loop {
+            let (mut client, _) = listener.accept().await.unwrap();
+            let master = Arc::clone(&master);
+            tokio::spawn(async move {
+                let mut asked = vec![0; 64 * 1_024];
+                while let Ok(read @ 1..) = client.read(&mut asked).await {
+                    let mut answers = String::new();
+                    for command in String::from_utf8_lossy(&asked[..read]).split('*').skip(1) {
+                        answers += &if command.contains("SENTINEL") {
+                            let (master, epoch) = *master.lock().unwrap();
+                            let (ip, port) = (master.ip().to_string(), master.port().to_string());
+                            let fields =
+                                ["ip", &ip, "port", &port, "config-epoch", &epoch.to_string()];
+                            let text = |text: &str| format!("${}\r\n{text}\r\n", text.len());
+                            format!("*6\r\n{}", fields.map(text).concat())
+                        } else if command.contains("SUBSCRIBE") {
+                            "*3\r\n$9\r\nsubscribe\r\n$14\r\n+switch-master\r\n:1\r\n".to_owned()
+                        } else {
+                            "+OK\r\n".to_owned()
+                        };
+                    }
+                    if client.write_all(answers.as_bytes()).await.is_err() {
+                        return;
+                    }
+                }
+            });
+        }
+    });
+    addr
+}
+
+/// The first that connects to the new master must not keep the others at the old one, which is still there and takes itself for the
+/// master.
+#[tokio::test]
+async fn all_connections_follow_a_master_that_one_of_them_has_found() {
+    let (old, new) =
+        (RedisServer::start(&[]).await.unwrap(), RedisServer::start(&[]).await.unwrap());
+    let master = Arc::new(std::sync::Mutex::new((old.addr(), 1)));
+    let sentinel = sentinel(Arc::clone(&master)).await;
+    let open = async || {
+        let hosts = [(sentinel.ip().to_string(), sentinel.port())];
+        let backend = RedisBackend::open(RedisConfig::sentinel(hosts, "x")).await.unwrap();
+        let builder = Registry::builder(Arc::new(backend)).poll(secs(3_600));
+        builder.lease(secs(300)).build().unwrap()
+    };
+    let (ours, theirs) = (open().await, open().await);
+    let held = theirs.obtain("k").lock().await.unwrap();
+    assert!(ours.obtain("k").try_lock().await.unwrap().is_none());
+    *master.lock().unwrap() = (new.addr(), 2);
+    // Whoever waits makes a connection for messages, to the new master.
+    let lock = ours.obtain("k");
+    let waiter = tokio::spawn(async move { lock.lock().await });
+    let at_new = async || {
+        let Ok(Some(probe)) = ours.obtain("probe").try_lock().await else { return false };
+        let there = new.ask("EXISTS lock-registry:{probe}").await.unwrap().starts_with(":1");
+        probe.unlock().await.is_ok() && there
+    };
+    eventually(LONG, at_new).await;
+    assert!(within(LONG, waiter).await.unwrap().unwrap().is_held());
+    assert_eq!(within(LONG, held.lost()).await, LostReason::Gone);
+}
