@@ -122,10 +122,17 @@ impl LockBackend for RedisBackend {
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
-        match &self.servers {
+        let mut renewals = match &self.servers {
             History::One(store) => store.renew(claims).await,
             History::Many(quorum) => quorum.renew(claims).await,
+        };
+        for (renewal, claim) in renewals.iter_mut().zip(claims) {
+            // More than was asked for is there while the server's clock is behind, and gone when it is put right.
+            if let Ok(Renewal::Renewed(left)) = renewal {
+                *left = (*left).min(claim.lease());
+            }
         }
+        renewals
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {

@@ -227,6 +227,32 @@ async fn a_server_clock_that_jumps_ahead_ends_leases_early_and_tokens_grow_on() 
     outcome.assert_flawless_but_between(&[(begin, end)]);
 }
 
+/// All leases last longer for the server, which nobody counts on: when the clock is put right, they are over.
+#[tokio::test]
+async fn a_server_clock_that_was_wrong_for_a_while_costs_exclusion_until_the_next_renewal() {
+    let clock = ClockShim::new().unwrap();
+    let server = RedisServer::start_with(ServerOptions::new().clock(&clock)).await.unwrap();
+    // The server tells this user nothing unasked.
+    server.ask("ACL SETUSER plain on >p ~* &* +@all -client|tracking").await.unwrap();
+    let url = format!("redis://plain:p@{}", server.addr());
+    let config = RedisConfig::from_url(&url).unwrap();
+    let contest = Contest::begin(&config).await;
+    contest.steady().await;
+    clock.jump_wall(-61).unwrap();
+    contest.goes_on().await;
+    // Everybody renews in that time.
+    sleep(LEASE * 3 / 2).await;
+    contest.steady().await;
+    assert_eq!(contest.losses().len(), 0);
+    let begin = contest.now();
+    clock.jump_wall(61).unwrap();
+    let end = contest.after(LEASE);
+    contest.loses_steadily(3).await;
+    contest.goes_on().await;
+    let outcome = contest.end(&[&server]).await;
+    outcome.assert_flawless_but_between(&[(begin, end)]);
+}
+
 #[tokio::test]
 async fn a_stopped_holder_is_replaced_and_knows_it() {
     let (server, _) = server().await;
