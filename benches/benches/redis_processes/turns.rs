@@ -80,7 +80,7 @@ struct Round {
 pub async fn bench(in_earnest: bool) {
     // A disk would be most of the time.
     let server = RedisServer::start(&["--appendonly", "no"]).await.unwrap();
-    let (rounds, time) = if in_earnest { (5, 3_000) } else { (1, 100) };
+    let (rounds, time) = if in_earnest { (5, 4_000) } else { (1, 100) };
     let time = Duration::from_millis(time);
     // The check of the check: who excludes nobody is found out.
     let broken = round(&server, "broken", &SETTINGS[0], Duration::from_millis(100)).await;
