@@ -337,7 +337,7 @@ impl Store {
                 .arg("MATCH")
                 .arg(self.names.pattern())
                 .arg("COUNT")
-                .arg(LOOK_AT_ONCE)
+                .arg(SCAN_AT_ONCE)
                 .arg("TYPE")
                 .arg(self.names.kind())
                 .to_owned();
@@ -452,8 +452,10 @@ fn millis(span: Duration) -> u64 {
 
 /// How long a claim is in the native layout.
 const CLAIM_BYTES: usize = 32;
-/// How many locks are looked at in one step of a server.
-const LOOK_AT_ONCE: usize = 500;
+/// How many keys of a database are gone through in one step of a server.
+const SCAN_AT_ONCE: usize = 500;
+/// How many locks are looked at in one step of a server: where it tells of changes, each read makes it note all of them.
+const LOOK_AT_ONCE: usize = 20;
 /// How many such steps are asked for together.
 const LOOKS_AT_ONCE: usize = 32;
 /// Ten times what the engine waits for.

@@ -25,7 +25,7 @@ if held then
   return redis.error_reply('ERR the token of this grant is not remembered any more; is token_memory shorter than the lease?')
 end
 -- Larger than all before, and than all that a server that has lost its data may have forgotten.
-local newest = string.match(redis.call('GET', KEYS[2]) or '', '^%d+')
+local newest = string.match(redis.call('GETEX', KEYS[2]) or '', '^%d+')
 local token = newest and math.max(tonumber(newest) + 1, now) or now
 local last = token + tonumber(ARGV[3]) - 1
 if last >= 9007199254740992 then

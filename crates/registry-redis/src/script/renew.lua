@@ -1,21 +1,26 @@
 -- KEYS: locks. ARGV: for each its claim and its lease in ms.
--- Answers for each the lease left in ms; -1 if the claim holds nothing.
+-- Answers for each the lease left in ms, as far as it was asked for; -1 if the claim holds nothing.
 local answers = {}
+-- A server that was asked to tell of changes notes all KEYS at each read of any of them. So there is one read, the last command; what
+-- comes before it only writes. GT and NX came with version 7, which is the first to tell its number here.
+local modern = redis.REDIS_VERSION_NUM
 for i, lock in ipairs(KEYS) do
   local claim, lease = ARGV[2 * i - 1], tonumber(ARGV[2 * i])
   -- A key of another kind is somebody else's and says nothing of the others.
   local well, held = pcall(holder, lock)
   if well and held == claim then
-    local left = redis.call('PTTL', lock)
-    if left < lease then
+    if modern then
+      -- Longer, never shorter; and with an end, if somebody has taken it away.
+      if redis.call('PEXPIRE', lock, lease, 'GT') == 0 then
+        redis.call('PEXPIRE', lock, lease, 'NX')
+      end
+    elseif redis.call('PTTL', lock) < lease then
       redis.call('PEXPIRE', lock, lease)
-      -- A read after the last write: of the next change by somebody else the server tells, if it was asked to.
-      redis.call('PTTL', lock)
-      left = lease
     end
-    answers[i] = left
+    answers[i] = lease
   else
     answers[i] = -1
   end
 end
+redis.call('PTTL', KEYS[1])
 return answers

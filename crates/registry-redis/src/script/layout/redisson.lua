@@ -18,7 +18,7 @@ local function memory(last, first, claim)
 end
 
 local function first_token(record, tokens)
-  return string.match(redis.call('GET', tokens) or '', '^%d+ (%d+) ' .. string.gsub(record, '%W', '%%%0') .. '$')
+  return string.match(redis.call('GETEX', tokens) or '', '^%d+ (%d+) ' .. string.gsub(record, '%W', '%%%0') .. '$')
 end
 
 -- There is no quorum in this layout.
