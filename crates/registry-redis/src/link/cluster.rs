@@ -22,8 +22,8 @@ use crate::slot::SLOTS;
 
 /// How often the servers are asked without a reason.
 const LOOK_EACH: Duration = Duration::from_secs(10);
-/// How long a server may take to answer.
-const ANSWER_LIMIT: Duration = Duration::from_millis(500);
+/// How long a server may take to answer, as long as no other has.
+const ANSWER_LIMIT: Duration = Duration::from_secs(2);
 /// How long the others are waited for when one has answered.
 const OTHERS_LIMIT: Duration = Duration::from_millis(50);
 /// The least pause between two rounds of questions.

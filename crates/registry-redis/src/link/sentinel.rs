@@ -25,7 +25,7 @@ use crate::rumours::Rumours;
 /// How often the sentinels are asked without a reason.
 const LOOK_EACH: Duration = Duration::from_secs(1);
 /// How long a sentinel may take to answer.
-const ANSWER_LIMIT: Duration = Duration::from_millis(500);
+const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 /// The least pause between two rounds of questions.
 const PAUSE: Duration = Duration::from_millis(50);
 

@@ -4,7 +4,7 @@ local held, record = holder(KEYS[1])
 if held ~= ARGV[1] or string.match(record, '^%x+ %d+%.(%x+) ') ~= ARGV[2] then
   return 0
 end
-local newest = string.match(redis.call('GET', KEYS[2]) or '', '^%d+') or '-1'
+local newest = string.match(redis.call('GETEX', KEYS[2]) or '', '^%d+') or '-1'
 if tonumber(newest) < tonumber(ARGV[4]) then
   local time = redis.call('TIME')
   local ahead = tonumber(ARGV[4]) / 1000 - time[1] * 1000
