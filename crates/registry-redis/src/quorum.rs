@@ -203,24 +203,17 @@ impl Quorum {
     async fn freed(&self, mut asked: Asked<Release>) -> Result<Release, BackendError> {
         let (mut freed, mut not_held, mut failed) = (0, 0, 0);
         let mut trouble = None;
-        let mut slow = std::pin::pin!(sleep(SLOW));
-        let mut patient = true;
-        while patient || freed + not_held < self.majority() {
-            let answer = tokio::select! {
-                answer = next_answer(&mut asked) => answer,
-                () = &mut slow, if patient => {
-                    patient = false;
-                    continue;
-                }
-            };
-            match answer {
-                Some(Ok(Release::Freed)) => freed += 1,
-                Some(Ok(Release::NotHeld)) => not_held += 1,
-                Some(Err(error)) => {
+        let mut patience = Patience::new();
+        while patience.lasts || freed + not_held < self.majority() {
+            match patience.next_answer(&mut asked).await {
+                Heard::Answer(Ok(Release::Freed)) => freed += 1,
+                Heard::Answer(Ok(Release::NotHeld)) => not_held += 1,
+                Heard::Answer(Err(error)) => {
                     failed += 1;
                     trouble.get_or_insert(error);
                 }
-                None => break,
+                Heard::NothingYet => {}
+                Heard::All => break,
             }
             if freed >= self.majority() {
                 return Ok(Release::Freed);
@@ -266,26 +259,19 @@ impl Quorum {
         let mut claims: HashMap<(Key, Vec<u8>), Vec<Holder>> = HashMap::new();
         let mut answered = 0;
         let mut trouble = None;
-        let mut slow = std::pin::pin!(sleep(SLOW));
-        let mut patient = true;
+        let mut patience = Patience::new();
         // When a majority has answered, the others would only make it clearer.
-        while patient || answered < self.majority() {
-            let answer = tokio::select! {
-                answer = next_answer(&mut asked) => answer,
-                () = &mut slow, if patient => {
-                    patient = false;
-                    continue;
-                }
-            };
-            match answer {
-                Some(Ok(seen)) => {
+        while patience.lasts || answered < self.majority() {
+            match patience.next_answer(&mut asked).await {
+                Heard::Answer(Ok(seen)) => {
                     answered += 1;
                     for Seen { claim, holder } in seen {
                         claims.entry((holder.key.clone(), claim)).or_default().push(holder);
                     }
                 }
-                Some(Err(error)) => _ = trouble.get_or_insert(error),
-                None => break,
+                Heard::Answer(Err(error)) => _ = trouble.get_or_insert(error),
+                Heard::NothingYet => {}
+                Heard::All => break,
             }
         }
         if answered < self.majority() {
@@ -441,40 +427,35 @@ impl<'a> Round<'a> {
         let mut busy: Vec<(Option<Duration>, Holder)> = Vec::new();
         let mut trouble: Option<BackendError> = None;
         let mut failed = 0;
-        let mut slow = std::pin::pin!(sleep(SLOW));
-        let mut patient = true;
+        let mut patience = Patience::new();
         while failed <= quorum.spare() {
             if granted.len() >= quorum.majority()
-                && !(patient && is_disputed(&granted, quorum.majority()))
+                && !(patience.lasts && is_disputed(&granted, quorum.majority()))
             {
                 break;
             }
             // It cannot be won any more; whether somebody has it or too few answer, the others may tell.
             let open = granted.len() + busy.len() < quorum.majority();
-            if busy.len() + failed > quorum.spare() && !(open && patient) {
+            if busy.len() + failed > quorum.spare() && !(open && patience.lasts) {
                 break;
             }
-            let answer = tokio::select! {
-                answer = next_answer(&mut asked) => answer,
-                () = &mut slow, if patient => {
-                    patient = false;
-                    continue;
-                }
-            };
-            match answer {
-                Some(Ok(Answer::Granted { token, lease, settled })) => {
+            match patience.next_answer(&mut asked).await {
+                Heard::Answer(Ok(Answer::Granted { token, lease, settled })) => {
                     granted.push((settled, token, lease));
                 }
-                Some(Ok(Answer::Busy { left, holder, .. })) => busy.push((left, holder)),
-                Some(Err(error)) => {
+                Heard::Answer(Ok(Answer::Busy { left, holder, .. })) => busy.push((left, holder)),
+                Heard::Answer(Err(error)) => {
                     failed += 1;
                     trouble.get_or_insert(error);
                 }
-                None => break,
+                Heard::NothingYet => {}
+                Heard::All => break,
             }
         }
-        // If the claim was granted before, one of a majority knows with which token, and a failure now must not take that back.
-        self.kept = granted.iter().any(|(settled, ..)| *settled);
+        // If the claim may have been granted before, a failure now must not take that back.
+        let settled = granted.iter().filter(|(settled, ..)| *settled).count();
+        let unheard = quorum.masters.len() - granted.len() - busy.len();
+        self.kept = settled > 0 && settled + unheard >= quorum.majority();
         let largest = granted.iter().map(|(_, token, _)| *token).max();
         let token = agreed_token(&granted, quorum.majority()).or(largest);
         let lease = granted.iter().map(|(.., lease)| *lease).min();
@@ -645,6 +626,37 @@ fn summary(mut held: Vec<Holder>) -> Option<Holder> {
     let mut holder = held.swap_remove(held.len() / 2);
     holder.token = token;
     Some(holder)
+}
+
+/// How long more answers are waited for than are needed.
+struct Patience {
+    end: std::pin::Pin<Box<tokio::time::Sleep>>,
+    lasts: bool,
+}
+
+/// What was heard of those that were asked.
+enum Heard<T> {
+    Answer(Result<T, BackendError>),
+    /// From here on, what is needed must be enough.
+    NothingYet,
+    All,
+}
+
+impl Patience {
+    fn new() -> Self {
+        Self { end: Box::pin(sleep(SLOW)), lasts: true }
+    }
+
+    async fn next_answer<T>(&mut self, asked: &mut Asked<T>) -> Heard<T> {
+        tokio::select! {
+            biased;
+            answer = next_answer(asked) => answer.map_or(Heard::All, Heard::Answer),
+            () = &mut self.end, if self.lasts => {
+                self.lasts = false;
+                Heard::NothingYet
+            }
+        }
+    }
 }
 
 async fn next_answer<T>(asked: &mut Asked<T>) -> Option<Result<T, BackendError>> {

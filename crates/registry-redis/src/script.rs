@@ -27,14 +27,21 @@ pub(crate) struct Scripts {
     pub(crate) withdraw: Script,
 }
 
+/// A layout of others, which has no room for tokens in its records.
+macro_rules! peers {
+    ($layout:literal) => {
+        concat!(include_str!($layout), "\n", include_str!("script/layout/beside.lua"))
+    };
+}
+
 impl Scripts {
     pub(crate) fn of(layout: Layout) -> &'static Self {
         static NATIVE: LazyLock<Scripts> =
             LazyLock::new(|| Scripts::after(include_str!("script/layout/native.lua")));
         static SPRING: LazyLock<Scripts> =
-            LazyLock::new(|| Scripts::after(include_str!("script/layout/spring.lua")));
+            LazyLock::new(|| Scripts::after(peers!("script/layout/spring.lua")));
         static REDISSON: LazyLock<Scripts> =
-            LazyLock::new(|| Scripts::after(include_str!("script/layout/redisson.lua")));
+            LazyLock::new(|| Scripts::after(peers!("script/layout/redisson.lua")));
         match layout {
             Layout::Native => &NATIVE,
             Layout::Spring => &SPRING,
