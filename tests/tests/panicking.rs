@@ -56,7 +56,7 @@ async fn within_idle(registry: &Registry) {
 async fn a_panic_reaches_the_caller_and_harms_nobody_else() {
     for method in PanickingBackend::METHODS {
         // These have no caller, or are below.
-        if ["capabilities", "shard", "close"].contains(method) {
+        if ["capabilities", "shard", "first_look", "close"].contains(method) {
             continue;
         }
         let store = MemoryBackend::new();
@@ -169,4 +169,14 @@ async fn a_store_that_panics_when_it_is_asked_what_it_can_do_builds_no_registry(
     let build = AssertUnwindSafe(|| Registry::builder(Arc::clone(&backend) as _).build());
     assert!(catch_unwind(build).is_err());
     assert!(Registry::builder(backend).build().is_ok());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_panic_while_a_grant_is_taken_over_costs_no_grant() {
+    let (ours, backend) = over(&MemoryBackend::new());
+    backend.panic_once_in("first_look");
+    let guard = ours.obtain("k").try_lock().await.unwrap().unwrap();
+    assert!(backend.has_panicked());
+    guard.unlock().await.unwrap();
+    works(ours).await;
 }

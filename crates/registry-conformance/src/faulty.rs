@@ -280,6 +280,10 @@ impl LockBackend for FaultyBackend {
         self.inner.tell_losses(hints);
     }
 
+    fn first_look(&self) -> Option<Duration> {
+        self.inner.first_look()
+    }
+
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
         let key = key.clone();
         self.call(Operation::Inspect, Err, move |inner| {

@@ -99,6 +99,16 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
     /// hint may come for nothing or be missing: the next renewal finds the loss in any case. The default drops the handle.
     fn tell_losses(&self, _hints: LossHints) {}
 
+    /// How long after its grant a claim is looked after for the first time, if it is still held by then. A look is a renewal before
+    /// its time.
+    ///
+    /// For a store that [tells](Self::tell_losses) of changes to what it was asked about and takes a renewal for such a question,
+    /// but not an acquisition, so that locks that are held for a moment cost it nothing more. Asked at each grant. The
+    /// default, `None`, leaves it at renewals.
+    fn first_look(&self) -> Option<Duration> {
+        None
+    }
+
     /// Tells who holds `key`, if anybody.
     ///
     /// # Errors

@@ -1,6 +1,7 @@
 //! What all locks of one registry share: the store, the slots, the keeper, the janitor, the observers.
 
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -123,6 +124,12 @@ impl Engine {
             let mut answers = backend.renew(std::slice::from_ref(&claim)).await;
             answers.pop().unwrap_or_else(|| Err(missing_answer()))
         }))
+    }
+
+    /// How long after a grant the store wants its claim looked after.
+    pub(crate) fn first_look(&self) -> Option<Duration> {
+        // The grant is on its way to its holder; a backend that panics here must not take it along.
+        catch_unwind(AssertUnwindSafe(|| self.backend.first_look())).unwrap_or_default()
     }
 
     pub(crate) fn close_backend(&self) -> Call<()> {

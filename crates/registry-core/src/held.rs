@@ -84,9 +84,12 @@ impl HeldClaim {
         stray_attempts: u32,
     ) -> Result<Arc<Self>, (Turn, Claim)> {
         let now = Moment::now_after(sent_at);
-        let lease = Lease::granted(terms.lease, sent_at, grant.lease, now);
+        let mut lease = Lease::granted(terms.lease, sent_at, grant.lease, now);
         if matches!(lease.due(now), Due::Over(_)) {
             return Err((turn, claim));
+        }
+        if let Some(after) = turn.slot().engine().first_look() {
+            lease.look_first_at(now.after(after));
         }
         turn.taken();
         let slot = Arc::clone(turn.slot());

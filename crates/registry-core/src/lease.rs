@@ -49,6 +49,8 @@ pub(crate) struct Lease {
     /// Looks in a row that were called for before it was time for another.
     restless: u32,
     doubt: Doubt,
+    /// When to look for the first time, as long as the claim has not been confirmed.
+    first_look_at: Option<Moment>,
     last_is_look: bool,
     /// When the keeper's last request left.
     last_sent_at: Moment,
@@ -104,12 +106,18 @@ impl Lease {
             unanswered_looks: 0,
             restless: 0,
             doubt: Doubt::None,
+            first_look_at: None,
             last_is_look: false,
             last_sent_at: Moment::PAST,
             quiet: Pause::NONE,
         };
         lease.extend(counted_from, granted);
         lease
+    }
+
+    /// Has the claim looked after at `at`, unless it is confirmed before that.
+    pub(crate) fn look_first_at(&mut self, at: Moment) {
+        self.first_look_at = Some(at);
     }
 
     /// The moment from which this lease must not be trusted any more.
@@ -144,11 +152,11 @@ impl Lease {
             }
             next = next.min(self.renew_at.max(self.quiet.until));
         }
-        if self.wants_look(now) {
-            if !quiet {
+        if let Some(look_at) = self.look_at(now) {
+            if now.after(TOGETHER) >= look_at && !quiet {
                 return Due::Look(self.look_asks(now));
             }
-            next = next.min(self.quiet.until);
+            next = next.min(look_at.max(self.quiet.until));
         }
         Due::At(next)
     }
@@ -158,11 +166,13 @@ impl Lease {
         self.terms.renews && self.cap.is_none_or(|cap| self.valid_until < cap)
     }
 
-    fn wants_look(&self, now: Moment) -> bool {
-        self.doubt != Doubt::None
-            && self.unanswered_looks < UNANSWERED_MAX
+    /// When to look, if there is a reason to.
+    fn look_at(&self, now: Moment) -> Option<Moment> {
+        let at = if self.doubt == Doubt::None { self.first_look_at? } else { now };
+        let may_look = self.unanswered_looks < UNANSWERED_MAX
             // What ends before that anyway would be made longer by a look.
-            && (self.can_be_renewed() || self.valid_until.since(now) > self.terms.shortest)
+            && (self.can_be_renewed() || self.valid_until.since(now) > self.terms.shortest);
+        may_look.then_some(at)
     }
 
     /// How much time a look at `now` asks for: a renewal's where there are renewals, and otherwise as little as the store
@@ -225,6 +235,7 @@ impl Lease {
         // The answer to an older request says nothing about what was heard since.
         if sent_at == self.last_sent_at {
             self.quiet = Pause::starting(sent_at, self.looks_apart());
+            self.first_look_at = None;
             if self.doubt != Doubt::None {
                 self.restless = self.restless.saturating_add(1);
             }
@@ -401,6 +412,37 @@ mod tests {
         lease.look_sent(now, secs(3));
         assert!(lease.confirmed(now) && !lease.is_in_doubt());
         assert_eq!(lease.due(now), Due::At(sent.after(secs(10))), "a look is no renewal");
+    }
+
+    #[test]
+    fn a_first_look_is_taken_once_and_leaves_the_claim_free_to_be_handed_over() {
+        let sent = Moment::from_bits(0);
+        let mut lease = Lease::granted(TERMS, sent, secs(30), sent);
+        lease.look_first_at(sent.after(secs(1)));
+        assert_eq!(lease.due(sent), Due::At(sent.after(secs(1))));
+        let now = sent.after(secs(1));
+        assert_eq!(lease.due(now), Due::Look(secs(30)));
+        lease.look_sent(now, secs(3));
+        assert!(!lease.is_in_doubt());
+        lease.request_failed(now, now, secs(1));
+        let now = now.after(secs(1));
+        assert_eq!(lease.due(now), Due::Look(secs(30)), "it is asked until it is answered");
+        lease.look_sent(now, secs(3));
+        lease.confirmed(now);
+        assert_eq!(lease.due(now.after(secs(4))), Due::At(sent.after(secs(10))));
+    }
+
+    #[test]
+    fn a_renewal_is_as_good_as_a_first_look() {
+        let sent = Moment::from_bits(0);
+        let mut lease = Lease::granted(TERMS, sent, secs(30), sent);
+        lease.look_first_at(sent.after(secs(12)));
+        let now = sent.after(secs(10));
+        assert_eq!(lease.due(now), Due::Renew(secs(30)));
+        lease.renewal_sent(now, secs(3));
+        lease.confirmed(now);
+        lease.renewed(now, secs(30));
+        assert_eq!(lease.due(now), Due::At(sent.after(secs(20))));
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! The lock store that the engine drives: one history, or a quorum of several.
 
 use std::fmt;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use registry_core::{
@@ -149,6 +150,10 @@ impl LockBackend for RedisBackend {
         }
     }
 
+    fn first_look(&self) -> Option<Duration> {
+        self.rumours.are_told().then_some(FIRST_LOOK)
+    }
+
     fn tell_losses(&self, hints: LossHints) {
         self.rumours.tell(hints);
     }
@@ -210,3 +215,7 @@ impl fmt::Debug for RedisBackend {
         f.debug_struct("RedisBackend").field("config", &self.config).finish_non_exhaustive()
     }
 }
+
+/// A server tells of changes to what it was asked about on purpose, which costs it more than the lock. So it is asked about locks only
+/// that are held for longer than this.
+const FIRST_LOOK: Duration = Duration::from_millis(25);

@@ -91,7 +91,7 @@ impl Script {
         for key in keys {
             command.arg(key);
         }
-        Call { script: self, command }
+        Call { script: self, command, watches: false }
     }
 }
 
@@ -99,12 +99,22 @@ impl Script {
 pub(crate) struct Call<'a> {
     script: &'a Script,
     command: Cmd,
+    watches: bool,
 }
 
 impl Call<'_> {
     pub(crate) fn arg(mut self, argument: impl ToRedisArgs) -> Self {
         self.command.arg(argument);
         self
+    }
+
+    /// Has the server tell when somebody else changes what the script has read.
+    pub(crate) fn watching(self) -> Self {
+        Self { watches: true, ..self }
+    }
+
+    pub(crate) fn watches(&self) -> bool {
+        self.watches
     }
 
     /// For a server that knows the script.

@@ -125,7 +125,7 @@ impl Store {
             .arg(self.names.claim(claim.id()))
             .arg(millis(claim.lease()))
             .arg(claim.token_block())
-            .arg(self.memory_of_tokens(claim.lease()))
+            .arg(self.memory_of_tokens(claim))
             .arg(claim.label().unwrap_or_default());
         if let Some(attempt) = attempt {
             call = call.arg(attempt);
@@ -159,7 +159,7 @@ impl Store {
             for claim in locks.iter().filter_map(|(at, _)| claims.get(*at)) {
                 call = call.arg(self.names.claim(claim.id())).arg(millis(claim.lease()));
             }
-            let renewed = self.renew_together(*slot, &call).await;
+            let renewed = self.renew_together(*slot, &call.watching()).await;
             if self.clustered
                 && locks.len() > 1
                 && renewed.as_ref().is_err_and(BackendError::refused)
@@ -193,7 +193,7 @@ impl Store {
             let Some(claim) = claims.get(*at) else { return Ok(None) };
             let call = self.scripts.renew.call([lock.as_str()]);
             let call = call.arg(self.names.claim(claim.id())).arg(millis(claim.lease()));
-            Ok(self.renew_together(slot, &call).await?.first().copied())
+            Ok(self.renew_together(slot, &call.watching()).await?.first().copied())
         });
         join_all(calls).await
     }
@@ -260,7 +260,7 @@ impl Store {
             .arg(attempt)
             .arg(token.get())
             .arg(token.get() + u64::from(claim.token_block()) - 1)
-            .arg(self.memory_of_tokens(claim.lease()));
+            .arg(self.memory_of_tokens(claim));
         let raised: i64 = read(self.link.run(self.slot(&lock), &call).await?)?;
         Ok(raised == 1)
     }
@@ -362,9 +362,11 @@ impl Store {
         if self.clustered { slot(lock) } else { 0 }
     }
 
-    /// How long tokens are remembered: never shorter than the grant, which in some layouts can tell its token only from there.
-    fn memory_of_tokens(&self, lease: Duration) -> u64 {
-        millis(self.token_memory.max(lease * 2))
+    /// How long tokens are remembered: never shorter than the grant, which in some layouts can tell its token only from there, and
+    /// until the clock is past the last of them.
+    fn memory_of_tokens(&self, claim: &Claim) -> u64 {
+        let reserved = Duration::from_micros(claim.token_block().into());
+        millis(self.token_memory.max(claim.lease() * 2) + reserved)
     }
 }
 

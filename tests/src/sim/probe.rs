@@ -2,6 +2,7 @@
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use fastrand::Rng;
@@ -164,6 +165,10 @@ impl LockBackend for Probe {
         rumours.registry = Some(hints.clone());
         drop(rumours);
         self.inner.tell_losses(hints);
+    }
+
+    fn first_look(&self) -> Option<Duration> {
+        self.inner.first_look()
     }
 
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {

@@ -2,6 +2,7 @@
 #![deny(clippy::missing_trait_methods)]
 
 use std::sync::Mutex;
+use std::time::Duration;
 
 use async_trait::async_trait;
 use registry_core::{
@@ -23,6 +24,7 @@ impl PanickingBackend {
         "shard",
         "try_acquire",
         "try_acquire, done",
+        "first_look",
         "renew",
         "release",
         "release, done",
@@ -107,6 +109,11 @@ impl LockBackend for PanickingBackend {
     fn tell_losses(&self, hints: LossHints) {
         self.pass("tell_losses");
         self.inner.tell_losses(hints);
+    }
+
+    fn first_look(&self) -> Option<Duration> {
+        self.pass("first_look");
+        self.inner.first_look()
     }
 
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {

@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use redis::{Cmd, PushInfo, PushKind, RedisError, RedisResult, Value};
+use redis::{Cmd, PushInfo, PushKind, RedisResult, Value};
 
 use crate::config::{Durability, RedisConfig};
 use crate::ears::{Ears, Hearing};
@@ -82,41 +82,71 @@ impl Node {
 
     /// Runs a script; with `asking` although the slot of its keys is only on its way to this server.
     pub(crate) async fn run(&self, call: &Call<'_>, asking: bool) -> RedisResult<Value> {
-        if !asking {
+        let preface = self.preface(call, asking);
+        if preface.is_none() {
             return self.commands.run(call).await;
         }
-        let ask = |command: &Cmd| {
-            let mut both = redis::pipe();
-            both.cmd("ASKING").add_command(command.clone());
-            both
-        };
-        match second(self.commands.send_all(&ask(call.known())).await?) {
-            Err(error) if is_unknown_script(&error) => {
-                second(self.commands.send_all(&ask(&call.unknown())).await?)
-            }
-            answer => answer,
+        let mut answers = self.run_among(&self.commands, call, preface, None).await?;
+        answers.swap_remove(1).extract_error()
+    }
+
+    /// What must be said right before a script. Of two things only one can be: each counts for the very next command.
+    fn preface(&self, call: &Call<'_>, asking: bool) -> Option<Preface> {
+        if asking {
+            return Some(Preface::Asking);
         }
+        (call.watches() && self.rumours.are_told()).then_some(Preface::Watching)
+    }
+
+    /// Runs a script between other commands. Answers for each of them, in their order.
+    async fn run_among(
+        &self,
+        wire: &Wire,
+        call: &Call<'_>,
+        preface: Option<Preface>,
+        then: Option<Cmd>,
+    ) -> RedisResult<Vec<Value>> {
+        let all = |command: &Cmd| {
+            let mut all = redis::pipe();
+            match preface {
+                Some(Preface::Asking) => drop(all.cmd("ASKING")),
+                Some(Preface::Watching) => drop(all.cmd("CLIENT").arg("CACHING").arg("YES")),
+                None => {}
+            }
+            all.add_command(command.clone());
+            if let Some(then) = &then {
+                all.add_command(then.clone());
+            }
+            all
+        };
+        let at = usize::from(preface.is_some());
+        let count = at + 1 + usize::from(then.is_some());
+        let mut answers = wire.send_all(&all(call.known())).await?;
+        if answers.get(at).is_some_and(is_from_unknown_script) {
+            answers = wire.send_all(&all(&call.unknown())).await?;
+        }
+        if answers.len() != count {
+            return Err((redis::ErrorKind::UnexpectedReturnType, "an answer is missing").into());
+        }
+        if preface == Some(Preface::Watching)
+            && matches!(answers.first(), Some(Value::ServerError(_)))
+        {
+            // This user may not. Losses are noticed at the next renewal.
+            self.rumours.note(false);
+        }
+        Ok(answers)
     }
 
     /// Runs a script and waits until its writes are as safe as was asked for.
     pub(crate) async fn run_durably(&self, call: &Call<'_>, asking: bool) -> RedisResult<Durable> {
         let wire = &self.durable
             [self.next_durable.fetch_add(1, Ordering::Relaxed) % self.durable.len().max(1)];
-        let all = |command: &Cmd| {
-            let mut all = redis::pipe();
-            if asking {
-                all.cmd("ASKING");
-            }
-            all.add_command(command.clone()).add_command(self.wait());
-            all
-        };
-        let mut answers = wire.send_all(&all(call.known())).await?;
-        let at = usize::from(asking);
-        if answer_at(&answers, at).is_err_and(|error| is_unknown_script(&error)) {
-            answers = wire.send_all(&all(&call.unknown())).await?;
-        }
-        let answer = answer_at(&answers, at)?;
-        let reached = answer_at(&answers, at + 1).map(|reached| self.missing(&reached));
+        let preface = self.preface(call, asking);
+        let answers = self.run_among(wire, call, preface, Some(self.wait())).await?;
+        let mut answers = answers.into_iter().skip(usize::from(preface.is_some()));
+        let mut next = || answers.next().unwrap_or(Value::Nil).extract_error();
+        let answer = next()?;
+        let reached = next().map(|reached| self.missing(&reached));
         Ok(Durable { answer, missing: reached.unwrap_or_else(|error| Some(error.to_string())) })
     }
 
@@ -167,19 +197,20 @@ pub(crate) struct Durable {
     pub(crate) missing: Option<String>,
 }
 
-fn answer_at(answers: &[Value], at: usize) -> RedisResult<Value> {
-    answers.get(at).cloned().ok_or_else(no_answer)?.extract_error()
+/// What a server has to be told before a script.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Preface {
+    /// The slot is on its way here.
+    Asking,
+    /// Changes to what is read are to be told.
+    Watching,
 }
 
-fn second(answers: Vec<Value>) -> RedisResult<Value> {
-    answer_at(&answers, 1)
+fn is_from_unknown_script(answer: &Value) -> bool {
+    matches!(answer, Value::ServerError(error) if is_unknown_script(&error.clone().into()))
 }
 
-fn no_answer() -> RedisError {
-    (redis::ErrorKind::UnexpectedReturnType, "an answer is missing").into()
-}
-
-/// A connection whose server tells of changes to locks that were taken over it.
+/// A connection whose server tells of changes to locks, of those that it is asked about with [`Preface::Watching`].
 fn tracking(dial: Dial, rumours: Rumours, ended: Ended) -> Dialled {
     Box::pin(async move {
         let pushes: Pushes = Arc::new({
@@ -197,7 +228,8 @@ fn tracking(dial: Dial, rumours: Rumours, ended: Ended) -> Dialled {
         let mut connection = dial(pushes).await?;
         // Changes that come over this connection are our own. A server or a user that cannot do this tells of nothing, and losses are
         // noticed at the next renewal.
-        let track = redis::cmd("CLIENT").arg("TRACKING").arg("ON").arg("NOLOOP").to_owned();
+        let track =
+            redis::cmd("CLIENT").arg("TRACKING").arg("ON").arg("OPTIN").arg("NOLOOP").to_owned();
         match connection.send_packed_command(&track).await.and_then(Value::extract_error) {
             Err(error) if is_end(&error) => return Err(error),
             tracked => rumours.note(tracked.is_ok()),

@@ -11,5 +11,4 @@ if tonumber(newest) < tonumber(ARGV[4]) then
   redis.call('SET', KEYS[2], ARGV[4], 'PX', string.format('%.0f', tonumber(ARGV[5]) + math.max(0, math.ceil(ahead))))
 end
 redis.call('SET', KEYS[1], string.gsub(record, '^(%x+) %d+', '%1 ' .. ARGV[3], 1), 'KEEPTTL')
-redis.call('PTTL', KEYS[1])
 return 1
