@@ -90,6 +90,11 @@ impl Ears {
         }
     }
 
+    /// Whether messages of a channel are asked for.
+    pub(crate) fn are_at(&self, name: &str) -> bool {
+        self.table.has(name)
+    }
+
     /// Gives the connection up for a new one: the server is another one now.
     pub(crate) fn renew(&self) {
         self.table.renewed.notify_one();

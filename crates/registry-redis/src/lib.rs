@@ -36,6 +36,7 @@ mod script;
 mod record;
 mod link;
 mod ears;
+mod courtesy;
 mod rumours;
 mod fenced;
 mod diagnose;

@@ -14,6 +14,7 @@ use registry_core::{
 };
 
 use crate::config::{Address, Durability, Layout, Publish, RedisConfig, Servers};
+use crate::courtesy::Courtesy;
 use crate::ears::{Hearing, moment};
 use crate::error::explain;
 use crate::link::{Link, Node};
@@ -54,6 +55,8 @@ pub(crate) struct Store {
     publish: &'static str,
     token_memory: Duration,
     durability: Durability,
+    /// Who listens to a lock's channel waits for the lock.
+    courtesy: Option<Courtesy>,
 }
 
 impl Store {
@@ -87,6 +90,7 @@ impl Store {
             publish: if hearing.sharded { "SPUBLISH" } else { "PUBLISH" },
             token_memory: config.token_memory,
             durability: config.durability,
+            courtesy: (config.layout != Layout::Spring).then(Courtesy::default),
             names: hearing.names,
         }
     }
@@ -116,6 +120,9 @@ impl Store {
         attempt: Option<&str>,
     ) -> Result<Answer, BackendError> {
         let lock = self.names.lock(claim.key());
+        if let Some(courtesy) = &self.courtesy {
+            courtesy.pay(&lock).await;
+        }
         // Before the question: what is heard of after it was asked may outdate the answer.
         let asked_at = moment();
         let mut call = self
@@ -213,7 +220,16 @@ impl Store {
     pub(crate) async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         let lock = self.names.lock(claim.key());
         let call = self.scripts.release.call([lock.as_str()]).arg(self.names.claim(claim.id()));
-        self.told(&lock, call).await
+        let (release, listeners) = self.told(&lock, call).await?;
+        if let Some(courtesy) = &self.courtesy
+            && listeners > 0
+        {
+            let others = listeners - i64::from(self.listens(&lock));
+            if others > 0 {
+                courtesy.owe(&lock, u32::try_from(others).unwrap_or(u32::MAX));
+            }
+        }
+        Ok(release)
     }
 
     /// Ends what one attempt of a claim has got.
@@ -224,24 +240,31 @@ impl Store {
     ) -> Result<Release, BackendError> {
         let lock = self.names.lock(claim.key());
         let call = self.scripts.withdraw.call([lock.as_str()]);
-        self.told(&lock, call.arg(self.names.claim(claim.id())).arg(attempt)).await
+        let call = call.arg(self.names.claim(claim.id())).arg(attempt);
+        Ok(self.told(&lock, call).await?.0)
     }
 
     pub(crate) async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
         let lock = self.names.lock(key);
         let call = self.scripts.break_open.call([lock.as_str()]);
-        self.told(&lock, call).await
+        Ok(self.told(&lock, call).await?.0)
     }
 
-    /// Runs a script that frees `lock` and tells those who wait.
-    async fn told(&self, lock: &str, call: Call<'_>) -> Result<Release, BackendError> {
+    /// Whether this process listens to the channel of `lock`.
+    fn listens(&self, lock: &str) -> bool {
+        let node = self.link.known(self.slot(lock));
+        node.is_some_and(|node| node.ears.are_at(&self.names.channel(lock)))
+    }
+
+    /// Runs a script that frees `lock` and tells those who wait. Answers how many that were, if the script knows.
+    async fn told(&self, lock: &str, call: Call<'_>) -> Result<(Release, i64), BackendError> {
         let mut call =
             call.arg(self.publish).arg(self.names.message(lock)).arg(self.names.channel(lock));
         if let Some(common) = self.names.common_channel() {
             call = call.arg(common);
         }
         let freed: i64 = read(self.link.run(self.slot(lock), &call).await?)?;
-        Ok(if freed == 1 { Release::Freed } else { Release::NotHeld })
+        Ok((if freed > 0 { Release::Freed } else { Release::NotHeld }, freed - 1))
     }
 
     /// Writes down the token that a majority has settled on. False if the claim does not hold the lock here.

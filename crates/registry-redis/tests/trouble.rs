@@ -569,3 +569,43 @@ async fn all_connections_follow_a_master_that_one_of_them_has_found() {
     assert!(within(LONG, waiter).await.unwrap().unwrap().is_held());
     assert_eq!(within(LONG, held.lost()).await, LostReason::Gone);
 }
+
+#[tokio::test]
+async fn whoever_asks_again_at_once_lets_those_who_wait_elsewhere_go_first() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    let registries =
+        [open(&server, |builder| builder).await, open(&server, |builder| builder).await];
+    let held = registries[0].obtain("k").lock().await.unwrap();
+    let waiter = waiting(&registries[1], &server).await;
+    held.unlock().await.unwrap();
+    within(LONG, waiter).await.unwrap().unwrap().unlock().await.unwrap();
+    // Each takes the lock again as soon as it has let go of it. Without a pause one of them has it nearly all the time.
+    let order = Arc::new(std::sync::Mutex::new(Vec::new()));
+    let mut contenders = tokio::task::JoinSet::new();
+    for (name, registry) in registries.into_iter().enumerate() {
+        let order = Arc::clone(&order);
+        contenders.spawn(async move {
+            let lock = registry.obtain("k");
+            loop {
+                let guard = lock.lock().await.unwrap();
+                // Long enough for the other one to have asked.
+                tokio::time::sleep(Duration::from_millis(2)).await;
+                let turns = {
+                    let mut order = order.lock().unwrap();
+                    order.push(name);
+                    order.len()
+                };
+                guard.unlock().await.unwrap();
+                if turns >= 100 {
+                    return;
+                }
+            }
+        });
+    }
+    while let Some(ended) = within(LONG, contenders.join_next()).await {
+        ended.unwrap();
+    }
+    let order = order.lock().unwrap();
+    let changes = order.windows(2).filter(|two| two[0] != two[1]).count();
+    assert!(changes >= 20, "{changes} changes in {} turns", order.len());
+}
