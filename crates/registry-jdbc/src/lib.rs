@@ -1,9 +1,10 @@
 //! SQL databases as lock stores, through sqlx. "jdbc" is Spring's word for this kind of store; no Java is involved.
 //!
-//! Each database is a feature. So far there is one:
+//! Each database is a feature:
 //!
 //! | feature | backend | excludes |
 //! |---|---|---|
+//! | `postgres` | `PostgresBackend` | all who reach the database |
 //! | `sqlite` | `SqliteBackend` | the processes of one Linux host that open the same file |
 //!
 //! A lock is a row. It names the claim that holds it, the fencing tokens that were reserved and the end of the lease;
@@ -39,18 +40,24 @@ guard.unlock().await?;
 mod config;
 #[cfg(feature = "sqlite")]
 mod sqlite;
-#[cfg(feature = "sqlite")]
+#[cfg(feature = "postgres")]
+mod postgres;
+#[cfg(feature = "postgres")]
+mod server;
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
 mod fence;
 #[cfg(feature = "sqlite")]
 mod error;
 
 #[cfg(feature = "sqlite")]
 pub use config::SqliteConfig;
-#[cfg(feature = "sqlite")]
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
 pub use fence::{Fence, FenceError};
+#[cfg(feature = "postgres")]
+pub use postgres::{Encryption, PostgresBackend, PostgresConfig};
 #[cfg(feature = "sqlite")]
 pub use sqlite::SqliteBackend;
 
 /// The sqlx that this crate was built with: [`Fence`] takes its transactions.
-#[cfg(feature = "sqlite")]
+#[cfg(any(feature = "sqlite", feature = "postgres"))]
 pub use sqlx;

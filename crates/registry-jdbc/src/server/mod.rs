@@ -1,0 +1,7 @@
+//! What stores in database servers have in common, whatever they speak. Knows no SQL.
+
+mod pool;
+mod row_id;
+
+pub(crate) use pool::{Errand, Pool, PoolLimits, Refusal, Seat};
+pub(crate) use row_id::RowId;
