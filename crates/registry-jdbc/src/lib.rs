@@ -5,6 +5,7 @@
 //! | feature | backend | excludes |
 //! |---|---|---|
 //! | `postgres` | `PostgresBackend` | all who reach the database |
+//! | `mysql` | `MySqlBackend`, for MariaDB and MySQL | all who reach the database |
 //! | `sqlite` | `SqliteBackend` | the processes of one Linux host that open the same file |
 //!
 //! A lock is a row. It names the claim that holds it, the fencing tokens that were reserved and the end of the lease;
@@ -42,22 +43,28 @@ mod config;
 mod sqlite;
 #[cfg(feature = "postgres")]
 mod postgres;
-#[cfg(feature = "postgres")]
+#[cfg(feature = "mysql")]
+mod mysql;
+#[cfg(any(feature = "postgres", feature = "mysql"))]
 mod server;
-#[cfg(any(feature = "sqlite", feature = "postgres"))]
+#[cfg(any(feature = "sqlite", feature = "postgres", feature = "mysql"))]
 mod fence;
 #[cfg(feature = "sqlite")]
 mod error;
 
 #[cfg(feature = "sqlite")]
 pub use config::SqliteConfig;
-#[cfg(any(feature = "sqlite", feature = "postgres"))]
+#[cfg(any(feature = "sqlite", feature = "postgres", feature = "mysql"))]
 pub use fence::{Fence, FenceError};
+#[cfg(feature = "mysql")]
+pub use mysql::{MySqlBackend, MySqlConfig};
 #[cfg(feature = "postgres")]
-pub use postgres::{Encryption, PostgresBackend, PostgresConfig};
+pub use postgres::{PostgresBackend, PostgresConfig};
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+pub use server::Encryption;
 #[cfg(feature = "sqlite")]
 pub use sqlite::SqliteBackend;
 
 /// The sqlx that this crate was built with: [`Fence`] takes its transactions.
-#[cfg(any(feature = "sqlite", feature = "postgres"))]
+#[cfg(any(feature = "sqlite", feature = "postgres", feature = "mysql"))]
 pub use sqlx;

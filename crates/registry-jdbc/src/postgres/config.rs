@@ -8,6 +8,8 @@ use registry_core::{BackendError, BackendErrorKind};
 use sqlx::ConnectOptions as _;
 use sqlx::postgres::{PgConnectOptions, PgSslMode};
 
+use crate::server::Encryption;
+
 /// Where the locks of a [`PostgresBackend`](crate::PostgresBackend) live.
 #[derive(Clone)]
 #[non_exhaustive]
@@ -23,23 +25,6 @@ pub struct PostgresConfig {
     pub(super) response_timeout: Duration,
     pub(super) busy_timeout: Duration,
     pub(super) purge_after: Duration,
-}
-
-/// Whether connections are encrypted, and whom they trust.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-#[non_exhaustive]
-pub enum Encryption {
-    /// Never.
-    Off,
-    /// If the server can, without a look at its certificate: keeps out those who only listen. Without the feature `tls` as [`Off`](Self::Off).
-    #[default]
-    Preferred,
-    /// Always, without a look at the server's certificate. Feature `tls`.
-    Required,
-    /// Always, with a certificate of an authority that is trusted. Feature `tls`.
-    VerifyAuthority,
-    /// Always, with a certificate of an authority that is trusted, made out to the host's name. Feature `tls`.
-    VerifyHost,
 }
 
 /// Where releases are heard of.
@@ -355,10 +340,7 @@ fn read_url(url: &str) -> Option<PgConnectOptions> {
 
 fn quiet(server: PgConnectOptions) -> PgConnectOptions {
     // A pooler refuses settings that it does not know, and floating-point numbers are not read here.
-    server
-        .application_name("lock-registry")
-        .extra_float_digits(None)
-        .disable_statement_logging()
+    server.application_name("lock-registry").extra_float_digits(None).disable_statement_logging()
 }
 
 pub(super) fn unusable(says: &str) -> BackendError {

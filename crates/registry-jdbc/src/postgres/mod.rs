@@ -22,7 +22,7 @@ mod purge;
 mod diagnose;
 
 pub use backend::PostgresBackend;
-pub use config::{Encryption, PostgresConfig};
+pub use config::PostgresConfig;
 
 #[cfg(test)]
 mod tests;

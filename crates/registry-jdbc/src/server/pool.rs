@@ -9,6 +9,7 @@ use std::ops::{Deref, DerefMut};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use futures_util::future::BoxFuture;
 use sqlx::Connection;
 use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::time::{Instant, timeout};
@@ -47,12 +48,17 @@ pub(crate) enum Refusal {
 pub(crate) struct Pool<C: Connection> {
     options: C::Options,
     limits: PoolLimits,
+    greet: Option<Greet<C>>,
     /// The one that came back last is on top.
     idle: Mutex<Vec<Idle<C>>>,
     all: Semaphore,
     for_renewals: Semaphore,
     for_releases: Semaphore,
 }
+
+/// Tells a new connection what it has to know before it is used.
+pub(crate) type Greet<C> =
+    Box<dyn for<'c> Fn(&'c mut C) -> BoxFuture<'c, Result<(), sqlx::Error>> + Send + Sync>;
 
 struct Idle<C> {
     connection: C,
@@ -66,11 +72,19 @@ impl<C: Connection> Pool<C> {
         Self {
             options,
             limits,
+            greet: None,
             idle: Mutex::default(),
             all: Semaphore::new(connections.min(Semaphore::MAX_PERMITS)),
             for_renewals: Semaphore::new(1),
             for_releases: Semaphore::new(1),
         }
+    }
+
+    /// The same with connections that are told this before they are used.
+    #[cfg(feature = "mysql")]
+    pub(crate) fn with_greeting(mut self, greet: Greet<C>) -> Self {
+        self.greet = Some(greet);
+        self
     }
 
     /// A connection for `errand`, when there is one.
@@ -130,7 +144,14 @@ impl<C: Connection> Pool<C> {
     }
 
     async fn connect<'a>(&'a self, permit: SemaphorePermit<'a>) -> Result<Seat<'a, C>, Refusal> {
-        match timeout(self.limits.connect, C::connect_with(&self.options)).await {
+        let greeted = async {
+            let mut connection = C::connect_with(&self.options).await?;
+            if let Some(greet) = &self.greet {
+                greet(&mut connection).await?;
+            }
+            Ok(connection)
+        };
+        match timeout(self.limits.connect, greeted).await {
             Ok(Ok(connection)) => Ok(Seat::new(self, permit, connection, false)),
             Ok(Err(error)) => Err(Refusal::Sqlx(error)),
             Err(_) => Err(Refusal::Silent),

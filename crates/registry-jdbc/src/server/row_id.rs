@@ -4,7 +4,7 @@ use registry_core::Key;
 use sha2::{Digest as _, Sha256};
 
 /// SHA-256 of namespace and key.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct RowId([u8; 32]);
 
 impl RowId {
@@ -19,6 +19,7 @@ impl RowId {
     }
 
     /// Tells namespaces apart, where a mistake does no harm.
+    #[cfg(feature = "postgres")]
     pub(crate) fn of_namespace(namespace: &str) -> [u8; 8] {
         let mut short = [0; 8];
         short.copy_from_slice(&Sha256::digest(namespace)[..8]);
@@ -30,6 +31,7 @@ impl RowId {
     }
 
     /// Enough of it to tell locks apart in messages, where a mistake costs a look.
+    #[cfg(feature = "postgres")]
     pub(crate) fn short(self) -> [u8; 16] {
         let mut short = [0; 16];
         short.copy_from_slice(&self.0[..16]);
