@@ -127,11 +127,6 @@ impl Wakes {
             task.abort();
         }
     }
-
-    #[cfg(test)]
-    pub(super) fn waiters(&self) -> usize {
-        self.shared.waiting().waiters.len()
-    }
 }
 
 impl Drop for Wakes {
