@@ -355,10 +355,7 @@ fn read_url(url: &str) -> Option<PgConnectOptions> {
 
 fn quiet(server: PgConnectOptions) -> PgConnectOptions {
     // A pooler refuses settings that it does not know, and floating-point numbers are not read here.
-    server
-        .application_name("lock-registry")
-        .extra_float_digits(None)
-        .disable_statement_logging()
+    server.application_name("lock-registry").extra_float_digits(None).disable_statement_logging()
 }
 
 pub(super) fn unusable(says: &str) -> BackendError {
