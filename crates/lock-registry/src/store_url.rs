@@ -4,6 +4,7 @@
 //! `.` and `..`, which changes what a path with symbolic links means.
 
 mod parts;
+mod postgres;
 mod redis;
 mod shown;
 
@@ -15,6 +16,9 @@ use crate::scheme::{self, Scheme};
 use crate::value::Secret;
 use parts::{Parts, decoded_text, file_path, unusable};
 
+#[cfg(feature = "postgres")]
+pub(crate) use postgres::Place as PostgresPlace;
+pub(crate) use postgres::PostgresServer;
 #[cfg(feature = "redis")]
 pub(crate) use redis::Place;
 pub(crate) use redis::RedisServers;
@@ -36,6 +40,8 @@ pub(crate) enum Store {
     Memory { name: Option<String> },
     /// The SQLite file at this path.
     Sqlite { path: PathBuf },
+    /// A database of this PostgreSQL server.
+    Postgres(PostgresServer),
     /// These Redis servers.
     Redis(RedisServers),
     /// No store: everybody is always granted.
@@ -48,6 +54,7 @@ impl Store {
         match self {
             Self::Memory { .. } => "memory",
             Self::Sqlite { .. } => "sqlite",
+            Self::Postgres(_) => "postgres",
             Self::Redis(servers) => servers.scheme,
             Self::PassThrough => "pass-through",
         }
@@ -89,6 +96,7 @@ impl StoreUrl {
         let store = match scheme.name {
             "memory" => memory(&parts, scheme)?,
             "sqlite" => sqlite(&parts, scheme)?,
+            "postgres" | "postgresql" => Store::Postgres(PostgresServer::parse(&parts, scheme)?),
             name if name.starts_with("redis") => Store::Redis(RedisServers::parse(&parts, scheme)?),
             _ => pass_through(&parts, scheme)?,
         };
