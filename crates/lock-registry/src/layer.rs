@@ -13,7 +13,7 @@ use crate::layout::{Layout, layout};
 use crate::nearest::nearest;
 use crate::store_url::UrlText;
 use crate::value::{HIDDEN, Problem, Secret, choice, count, duration, path, shown, switch};
-#[cfg(any(feature = "postgres", feature = "redis"))]
+#[cfg(any(feature = "postgres", feature = "mysql", feature = "redis"))]
 pub(crate) use check::SERVERS_MIN;
 use check::Stores;
 
@@ -66,7 +66,7 @@ pub(crate) enum Publish {
 const PUBLISH: [(&str, Publish); 3] =
     [("auto", Publish::Auto), ("plain", Publish::Plain), ("sharded", Publish::Sharded)];
 
-/// Whether connections to PostgreSQL are encrypted, in its own words.
+/// Whether connections to databases are encrypted, in PostgreSQL's words.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SslMode {
     Disable,
@@ -106,8 +106,8 @@ enum Told {
 }
 
 use Stores::{
-    All, Encrypted, Postgres, Redis, RedisQuorum, RedisReplicated, RedisSentinel, RedisUnix,
-    Servers, Sql,
+    All, Database, Encrypted, Postgres, Redis, RedisQuorum, RedisReplicated, RedisSentinel,
+    RedisUnix, Servers, Sql,
 };
 use Told::{Always, Never, Path};
 
@@ -125,13 +125,13 @@ pub(crate) static OPTIONS: &[OptionRow] = &[
     row("layout",            All,             Always, |l, t| put(&mut l.layout, layout(t)),                         |l| l.layout.map(|l| l.to_string())),
     row("busy_timeout",      Sql,             Always, |l, t| put(&mut l.busy_timeout, duration(t)),                 |l| l.busy_timeout.map(shown)),
     row("purge_after",       Sql,             Always, |l, t| put(&mut l.purge_after, duration(t)),                  |l| l.purge_after.map(shown)),
-    row("pool",              Postgres,        Always, |l, t| put(&mut l.pool, count(t)),                            |l| l.pool.map(|n| n.to_string())),
+    row("pool",              Database,        Always, |l, t| put(&mut l.pool, count(t)),                            |l| l.pool.map(|n| n.to_string())),
     row("schema",            Postgres,        Always, |l, t| put(&mut l.schema, Ok(t.into())),                      |l| l.schema.clone()),
-    row("table_prefix",      Postgres,        Always, |l, t| put(&mut l.table_prefix, Ok(t.into())),                |l| l.table_prefix.clone()),
-    row("create_schema",     Postgres,        Always, |l, t| put(&mut l.create_schema, switch(t)),                  |l| l.create_schema.map(|on| on.to_string())),
+    row("table_prefix",      Database,        Always, |l, t| put(&mut l.table_prefix, Ok(t.into())),                |l| l.table_prefix.clone()),
+    row("create_schema",     Database,        Always, |l, t| put(&mut l.create_schema, switch(t)),                  |l| l.create_schema.map(|on| on.to_string())),
     row("prepared",          Postgres,        Always, |l, t| put(&mut l.prepared, switch(t)),                       |l| l.prepared.map(|on| on.to_string())),
     row("listen",            Postgres,        Never,  |l, t| put(&mut l.listen, Ok(Secret::new(t))),                |l| l.listen.as_ref().map(shown_listen)),
-    row("sslmode",           Postgres,        Always, |l, t| put(&mut l.sslmode, choice(t, "mode", &SSL_MODE)),     |l| l.sslmode.map(ssl_mode_name)),
+    row("sslmode",           Database,        Always, |l, t| put(&mut l.sslmode, choice(t, "mode", &SSL_MODE)),     |l| l.sslmode.map(ssl_mode_name)),
     row("connect_timeout",   Servers,         Always, |l, t| put(&mut l.connect_timeout, duration(t)),              |l| l.connect_timeout.map(shown)),
     row("token_memory",      Redis,           Always, |l, t| put(&mut l.token_memory, duration(t)),                 |l| l.token_memory.map(shown)),
     row("publish",           Redis,           Always, |l, t| put(&mut l.publish, choice(t, "way to publish", &PUBLISH)), |l| l.publish.map(publish_name)),

@@ -97,6 +97,7 @@ const fn later(name: &'static str, feature: &'static str) -> Scheme {
     Scheme { name, feature: Some(Feature { name: feature, here: Here::NotYet }) }
 }
 
+const MYSQL: bool = cfg!(feature = "mysql");
 const POSTGRES: bool = cfg!(feature = "postgres");
 const REDIS: bool = cfg!(feature = "redis");
 const REDIS_TLS: bool = cfg!(feature = "redis-tls");
@@ -107,7 +108,8 @@ static SCHEMES: &[Scheme] = &[
     always("pass-through"),
     with("postgres", "postgres", POSTGRES),
     with("postgresql", "postgres", POSTGRES),
-    later("mysql", "mysql"),
+    with("mysql", "mysql", MYSQL),
+    with("mariadb", "mysql", MYSQL),
     with("redis", "redis", REDIS),
     with("rediss", "redis-tls", REDIS_TLS),
     with("redis+unix", "redis", REDIS),
@@ -137,7 +139,7 @@ mod tests {
 
     #[test]
     fn a_store_that_is_not_built_in_names_its_feature_and_the_cargo_line() {
-        for (scheme, feature) in [("mysql", "mysql"), ("etcd", "etcd"), ("zk", "zk")] {
+        for (scheme, feature) in [("etcd", "etcd"), ("zk", "zk")] {
             let error = Scheme::find(scheme).unwrap_err();
             assert!(
                 matches!(&error, ConfigError::NotBuiltIn { feature: named, .. } if *named == feature),
@@ -154,6 +156,8 @@ mod tests {
             ("sqlite", "sqlite", cfg!(feature = "sqlite")),
             ("postgres", "postgres", POSTGRES),
             ("postgresql", "postgres", POSTGRES),
+            ("mysql", "mysql", MYSQL),
+            ("mariadb", "mysql", MYSQL),
             ("redis", "redis", REDIS),
             ("redis+unix", "redis", REDIS),
             ("redis+sentinel", "redis", REDIS),

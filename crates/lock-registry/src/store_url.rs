@@ -3,8 +3,8 @@
 //! The parts are cut by hand: hosts may be lists, paths are opaque, and a general URL parser would normalise
 //! `.` and `..`, which changes what a path with symbolic links means.
 
+mod database;
 mod parts;
-mod postgres;
 mod redis;
 mod shown;
 
@@ -16,9 +16,9 @@ use crate::scheme::{self, Scheme};
 use crate::value::Secret;
 use parts::{Parts, decoded_text, file_path, unusable};
 
-#[cfg(feature = "postgres")]
-pub(crate) use postgres::Place as PostgresPlace;
-pub(crate) use postgres::PostgresServer;
+pub(crate) use database::DatabaseServer;
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+pub(crate) use database::Place as DatabasePlace;
 #[cfg(feature = "redis")]
 pub(crate) use redis::Place;
 pub(crate) use redis::RedisServers;
@@ -41,7 +41,9 @@ pub(crate) enum Store {
     /// The SQLite file at this path.
     Sqlite { path: PathBuf },
     /// A database of this PostgreSQL server.
-    Postgres(PostgresServer),
+    Postgres(DatabaseServer),
+    /// A database of this MariaDB or MySQL server.
+    MySql(DatabaseServer),
     /// These Redis servers.
     Redis(RedisServers),
     /// No store: everybody is always granted.
@@ -55,6 +57,7 @@ impl Store {
             Self::Memory { .. } => "memory",
             Self::Sqlite { .. } => "sqlite",
             Self::Postgres(_) => "postgres",
+            Self::MySql(_) => "mysql",
             Self::Redis(servers) => servers.scheme,
             Self::PassThrough => "pass-through",
         }
@@ -96,7 +99,13 @@ impl StoreUrl {
         let store = match scheme.name {
             "memory" => memory(&parts, scheme)?,
             "sqlite" => sqlite(&parts, scheme)?,
-            "postgres" | "postgresql" => Store::Postgres(PostgresServer::parse(&parts, scheme)?),
+            "postgres" | "postgresql" => {
+                let port = database::POSTGRES_PORT;
+                Store::Postgres(DatabaseServer::parse(&parts, scheme, port)?)
+            }
+            "mysql" | "mariadb" => {
+                Store::MySql(DatabaseServer::parse(&parts, scheme, database::MYSQL_PORT)?)
+            }
             name if name.starts_with("redis") => Store::Redis(RedisServers::parse(&parts, scheme)?),
             _ => pass_through(&parts, scheme)?,
         };

@@ -6,12 +6,12 @@ use registry_jdbc::{Encryption, PostgresBackend, PostgresConfig};
 #[cfg(feature = "postgres-tls")]
 use super::pem::Files;
 use crate::layer::{Layer, NO_LISTEN, SERVERS_MIN, SslMode};
-use crate::store_url::{PostgresPlace, PostgresServer};
+use crate::store_url::{DatabasePlace, DatabaseServer};
 use crate::value::Secret;
 
 /// Opens the store in this database.
 pub(super) async fn open(
-    server: &PostgresServer,
+    server: &DatabaseServer,
     options: &Layer,
 ) -> Result<PostgresBackend, BackendError> {
     let config = tables(limits(place(server), options), options);
@@ -24,10 +24,10 @@ pub(super) async fn open(
     PostgresBackend::open(config).await
 }
 
-fn place(server: &PostgresServer) -> PostgresConfig {
+fn place(server: &DatabaseServer) -> PostgresConfig {
     let config = match &server.place {
-        PostgresPlace::Host((host, port)) => PostgresConfig::new(host, *port, &server.database),
-        PostgresPlace::Folder(folder, port) => {
+        DatabasePlace::Host((host, port)) => PostgresConfig::new(host, *port, &server.database),
+        DatabasePlace::Socket(folder, port) => {
             PostgresConfig::unix(folder, *port, &server.database)
         }
     };

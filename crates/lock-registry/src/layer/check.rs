@@ -14,10 +14,12 @@ use crate::value::shown;
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stores {
     All,
-    /// SQLite and PostgreSQL.
+    /// SQLite and database servers.
     Sql,
+    /// PostgreSQL, MariaDB and MySQL.
+    Database,
     Postgres,
-    /// PostgreSQL and Redis.
+    /// Database servers and Redis.
     Servers,
     Redis,
     /// Redis, at the path of a socket.
@@ -28,7 +30,7 @@ pub(super) enum Stores {
     RedisQuorum,
     /// Redis, with replicas that count.
     RedisReplicated,
-    /// Redis over encrypted connections, and PostgreSQL.
+    /// Redis over encrypted connections, and database servers.
     Encrypted,
 }
 
@@ -37,17 +39,19 @@ impl Stores {
     fn have(self, scheme: &str) -> bool {
         let (store, kind) = scheme.split_once('+').unwrap_or((scheme, ""));
         let redis = matches!(store, "redis" | "rediss");
+        let database = matches!(store, "postgres" | "mysql");
         match self {
             Self::All => true,
-            Self::Sql => matches!(store, "sqlite" | "postgres"),
+            Self::Sql => database || store == "sqlite",
+            Self::Database => database,
             Self::Postgres => store == "postgres",
-            Self::Servers => redis || store == "postgres",
+            Self::Servers => redis || database,
             Self::Redis => redis,
             Self::RedisUnix => redis && kind == "unix",
             Self::RedisSentinel => redis && kind == "sentinel",
             Self::RedisQuorum => redis && kind == "quorum",
             Self::RedisReplicated => redis && kind != "quorum",
-            Self::Encrypted => matches!(store, "rediss" | "postgres"),
+            Self::Encrypted => database || store == "rediss",
         }
     }
 
@@ -55,15 +59,16 @@ impl Stores {
     fn called(self) -> &'static str {
         match self {
             Self::All => "all stores",
-            Self::Sql => "sqlite and postgres stores",
+            Self::Sql => "sqlite, postgres and mysql stores",
+            Self::Database => "postgres and mysql stores",
             Self::Postgres => "postgres stores",
-            Self::Servers => "redis and postgres stores",
+            Self::Servers => "redis, postgres and mysql stores",
             Self::Redis => "redis stores",
             Self::RedisUnix => "redis+unix stores",
             Self::RedisSentinel => "redis+sentinel stores",
             Self::RedisQuorum => "redis+quorum stores",
             Self::RedisReplicated => "redis stores that are no quorum",
-            Self::Encrypted => "encrypted redis stores (`rediss://`) and postgres stores",
+            Self::Encrypted => "encrypted redis stores (`rediss://`), postgres and mysql stores",
         }
     }
 }
@@ -83,8 +88,8 @@ impl Layer {
         let wrong = |option: &str, problem: String| {
             Err(ConfigError::Invalid(format!("{} {problem}", origin.names(option))))
         };
-        // To PostgreSQL no time at all is all the time in the world.
-        let busy_min = if Stores::Postgres.have(store) { SERVERS_MIN } else { Duration::ZERO };
+        // To a server no time at all is all the time in the world, or less than it counts.
+        let busy_min = if Stores::Database.have(store) { SERVERS_MIN } else { Duration::ZERO };
         let spans = [
             ("lease", self.lease, Capabilities::LEASE_MIN, Capabilities::LEASE_MAX),
             ("poll", self.poll, RegistryBuilder::POLL_MIN, RegistryBuilder::POLL_MAX),
@@ -269,7 +274,7 @@ mod tests {
         let error = layer.check(Origin::Environment, "memory").unwrap_err().to_string();
         assert_eq!(
             error,
-            "LOCK_REGISTRY_PURGE_AFTER is for sqlite and postgres stores, and the store is memory"
+            "LOCK_REGISTRY_PURGE_AFTER is for sqlite, postgres and mysql stores, and the store is memory"
         );
     }
 
@@ -337,21 +342,23 @@ mod tests {
     }
 
     #[test]
-    fn each_option_of_postgres_is_for_postgres() {
+    fn each_option_of_databases_is_for_those_that_know_it() {
         for (option, value, others) in [
-            ("pool", "8", &[][..]),
+            ("pool", "8", &["mysql"][..]),
             ("schema", "locks", &[]),
-            ("table_prefix", "locks", &[]),
-            ("create_schema", "false", &[]),
+            ("table_prefix", "locks", &["mysql"]),
+            ("create_schema", "false", &["mysql"]),
             ("prepared", "false", &[]),
             ("listen", "off", &[]),
-            ("sslmode", "require", &[]),
-            ("busy_timeout", "1s", &["sqlite"]),
-            ("purge_after", "1h", &["sqlite"]),
-            ("connect_timeout", "1s", &["redis", "rediss+cluster"]),
-            ("ca", "ca.pem", &["rediss"]),
+            ("sslmode", "require", &["mysql"]),
+            ("busy_timeout", "1s", &["sqlite", "mysql"]),
+            ("purge_after", "1h", &["sqlite", "mysql"]),
+            ("connect_timeout", "1s", &["redis", "rediss+cluster", "mysql"]),
+            ("ca", "ca.pem", &["rediss", "mysql"]),
         ] {
-            for store in ["postgres", "sqlite", "redis", "rediss", "rediss+cluster", "memory"] {
+            for store in
+                ["postgres", "mysql", "sqlite", "redis", "rediss", "rediss+cluster", "memory"]
+            {
                 let knows = store == "postgres" || others.contains(&store);
                 let encrypted = option == "ca" && store.starts_with("rediss");
                 let connects = option == "connect_timeout" && store.starts_with("redis");

@@ -1,5 +1,5 @@
-//! URLs of PostgreSQL servers: `postgres://[USER[:PASSWORD]@]HOST[:PORT]/DATABASE`. The folder of a socket stands in the host's place, with its
-//! slashes as `%2F`.
+//! URLs of database servers: `postgres://[USER[:PASSWORD]@]HOST[:PORT]/DATABASE`, and the same for `mysql:`. In the host's place may stand the folder
+//! of PostgreSQL's sockets, or MariaDB's or MySQL's socket itself, with slashes as `%2F`.
 
 use std::path::PathBuf;
 
@@ -11,7 +11,7 @@ use crate::value::Secret;
 
 /// A database, and how to log in to it.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct PostgresServer {
+pub(crate) struct DatabaseServer {
     pub(crate) place: Place,
     pub(crate) database: String,
     pub(crate) login: Option<Login>,
@@ -21,8 +21,8 @@ pub(crate) struct PostgresServer {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Place {
     Host(Host),
-    /// On this host; its sockets are in this folder.
-    Folder(PathBuf, u16),
+    /// On this host: where its sockets are, or its socket is.
+    Socket(PathBuf, u16),
 }
 
 /// A user, and the password if one is given.
@@ -32,33 +32,39 @@ pub(crate) struct Login {
     pub(crate) password: Option<Secret>,
 }
 
-impl PostgresServer {
-    pub(super) fn parse(parts: &Parts<'_>, scheme: &'static Scheme) -> Result<Self, ConfigError> {
+impl DatabaseServer {
+    /// A server that is reached at port `port` unless the URL says otherwise.
+    pub(super) fn parse(
+        parts: &Parts<'_>,
+        scheme: &'static Scheme,
+        port: u16,
+    ) -> Result<Self, ConfigError> {
+        let form = form(scheme);
         let Some(authority) = parts.authority else {
-            return Err(unusable(scheme, &format!("names no server; {FORM}")));
+            return Err(unusable(scheme, &format!("names no server; {form}")));
         };
         let (login, host) = parts.login_and_hosts(authority, scheme)?;
         let database = parts.path.strip_prefix('/').unwrap_or_default();
         if database.is_empty() || database.contains('/') {
-            return Err(unusable(scheme, &format!("does not name a database; {FORM}")));
+            return Err(unusable(scheme, &format!("does not name a database; {form}")));
         }
         let login = login.map(|login| self::login(login, scheme)).transpose()?;
         let database = decoded_text(database, scheme, "a database")?;
         if database.contains('\0') {
             return Err(unusable(scheme, "names a database with a NUL character, which none has"));
         }
-        Ok(Self { place: place(host, scheme)?, database, login })
+        Ok(Self { place: place(host, scheme, port)?, database, login })
     }
 }
 
-fn place(host: &str, scheme: &Scheme) -> Result<Place, ConfigError> {
+fn place(host: &str, scheme: &Scheme, usual_port: u16) -> Result<Place, ConfigError> {
     if host.get(..3).is_some_and(|start| start.eq_ignore_ascii_case("%2f")) {
         let (folder, port) = match host.split_once(':') {
             Some((folder, port)) => (folder, port.parse().ok().filter(|port| *port != 0)),
-            None => (host, Some(PORT)),
+            None => (host, Some(usual_port)),
         };
         let Some(port) = port else { return Err(no_host(scheme)) };
-        return Ok(Place::Folder(file_path(folder, scheme, FORM)?, port));
+        return Ok(Place::Socket(file_path(folder, scheme, &form(scheme))?, port));
     }
     if host.contains(',') {
         return Err(unusable(
@@ -66,7 +72,7 @@ fn place(host: &str, scheme: &Scheme) -> Result<Place, ConfigError> {
             "names several servers, and the locks are in one; a name that leads to the primary can be moved",
         ));
     }
-    server(host, PORT).map(Place::Host).ok_or_else(|| no_host(scheme))
+    server(host, usual_port).map(Place::Host).ok_or_else(|| no_host(scheme))
 }
 
 fn no_host(scheme: &Scheme) -> ConfigError {
@@ -90,17 +96,21 @@ fn login(login: &str, scheme: &Scheme) -> Result<Login, ConfigError> {
 }
 
 /// What to write instead.
-const FORM: &str = "write `postgres://USER:PASSWORD@HOST:PORT/DATABASE`";
+fn form(scheme: &Scheme) -> String {
+    format!("write `{}://USER:PASSWORD@HOST:PORT/DATABASE`", scheme.name)
+}
 
 /// Where PostgreSQL listens unless it is told otherwise.
-const PORT: u16 = 5_432;
+pub(super) const POSTGRES_PORT: u16 = 5_432;
+/// Where MariaDB and MySQL do.
+pub(super) const MYSQL_PORT: u16 = 3_306;
 
 #[cfg(all(test, feature = "postgres"))]
 mod tests {
     use super::*;
     use crate::store_url::{Store, StoreUrl};
 
-    fn parsed(url: &str) -> PostgresServer {
+    fn parsed(url: &str) -> DatabaseServer {
         match StoreUrl::parse(url) {
             Ok(StoreUrl { store: Store::Postgres(server), .. }) => server,
             other => panic!("{url}: {other:?}"),
@@ -114,8 +124,8 @@ mod tests {
             ("postgres://db/shop", host("db", 5_432), "shop"),
             ("postgresql://db.example.com:6432/shop", host("db.example.com", 6_432), "shop"),
             ("postgres://[::1]/a%20b?lease=5s", host("::1", 5_432), "a b"),
-            ("postgres://%2Frun%2Fpg/shop", Place::Folder("/run/pg".into(), 5_432), "shop"),
-            ("postgres://u@%2frun%2fpg:1/shop", Place::Folder("/run/pg".into(), 1), "shop"),
+            ("postgres://%2Frun%2Fpg/shop", Place::Socket("/run/pg".into(), 5_432), "shop"),
+            ("postgres://u@%2frun%2fpg:1/shop", Place::Socket("/run/pg".into(), 1), "shop"),
         ] {
             let server = parsed(url);
             assert_eq!((server.place, server.database.as_str()), (place, database), "{url}");
@@ -157,5 +167,22 @@ mod tests {
             let error = StoreUrl::parse(url).unwrap_err().to_string();
             assert!(error.contains(hint), "{url}: {error}");
         }
+    }
+
+    #[cfg(feature = "mysql")]
+    #[test]
+    fn mariadb_and_mysql_are_named_alike() {
+        for (url, place) in [
+            ("mysql://db/shop", Place::Host(("db".to_owned(), 3_306))),
+            ("mariadb://u:p@db:3307/shop", Place::Host(("db".to_owned(), 3_307))),
+            ("mysql://%2Frun%2Fdb.sock/shop", Place::Socket("/run/db.sock".into(), 3_306)),
+        ] {
+            let StoreUrl { store: Store::MySql(server), .. } = StoreUrl::parse(url).unwrap() else {
+                panic!("{url}")
+            };
+            assert_eq!((server.place, server.database.as_str()), (place, "shop"), "{url}");
+        }
+        let error = StoreUrl::parse("mariadb://db").unwrap_err().to_string();
+        assert!(error.contains("`mariadb://USER"), "{error}");
     }
 }
