@@ -57,6 +57,10 @@ pub trait Fence<DB: Database> {
     /// `REPEATABLE READ` and `SERIALIZABLE` fence first, or the server may find that a renewal came after what was read
     /// ([`FenceError::Busy`]).
     ///
+    /// In MariaDB and MySQL this locks one row `FOR UPDATE`: other locks go on, but this one's renewals cannot, so the transaction must be
+    /// over well before the lease is. A row is locked even if the lock turns out to be lost. Roll back at once then, by
+    /// [`Transaction::rollback`]: one that is merely dropped is rolled back when its connection is used again or returns to its pool.
+    ///
     /// # Errors
     /// [`FenceError::Lost`] when the lock is not this guard's any more; the others say that the check could not be made.
     ///

@@ -40,21 +40,15 @@ async fn set_up(
     let texts = Texts::new(database, &config.table_prefix);
     let mut meta = read_meta(&texts, connection).await;
     if meta.as_ref().is_err_and(error::is_no_such_table) && config.create_schema {
-        // Each statement of it does nothing where it finds its work done, so it does not matter who else makes them just now.
-        let schema = raw_sql(sql::schema(&config.table_prefix));
-        if let Err(error) = schema.execute(&mut *connection).await {
-            if error::is_denied(&error) {
-                let says = format!(
-                    "mysql at {}: the lock tables are missing and this user may not make them; have them made by what \
-                     `lockreg schema mysql` prints",
-                    link.place()
-                );
-                let denied = BackendError::new(BackendErrorKind::Denied, says);
-                return Err(denied.with_source(error).as_refused());
-            }
-            return Err(link.explain(error));
-        }
+        alone(connection, true).await;
+        make_tables(config, link, connection).await?;
         meta = read_meta(&texts, connection).await;
+        alone(connection, false).await;
+    } else if meta.as_ref().is_ok_and(Vec::is_empty) {
+        // Somebody is making them just now, perhaps, and the row comes last.
+        alone(connection, true).await;
+        meta = read_meta(&texts, connection).await;
+        alone(connection, false).await;
     }
     let rows = meta.map_err(|error| link.explain(error))?;
     let row = rows.first();
@@ -67,6 +61,36 @@ async fn set_up(
         )));
     }
     Ok(Opened { store: row.try_get(1).map_err(|error| link.explain(error))?, texts })
+}
+
+/// Begins to be the only one who makes tables on this server, or ends it. Only spares those who come second an error, so it is no matter if the
+/// server knows no such thing; a connection that is closed ends it, too.
+async fn alone(connection: &mut MySqlConnection, begin: bool) {
+    let text = if begin {
+        "SELECT GET_LOCK('lock-registry schema', 20)"
+    } else {
+        "SELECT RELEASE_LOCK('lock-registry schema')"
+    };
+    let _ = raw_sql(text).execute(connection).await;
+}
+
+async fn make_tables(
+    config: &MySqlConfig,
+    link: &Link,
+    connection: &mut MySqlConnection,
+) -> Result<(), BackendError> {
+    let Err(error) = raw_sql(sql::schema(&config.table_prefix)).execute(connection).await else {
+        return Ok(());
+    };
+    if !error::is_denied(&error) {
+        return Err(link.explain(error));
+    }
+    let says = format!(
+        "mysql at {}: the lock tables are missing and this user may not make them; have them made by what \
+         `lockreg schema mysql` prints",
+        link.place()
+    );
+    Err(BackendError::new(BackendErrorKind::Denied, says).with_source(error).as_refused())
 }
 
 async fn read_meta(

@@ -7,17 +7,6 @@
 --
 -- To delete rows by hand is safe as long as the server's clock was never set back: new tokens are at least that clock's microseconds.
 
--- One row for all namespaces.
-CREATE TABLE IF NOT EXISTS lock_registry_meta (
-    id      TINYINT    NOT NULL PRIMARY KEY,
-    version INT        NOT NULL COMMENT 'of these tables',
-    store   BINARY(16) NOT NULL COMMENT 'tells these tables from others',
-    floor   BIGINT     NOT NULL COMMENT 'the largest token of all purged rows'
-) ENGINE = InnoDB;
-
-INSERT IGNORE INTO lock_registry_meta (id, version, store, floor)
-VALUES (1, 1, UNHEX(REPLACE(UUID(), '-', '')), 0);
-
 -- One row for each key that was locked lately. Times are microseconds since 1970 on the server's clock. Keys are bytes: those that differ
 -- only in case or accents are different keys.
 CREATE TABLE IF NOT EXISTS lock_registry_locks (
@@ -31,3 +20,14 @@ CREATE TABLE IF NOT EXISTS lock_registry_locks (
     since     BIGINT          NOT NULL,
     until     BIGINT          NOT NULL COMMENT 'held until then, or free since then'
 ) ENGINE = InnoDB;
+
+-- One row for all namespaces.
+CREATE TABLE IF NOT EXISTS lock_registry_meta (
+    id      TINYINT    NOT NULL PRIMARY KEY,
+    version INT        NOT NULL COMMENT 'of these tables',
+    store   BINARY(16) NOT NULL COMMENT 'tells these tables from others',
+    floor   BIGINT     NOT NULL COMMENT 'the largest token of all purged rows'
+) ENGINE = InnoDB;
+
+INSERT IGNORE INTO lock_registry_meta (id, version, store, floor)
+VALUES (1, 1, UNHEX(REPLACE(UUID(), '-', '')), 0);

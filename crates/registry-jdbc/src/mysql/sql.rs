@@ -186,14 +186,18 @@ const LIST: &str = "\
 /// Prolongs the grants that are still alive.
 ///
 /// A row that somebody else has locked, for a fence perhaps, is passed over, so that it does not hold up the others. The limit keeps the inner
-/// select from being merged into the update, which could not pass over anything. A claim's id is random and belongs to one key, so the two
-/// lists need not be lists of pairs.
+/// select from being merged into the update, which could not pass over anything. Which tables and which index are read first is not left to the
+/// server: in a small table it prefers to read all rows, and locks what it reads.
+///
+/// A claim's id is random and belongs to one key, so the two lists need not be lists of pairs.
 ///
 /// ids, claims, limit, lease
 const RENEW: &str = "\
-    UPDATE {locks} AS l JOIN ( \
-        SELECT id FROM {locks} WHERE id IN ({items}) AND claim IN ({items}) AND until > {now} \
-        LIMIT ? FOR UPDATE SKIP LOCKED) AS found ON found.id = l.id \
+    UPDATE ( \
+        SELECT id FROM {locks} FORCE INDEX (PRIMARY) \
+        WHERE id IN ({items}) AND claim IN ({items}) AND until > {now} \
+        LIMIT ? FOR UPDATE SKIP LOCKED) AS found \
+    STRAIGHT_JOIN {locks} AS l FORCE INDEX (PRIMARY) ON l.id = found.id \
     SET l.until = GREATEST(l.until, {now} + ?)";
 
 /// Those of the claims that hold something, with the time that they have left.
@@ -249,4 +253,5 @@ const RAISE_FLOOR: &str = "UPDATE {meta} SET floor = ? WHERE id = 1 AND floor < 
 ///
 /// ids, microseconds that a row must have been dead for, token
 const PURGE: &str = "\
-    DELETE FROM {locks} WHERE id IN ({items}) AND until <= {now} - ? AND token + block - 1 <= ?";
+    DELETE l FROM {locks} AS l FORCE INDEX (PRIMARY) \
+    WHERE l.id IN ({items}) AND l.until <= {now} - ? AND l.token + l.block - 1 <= ?";

@@ -82,6 +82,7 @@ impl MariaDbServer {
         install.args(["--no-defaults", "--skip-test-db", "--innodb-flush-method=nosync", LOG_SIZE]);
         install.args(["--auth-root-authentication-method=normal", "--skip-name-resolve"]);
         install.arg(format!("--datadir={}", self.file("data").display()));
+        install.arg(format!("--tmpdir={}", self.folder.path().display()));
         // The account may have no right to be where the test is.
         install.current_dir(self.folder.path());
         asked::run(install, "").await.map(drop).map_err(not_installed)
@@ -101,6 +102,8 @@ impl MariaDbServer {
         command.arg("--no-defaults");
         let folder = self.folder.path().display();
         command.arg(format!("--datadir={folder}/data")).arg(format!("--socket={}", self.door()));
+        // A server that starts removes the temporary tables that it finds, those of others too.
+        command.arg(format!("--tmpdir={folder}"));
         command.arg(format!("--pid-file={folder}/pid")).arg("--bind-address=127.0.0.1");
         command.arg(format!("--port={}", self.port.number())).arg(LOG_SIZE);
         command.args(["--innodb-buffer-pool-size=32M", "--performance-schema=OFF"]);
