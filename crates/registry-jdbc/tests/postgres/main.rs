@@ -2,7 +2,12 @@
 #![cfg(all(feature = "postgres", target_os = "linux"))]
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
 
+mod fence;
+mod lab;
+mod opening;
+mod rows;
 mod shared;
+mod trouble;
 
 use shared::{Way, keeps_its_promises};
 
