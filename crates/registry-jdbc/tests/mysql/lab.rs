@@ -82,3 +82,12 @@ pub(crate) fn told(error: &BackendError) -> String {
     }
     text
 }
+
+/// Ends all connections of the store. The testkit asks through a socket.
+pub(crate) async fn cut_all(server: &MariaDbServer) {
+    let all = "SELECT id FROM information_schema.processlist WHERE host LIKE '127.0.0.1:%'";
+    for id in server.sql(all).await.unwrap().lines() {
+        // It may just have gone.
+        server.sql(&format!("KILL CONNECTION {id}")).await.ok();
+    }
+}

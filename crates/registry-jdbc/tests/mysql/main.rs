@@ -5,6 +5,7 @@
 mod lab;
 mod shared;
 
+mod faults;
 mod fence;
 mod opening;
 mod rows;

@@ -12,17 +12,9 @@ use registry_testkit::within;
 use tokio::time::{Instant, timeout};
 
 use crate::lab::{
-    SOON, backend, busy, claim, config, data, grant, key, lock, registry, run, server, told,
+    SOON, backend, busy, claim, config, cut_all, data, grant, key, lock, registry, run, server,
+    told,
 };
-
-/// Ends all connections of the store. The testkit asks through a socket.
-async fn cut_all(server: &MariaDbServer) {
-    let all = "SELECT id FROM information_schema.processlist WHERE host LIKE '127.0.0.1:%'";
-    for id in server.sql(all).await.unwrap().lines() {
-        // It may just have gone.
-        server.sql(&format!("KILL CONNECTION {id}")).await.ok();
-    }
-}
 
 #[tokio::test]
 async fn a_call_that_is_dropped_half_way_poisons_no_connection() {
