@@ -30,9 +30,16 @@ use crate::store_url::{Store, UrlText};
 /// | `timeout` | how long one operation of the store may stay unanswered, `10ms` to `1h` | `3s` |
 /// | `label` | what others see when they ask who holds a lock | nothing |
 /// | `layout` | how the store lays out its records: `native`, or in Redis that of a peer, `spring` or `redisson` | `native` |
-/// | `busy_timeout` | SQLite only: how long a statement waits for other writers, `0s` to `1h` | `2.5s`; at most five sixths of a `timeout` that is set |
-/// | `purge_after` | SQLite only: how long rows of free keys are kept, `0s` to `366days` | `1h` |
-/// | `connect_timeout` | Redis only: how long connecting may take, `10ms` to `1h` | `2s` |
+/// | `busy_timeout` | SQL stores: how long a statement waits for other writers, `0s` (servers: `10ms`) to `1h`; MariaDB and MySQL round up to seconds | `2.5s`, servers `1s`; at most five sixths of a `timeout` that is set |
+/// | `purge_after` | SQL stores: how long rows of free keys are kept, `0s` to `366days` | `1h` |
+/// | `pool` | PostgreSQL, MariaDB, MySQL: how many connections there are for statements, besides one each for renewals, releases and (PostgreSQL) wake-ups | `4` |
+/// | `schema` | PostgreSQL only: where the tables are | as the `search_path` says |
+/// | `table_prefix` | PostgreSQL, MariaDB, MySQL: how the names of the tables begin | `lock_registry` |
+/// | `create_schema` | PostgreSQL, MariaDB, MySQL: whether missing tables are made | `true` |
+/// | `prepared` | PostgreSQL only: whether the server keeps statements prepared; `false` behind a pooler in transaction mode | `true` |
+/// | `listen` | PostgreSQL only: the URL at which releases are heard of, past a pooler; or `off`; never shown | that of the store; with `prepared=false` `off` |
+/// | `sslmode` | PostgreSQL, MariaDB, MySQL: `disable`, `prefer`, `require`, `verify-ca` or `verify-full` | `prefer`; with `ca` `verify-full` |
+/// | `connect_timeout` | Redis, PostgreSQL, MariaDB, MySQL: how long connecting may take, `10ms` to `1h` | `2s` |
 /// | `token_memory` | Redis only: how long the newest token of a key is remembered after its last grant, `10ms` to `366days` | `1day` |
 /// | `publish` | Redis only: how releases are told, `plain` by `PUBLISH`, `sharded` by `SPUBLISH`, or `auto` | `auto` |
 /// | `replicas` | Redis but for quorums: how many replicas must have a grant before it counts | `0` |
@@ -41,8 +48,8 @@ use crate::store_url::{Store, UrlText};
 /// | `restart_guard` | Redis quorums only: how long a master has no vote after its start, `0s` to `366days` | `0s` |
 /// | `db` | Redis at a socket only: the number of the database | `0` |
 /// | `sentinel_password`, `sentinel_user` | Redis under sentinels only: the sentinels' own login; never shown | none |
-/// | `ca` | encrypted Redis only: a file (PEM) with the certificate authorities that are trusted | those of the host |
-/// | `cert`, `key` | encrypted Redis only: files (PEM) with the certificate that tells the servers who we are, and its private key; `key` is never shown | none |
+/// | `ca` | encrypted Redis, PostgreSQL, MariaDB, MySQL: a file (PEM) with the certificate authorities that are trusted | those of the host |
+/// | `cert`, `key` | encrypted Redis, PostgreSQL, MariaDB, MySQL: files (PEM) with the certificate that tells the servers who we are, and its private key; `key` is never shown | none |
 ///
 /// Every option has the same name and form everywhere: `lease=30s` in a URL, `lease = "30s"` in TOML,
 /// `LOCK_REGISTRY_LEASE=30s` in the environment. A name that is none of these is an error wherever it stands.
@@ -306,6 +313,13 @@ impl Layer {
             layout: self.layout.or(weaker.layout),
             busy_timeout: self.busy_timeout.or(weaker.busy_timeout),
             purge_after: self.purge_after.or(weaker.purge_after),
+            pool: self.pool.or(weaker.pool),
+            schema: self.schema.or(weaker.schema),
+            table_prefix: self.table_prefix.or(weaker.table_prefix),
+            create_schema: self.create_schema.or(weaker.create_schema),
+            prepared: self.prepared.or(weaker.prepared),
+            listen: self.listen.or(weaker.listen),
+            sslmode: self.sslmode.or(weaker.sslmode),
             connect_timeout: self.connect_timeout.or(weaker.connect_timeout),
             token_memory: self.token_memory.or(weaker.token_memory),
             publish: self.publish.or(weaker.publish),

@@ -1,5 +1,11 @@
 //! From a checked configuration to an open registry.
 
+#[cfg(feature = "mysql")]
+mod mysql;
+#[cfg(any(feature = "postgres-tls", feature = "mysql-tls", feature = "redis-tls"))]
+mod pem;
+#[cfg(feature = "postgres")]
+mod postgres;
 #[cfg(feature = "redis")]
 mod redis;
 
@@ -21,6 +27,8 @@ use crate::store_url::Store;
 /// | `memory:` | this process, a store of its own |
 /// | `memory:NAME` | this process, the same store for everybody who names it |
 /// | `sqlite:PATH`, `sqlite:///PATH` | the processes of this host, one file; feature `sqlite` |
+/// | `postgres://[USER[:PASSWORD]@]HOST[:PORT]/DATABASE` | all hosts that reach this PostgreSQL database; feature `postgres`, encrypted `postgres-tls` |
+/// | `mysql://[USER[:PASSWORD]@]HOST[:PORT]/DATABASE`, `mariadb://…` | all hosts that reach this MariaDB or MySQL database; feature `mysql`, encrypted `mysql-tls` |
 /// | `redis://[[USER]:PASSWORD@]HOST[:PORT][/DATABASE]` | all hosts that reach this Redis or Valkey server; feature `redis` |
 /// | `redis+unix://[[USER]:PASSWORD@]/PATH[?db=DATABASE]` | the processes that reach its socket |
 /// | `redis+sentinel://[[USER]:PASSWORD@]HOST[:PORT],…/SERVICE[/DATABASE]` | all hosts that reach the master that these sentinels name |
@@ -113,6 +121,20 @@ async fn backend(store: Store, options: &Layer) -> Result<Arc<dyn LockBackend>, 
         }
         #[cfg(not(feature = "sqlite"))]
         Store::Sqlite { .. } => unreachable!("its scheme is refused when the URL is parsed"),
+        #[cfg(feature = "postgres")]
+        Store::Postgres(server) => {
+            let backend = postgres::open(&server, options).await;
+            Arc::new(backend.map_err(|error| ConfigError::open("postgres", error))?)
+        }
+        #[cfg(not(feature = "postgres"))]
+        Store::Postgres(_) => unreachable!("its scheme is refused when the URL is parsed"),
+        #[cfg(feature = "mysql")]
+        Store::MySql(server) => {
+            let backend = mysql::open(&server, options).await;
+            Arc::new(backend.map_err(|error| ConfigError::open("mysql", error))?)
+        }
+        #[cfg(not(feature = "mysql"))]
+        Store::MySql(_) => unreachable!("its scheme is refused when the URL is parsed"),
         #[cfg(feature = "redis")]
         Store::Redis(servers) => {
             let backend = redis::open(&servers, options).await;

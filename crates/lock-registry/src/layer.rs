@@ -13,8 +13,8 @@ use crate::layout::{Layout, layout};
 use crate::nearest::nearest;
 use crate::store_url::UrlText;
 use crate::value::{HIDDEN, Problem, Secret, choice, count, duration, path, shown, switch};
-#[cfg(feature = "redis")]
-pub(crate) use check::REDIS_MIN;
+#[cfg(any(feature = "postgres", feature = "mysql", feature = "redis"))]
+pub(crate) use check::SERVERS_MIN;
 use check::Stores;
 
 /// What one source (the URL, a file, the environment, code) says. What it does not say is left to the next source.
@@ -31,6 +31,14 @@ pub(crate) struct Layer {
     pub(crate) layout: Option<Layout>,
     pub(crate) busy_timeout: Option<Duration>,
     pub(crate) purge_after: Option<Duration>,
+    pub(crate) pool: Option<u32>,
+    pub(crate) schema: Option<String>,
+    pub(crate) table_prefix: Option<String>,
+    pub(crate) create_schema: Option<bool>,
+    pub(crate) prepared: Option<bool>,
+    /// A URL, or [`NO_LISTEN`].
+    pub(crate) listen: Option<Secret>,
+    pub(crate) sslmode: Option<SslMode>,
     pub(crate) connect_timeout: Option<Duration>,
     pub(crate) token_memory: Option<Duration>,
     pub(crate) publish: Option<Publish>,
@@ -58,6 +66,27 @@ pub(crate) enum Publish {
 const PUBLISH: [(&str, Publish); 3] =
     [("auto", Publish::Auto), ("plain", Publish::Plain), ("sharded", Publish::Sharded)];
 
+/// Whether connections to databases are encrypted, in PostgreSQL's words.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum SslMode {
+    Disable,
+    Prefer,
+    Require,
+    VerifyCa,
+    VerifyFull,
+}
+
+const SSL_MODE: [(&str, SslMode); 5] = [
+    ("disable", SslMode::Disable),
+    ("prefer", SslMode::Prefer),
+    ("require", SslMode::Require),
+    ("verify-ca", SslMode::VerifyCa),
+    ("verify-full", SslMode::VerifyFull),
+];
+
+/// In the place of a URL to listen at.
+pub(crate) const NO_LISTEN: &str = "off";
+
 /// One option: its name, the stores that know it, how it is read and shown, and to whom.
 pub(crate) struct OptionRow {
     pub(crate) name: &'static str,
@@ -77,7 +106,8 @@ enum Told {
 }
 
 use Stores::{
-    All, Redis, RedisEncrypted, RedisQuorum, RedisReplicated, RedisSentinel, RedisUnix, Sqlite,
+    All, Database, Encrypted, Postgres, Redis, RedisQuorum, RedisReplicated, RedisSentinel,
+    RedisUnix, Servers, Sql,
 };
 use Told::{Always, Never, Path};
 
@@ -93,9 +123,16 @@ pub(crate) static OPTIONS: &[OptionRow] = &[
     row("timeout",           All,             Always, |l, t| put(&mut l.timeout, duration(t)),                      |l| l.timeout.map(shown)),
     row("label",             All,             Always, |l, t| put(&mut l.label, Ok(t.into())),                       |l| l.label.clone()),
     row("layout",            All,             Always, |l, t| put(&mut l.layout, layout(t)),                         |l| l.layout.map(|l| l.to_string())),
-    row("busy_timeout",      Sqlite,          Always, |l, t| put(&mut l.busy_timeout, duration(t)),                 |l| l.busy_timeout.map(shown)),
-    row("purge_after",       Sqlite,          Always, |l, t| put(&mut l.purge_after, duration(t)),                  |l| l.purge_after.map(shown)),
-    row("connect_timeout",   Redis,           Always, |l, t| put(&mut l.connect_timeout, duration(t)),              |l| l.connect_timeout.map(shown)),
+    row("busy_timeout",      Sql,             Always, |l, t| put(&mut l.busy_timeout, duration(t)),                 |l| l.busy_timeout.map(shown)),
+    row("purge_after",       Sql,             Always, |l, t| put(&mut l.purge_after, duration(t)),                  |l| l.purge_after.map(shown)),
+    row("pool",              Database,        Always, |l, t| put(&mut l.pool, count(t)),                            |l| l.pool.map(|n| n.to_string())),
+    row("schema",            Postgres,        Always, |l, t| put(&mut l.schema, Ok(t.into())),                      |l| l.schema.clone()),
+    row("table_prefix",      Database,        Always, |l, t| put(&mut l.table_prefix, Ok(t.into())),                |l| l.table_prefix.clone()),
+    row("create_schema",     Database,        Always, |l, t| put(&mut l.create_schema, switch(t)),                  |l| l.create_schema.map(|on| on.to_string())),
+    row("prepared",          Postgres,        Always, |l, t| put(&mut l.prepared, switch(t)),                       |l| l.prepared.map(|on| on.to_string())),
+    row("listen",            Postgres,        Never,  |l, t| put(&mut l.listen, Ok(Secret::new(t))),                |l| l.listen.as_ref().map(shown_listen)),
+    row("sslmode",           Database,        Always, |l, t| put(&mut l.sslmode, choice(t, "mode", &SSL_MODE)),     |l| l.sslmode.map(ssl_mode_name)),
+    row("connect_timeout",   Servers,         Always, |l, t| put(&mut l.connect_timeout, duration(t)),              |l| l.connect_timeout.map(shown)),
     row("token_memory",      Redis,           Always, |l, t| put(&mut l.token_memory, duration(t)),                 |l| l.token_memory.map(shown)),
     row("publish",           Redis,           Always, |l, t| put(&mut l.publish, choice(t, "way to publish", &PUBLISH)), |l| l.publish.map(publish_name)),
     row("replicas",          RedisReplicated, Always, |l, t| put(&mut l.replicas, count(t)),                        |l| l.replicas.map(|n| n.to_string())),
@@ -105,9 +142,9 @@ pub(crate) static OPTIONS: &[OptionRow] = &[
     row("db",                RedisUnix,       Always, |l, t| put(&mut l.db, count(t)),                              |l| l.db.map(|n| n.to_string())),
     row("sentinel_user",     RedisSentinel,   Never,  |l, t| put(&mut l.sentinel_user, Ok(Secret::new(t))),         |l| l.sentinel_user.as_ref().map(hidden)),
     row("sentinel_password", RedisSentinel,   Never,  |l, t| put(&mut l.sentinel_password, Ok(Secret::new(t))),     |l| l.sentinel_password.as_ref().map(hidden)),
-    row("ca",                RedisEncrypted,  Path,   |l, t| put(&mut l.ca, path(t)),                               |l| l.ca.as_deref().map(shown_path)),
-    row("cert",              RedisEncrypted,  Path,   |l, t| put(&mut l.cert, path(t)),                             |l| l.cert.as_deref().map(shown_path)),
-    row("key",               RedisEncrypted,  Never,  |l, t| put(&mut l.key, path(t).map(|_| Secret::new(t))),      |l| l.key.as_ref().map(hidden)),
+    row("ca",                Encrypted,       Path,   |l, t| put(&mut l.ca, path(t)),                               |l| l.ca.as_deref().map(shown_path)),
+    row("cert",              Encrypted,       Path,   |l, t| put(&mut l.cert, path(t)),                             |l| l.cert.as_deref().map(shown_path)),
+    row("key",               Encrypted,       Never,  |l, t| put(&mut l.key, path(t).map(|_| Secret::new(t))),      |l| l.key.as_ref().map(hidden)),
 ];
 
 type Read = fn(&mut Layer, &str) -> Result<(), Problem>;
@@ -125,6 +162,15 @@ fn put<T>(place: &mut Option<T>, value: Result<T, Problem>) -> Result<(), Proble
 fn publish_name(publish: Publish) -> String {
     let named = PUBLISH.iter().find(|(_, named)| *named == publish);
     named.map_or("", |(name, _)| *name).to_owned()
+}
+
+fn ssl_mode_name(mode: SslMode) -> String {
+    let named = SSL_MODE.iter().find(|(_, named)| *named == mode);
+    named.map_or("", |(name, _)| *name).to_owned()
+}
+
+fn shown_listen(listen: &Secret) -> String {
+    if listen.told() == NO_LISTEN { NO_LISTEN.to_owned() } else { HIDDEN.to_owned() }
 }
 
 fn shown_path(path: &std::path::Path) -> String {
@@ -298,6 +344,13 @@ mod tests {
             ("layout", "native"),
             ("busy_timeout", "1s"),
             ("purge_after", "1h"),
+            ("pool", "16"),
+            ("schema", "locks"),
+            ("table_prefix", "app_locks"),
+            ("create_schema", "false"),
+            ("prepared", "false"),
+            ("listen", "off"),
+            ("sslmode", "verify-full"),
             ("connect_timeout", "500ms"),
             ("token_memory", "2days"),
             ("publish", "sharded"),
@@ -366,7 +419,7 @@ mod tests {
 
     #[test]
     fn a_secret_is_shown_to_nobody() {
-        for name in ["sentinel_user", "sentinel_password", "key"] {
+        for name in ["sentinel_user", "sentinel_password", "key", "listen"] {
             let row = OptionRow::find(name).unwrap();
             let mut layer = Layer::default();
             layer.read(Origin::File, name, "canary").unwrap();

@@ -46,8 +46,16 @@ pub use registry_core::{
     Observer, Owner, PassThroughBackend, Reach, Registry, RegistryBuilder, Release, Renewal,
     RoutingRegistry, Severity,
 };
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+pub use registry_jdbc::Encryption as DatabaseEncryption;
+#[cfg(any(feature = "sqlite", feature = "postgres", feature = "mysql"))]
+pub use registry_jdbc::{Fence, FenceError, sqlx};
+#[cfg(feature = "mysql")]
+pub use registry_jdbc::{MySqlBackend, MySqlConfig};
+#[cfg(feature = "postgres")]
+pub use registry_jdbc::{PostgresBackend, PostgresConfig};
 #[cfg(feature = "sqlite")]
-pub use registry_jdbc::{Fence, FenceError, SqliteBackend, SqliteConfig, sqlx};
+pub use registry_jdbc::{SqliteBackend, SqliteConfig};
 #[cfg(feature = "redis")]
 pub use registry_redis::{
     Fenced, FencedScript, FencedWrites, Layout as RedisLayout, Publish as RedisPublish,

@@ -97,6 +97,8 @@ const fn later(name: &'static str, feature: &'static str) -> Scheme {
     Scheme { name, feature: Some(Feature { name: feature, here: Here::NotYet }) }
 }
 
+const MYSQL: bool = cfg!(feature = "mysql");
+const POSTGRES: bool = cfg!(feature = "postgres");
 const REDIS: bool = cfg!(feature = "redis");
 const REDIS_TLS: bool = cfg!(feature = "redis-tls");
 
@@ -104,8 +106,10 @@ static SCHEMES: &[Scheme] = &[
     always("memory"),
     with("sqlite", "sqlite", cfg!(feature = "sqlite")),
     always("pass-through"),
-    later("postgres", "postgres"),
-    later("mysql", "mysql"),
+    with("postgres", "postgres", POSTGRES),
+    with("postgresql", "postgres", POSTGRES),
+    with("mysql", "mysql", MYSQL),
+    with("mariadb", "mysql", MYSQL),
     with("redis", "redis", REDIS),
     with("rediss", "redis-tls", REDIS_TLS),
     with("redis+unix", "redis", REDIS),
@@ -135,9 +139,7 @@ mod tests {
 
     #[test]
     fn a_store_that_is_not_built_in_names_its_feature_and_the_cargo_line() {
-        for (scheme, feature) in
-            [("postgres", "postgres"), ("mysql", "mysql"), ("etcd", "etcd"), ("zk", "zk")]
-        {
+        for (scheme, feature) in [("etcd", "etcd"), ("zk", "zk")] {
             let error = Scheme::find(scheme).unwrap_err();
             assert!(
                 matches!(&error, ConfigError::NotBuiltIn { feature: named, .. } if *named == feature),
@@ -152,6 +154,10 @@ mod tests {
     fn a_store_whose_feature_is_off_names_the_cargo_line() {
         for (scheme, feature, built_in) in [
             ("sqlite", "sqlite", cfg!(feature = "sqlite")),
+            ("postgres", "postgres", POSTGRES),
+            ("postgresql", "postgres", POSTGRES),
+            ("mysql", "mysql", MYSQL),
+            ("mariadb", "mysql", MYSQL),
             ("redis", "redis", REDIS),
             ("redis+unix", "redis", REDIS),
             ("redis+sentinel", "redis", REDIS),

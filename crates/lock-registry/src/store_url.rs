@@ -3,6 +3,7 @@
 //! The parts are cut by hand: hosts may be lists, paths are opaque, and a general URL parser would normalise
 //! `.` and `..`, which changes what a path with symbolic links means.
 
+mod database;
 mod parts;
 mod redis;
 mod shown;
@@ -15,6 +16,9 @@ use crate::scheme::{self, Scheme};
 use crate::value::Secret;
 use parts::{Parts, decoded_text, file_path, unusable};
 
+pub(crate) use database::DatabaseServer;
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+pub(crate) use database::Place as DatabasePlace;
 #[cfg(feature = "redis")]
 pub(crate) use redis::Place;
 pub(crate) use redis::RedisServers;
@@ -36,6 +40,10 @@ pub(crate) enum Store {
     Memory { name: Option<String> },
     /// The SQLite file at this path.
     Sqlite { path: PathBuf },
+    /// A database of this PostgreSQL server.
+    Postgres(DatabaseServer),
+    /// A database of this MariaDB or MySQL server.
+    MySql(DatabaseServer),
     /// These Redis servers.
     Redis(RedisServers),
     /// No store: everybody is always granted.
@@ -48,6 +56,8 @@ impl Store {
         match self {
             Self::Memory { .. } => "memory",
             Self::Sqlite { .. } => "sqlite",
+            Self::Postgres(_) => "postgres",
+            Self::MySql(_) => "mysql",
             Self::Redis(servers) => servers.scheme,
             Self::PassThrough => "pass-through",
         }
@@ -89,6 +99,13 @@ impl StoreUrl {
         let store = match scheme.name {
             "memory" => memory(&parts, scheme)?,
             "sqlite" => sqlite(&parts, scheme)?,
+            "postgres" | "postgresql" => {
+                let port = database::POSTGRES_PORT;
+                Store::Postgres(DatabaseServer::parse(&parts, scheme, port)?)
+            }
+            "mysql" | "mariadb" => {
+                Store::MySql(DatabaseServer::parse(&parts, scheme, database::MYSQL_PORT)?)
+            }
             name if name.starts_with("redis") => Store::Redis(RedisServers::parse(&parts, scheme)?),
             _ => pass_through(&parts, scheme)?,
         };

@@ -21,6 +21,10 @@ pub(crate) fn schema(schema: &args::Schema, say: Say) -> Result<u8, Failure> {
 }
 
 const DIALECTS: &[(&str, &str)] = &[
+    #[cfg(feature = "mysql")]
+    ("mysql", registry_jdbc::MySqlBackend::schema()),
+    #[cfg(feature = "postgres")]
+    ("postgres", registry_jdbc::PostgresBackend::schema()),
     #[cfg(feature = "sqlite")]
     ("sqlite", registry_jdbc::SqliteBackend::schema()),
 ];

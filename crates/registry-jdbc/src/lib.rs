@@ -1,9 +1,11 @@
 //! SQL databases as lock stores, through sqlx. "jdbc" is Spring's word for this kind of store; no Java is involved.
 //!
-//! Each database is a feature. So far there is one:
+//! Each database is a feature:
 //!
 //! | feature | backend | excludes |
 //! |---|---|---|
+//! | `postgres` | `PostgresBackend` | all who reach the database |
+//! | `mysql` | `MySqlBackend`, for MariaDB and MySQL | all who reach the database |
 //! | `sqlite` | `SqliteBackend` | the processes of one Linux host that open the same file |
 //!
 //! A lock is a row. It names the claim that holds it, the fencing tokens that were reserved and the end of the lease;
@@ -39,18 +41,30 @@ guard.unlock().await?;
 mod config;
 #[cfg(feature = "sqlite")]
 mod sqlite;
-#[cfg(feature = "sqlite")]
+#[cfg(feature = "postgres")]
+mod postgres;
+#[cfg(feature = "mysql")]
+mod mysql;
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+mod server;
+#[cfg(any(feature = "sqlite", feature = "postgres", feature = "mysql"))]
 mod fence;
 #[cfg(feature = "sqlite")]
 mod error;
 
 #[cfg(feature = "sqlite")]
 pub use config::SqliteConfig;
-#[cfg(feature = "sqlite")]
+#[cfg(any(feature = "sqlite", feature = "postgres", feature = "mysql"))]
 pub use fence::{Fence, FenceError};
+#[cfg(feature = "mysql")]
+pub use mysql::{MySqlBackend, MySqlConfig};
+#[cfg(feature = "postgres")]
+pub use postgres::{PostgresBackend, PostgresConfig};
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+pub use server::Encryption;
 #[cfg(feature = "sqlite")]
 pub use sqlite::SqliteBackend;
 
 /// The sqlx that this crate was built with: [`Fence`] takes its transactions.
-#[cfg(feature = "sqlite")]
+#[cfg(any(feature = "sqlite", feature = "postgres", feature = "mysql"))]
 pub use sqlx;

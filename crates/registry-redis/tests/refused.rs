@@ -20,7 +20,7 @@ fn config(url: &str) -> RedisConfig {
 
 #[cfg(feature = "tls")]
 mod encryption {
-    use registry_testkit::redis::TlsFolder;
+    use registry_testkit::tls::TlsFolder;
 
     use super::*;
 

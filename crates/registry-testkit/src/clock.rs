@@ -4,9 +4,9 @@
 //! it has to be a library of the C kind; the C compiler builds it when a test asks for it.
 
 use std::ffi::OsString;
-use std::fs::{self, OpenOptions};
+use std::fs::{self, OpenOptions, Permissions};
 use std::io;
-use std::os::unix::fs::FileExt;
+use std::os::unix::fs::{FileExt, PermissionsExt};
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -41,6 +41,8 @@ impl ClockShim {
     pub fn new() -> io::Result<Self> {
         // One for each clock, not one for the whole process: nobody would remove its folder. Building takes a tenth of a second.
         let shim = Self(Arc::new(Inner { folder: tempfile::tempdir()?, ahead: Mutex::default() }));
+        // Servers may run by an account of their own.
+        fs::set_permissions(shim.0.folder.path(), Permissions::from_mode(0o755))?;
         let source = shim.0.folder.path().join("shim.c");
         fs::write(&source, SOURCE)?;
         let mut build = Command::new("cc");

@@ -14,7 +14,23 @@ pub mod process;
 
 // Servers.
 #[cfg(unix)]
+mod kept;
+#[cfg(unix)]
+pub mod tls;
+#[cfg(unix)]
 pub mod redis;
+#[cfg(target_os = "linux")]
+mod programs;
+#[cfg(target_os = "linux")]
+mod account;
+#[cfg(target_os = "linux")]
+mod asked;
+#[cfg(target_os = "linux")]
+pub mod postgres;
+#[cfg(target_os = "linux")]
+pub mod pgbouncer;
+#[cfg(target_os = "linux")]
+pub mod mariadb;
 
 #[cfg(unix)]
 pub mod holder;

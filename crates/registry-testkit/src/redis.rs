@@ -8,7 +8,6 @@ mod connection;
 mod options;
 mod reply;
 mod server;
-mod tls;
 // Several.
 mod cluster;
 mod quorum;
@@ -23,4 +22,3 @@ pub use quorum::RedisQuorum;
 pub use reply::Reply;
 pub use sentinel::{SentinelOptions, SentinelSetup};
 pub use server::RedisServer;
-pub use tls::TlsFolder;

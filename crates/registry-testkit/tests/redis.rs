@@ -14,8 +14,8 @@ use registry_testkit::eventually;
 use registry_testkit::process::HelperProcess;
 use registry_testkit::redis::{
     RedisCluster, RedisQuorum, RedisServer, Reply, SentinelOptions, SentinelSetup, ServerOptions,
-    TlsFolder,
 };
+use registry_testkit::tls::TlsFolder;
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};

@@ -5,7 +5,9 @@ use std::time::Duration;
 use registry_core::BackendError;
 use registry_redis::{Layout as RedisLayout, Publish as RedisPublish, RedisBackend, RedisConfig};
 
-use crate::layer::{Layer, Publish, REDIS_MIN};
+#[cfg(feature = "redis-tls")]
+use super::pem::Files;
+use crate::layer::{Layer, Publish, SERVERS_MIN};
 use crate::layout::Layout;
 use crate::store_url::{Place, RedisServers};
 use crate::value::Secret;
@@ -18,7 +20,7 @@ pub(super) async fn open(
     let config = place(servers).with_database(options.db.unwrap_or(servers.database));
     let config = records(limits(logins(config, servers, options), options), options);
     #[cfg(feature = "redis-tls")]
-    let config = if servers.are_encrypted() { tls::encrypted(config, options)? } else { config };
+    let config = if servers.are_encrypted() { encrypted(config, options)? } else { config };
     RedisBackend::open(config).await
 }
 
@@ -92,7 +94,7 @@ fn limits(mut config: RedisConfig, options: &Layer) -> RedisConfig {
         (Some(replica_timeout), _) => config.with_replica_timeout(replica_timeout),
         // A grant that waits for replicas for longer than the engine waits for it is of no use to anybody.
         (None, Some(timeout)) => {
-            config.with_replica_timeout(REPLICA_TIMEOUT.min(timeout * 5 / 6).max(REDIS_MIN))
+            config.with_replica_timeout(REPLICA_TIMEOUT.min(timeout * 5 / 6).max(SERVERS_MIN))
         }
         (None, None) => config,
     }
@@ -102,73 +104,16 @@ fn limits(mut config: RedisConfig, options: &Layer) -> RedisConfig {
 const REPLICA_TIMEOUT: Duration = Duration::from_secs(1);
 
 #[cfg(feature = "redis-tls")]
-mod tls {
-    //! Certificates and keys, from the files that options name.
-
-    use std::fs;
-    use std::io;
-    use std::path::Path;
-
-    use registry_core::{BackendError, BackendErrorKind};
-    use registry_redis::RedisConfig;
-
-    use crate::layer::Layer;
-
-    /// More than any such file has.
-    const BYTES_MAX: u64 = 1 << 20;
-
-    pub(super) fn encrypted(
-        mut config: RedisConfig,
-        options: &Layer,
-    ) -> Result<RedisConfig, BackendError> {
-        config = config.with_tls();
-        if let Some(ca) = &options.ca {
-            config = config.with_certificate_authority(certificates("ca", ca)?);
-        }
-        if let (Some(cert), Some(key)) = (&options.cert, &options.key) {
-            let certificate = certificates("cert", cert)?;
-            config = config.with_client_certificate(certificate, private_key(key.told().as_ref())?);
-        }
-        Ok(config)
+fn encrypted(mut config: RedisConfig, options: &Layer) -> Result<RedisConfig, BackendError> {
+    let files = Files { store: "redis" };
+    config = config.with_tls();
+    if let Some(ca) = &options.ca {
+        config = config.with_certificate_authority(files.certificates("ca", ca)?);
     }
-
-    fn certificates(option: &str, path: &Path) -> Result<Vec<u8>, BackendError> {
-        let named = format!("{path:?}, the file of option `{option}`,");
-        let pem = read(path)
-            .map_err(|error| refused(format!("{named} cannot be read")).with_source(error))?;
-        if !holds(&pem, "-----BEGIN CERTIFICATE-----") {
-            return Err(refused(format!("{named} holds no certificate in the form PEM")));
-        }
-        Ok(pem)
+    if let (Some(cert), Some(key)) = (&options.cert, &options.key) {
+        let certificate = files.certificates("cert", cert)?;
+        config =
+            config.with_client_certificate(certificate, files.private_key(key.told().as_ref())?);
     }
-
-    // Its path is not told: it may be the key itself.
-    fn private_key(path: &Path) -> Result<Vec<u8>, BackendError> {
-        let pem = read(path).map_err(|error| {
-            refused("the file of option `key` cannot be read".to_owned()).with_source(error)
-        })?;
-        if !holds(&pem, "PRIVATE KEY-----") || holds(&pem, "ENCRYPTED") {
-            return Err(refused(
-                "the file of option `key` holds no private key in the form PEM that is free of a passphrase".to_owned(),
-            ));
-        }
-        Ok(pem)
-    }
-
-    fn read(path: &Path) -> io::Result<Vec<u8>> {
-        let file = fs::metadata(path)?;
-        // Pipes and devices have no end.
-        if !file.is_file() || file.len() > BYTES_MAX {
-            return Err(io::Error::other(format!("not a file of at most {BYTES_MAX} bytes")));
-        }
-        fs::read(path)
-    }
-
-    fn holds(pem: &[u8], mark: &str) -> bool {
-        pem.windows(mark.len()).any(|window| window == mark.as_bytes())
-    }
-
-    fn refused(says: String) -> BackendError {
-        BackendError::new(BackendErrorKind::Misconfigured, format!("redis: {says}")).as_refused()
-    }
+    Ok(config)
 }

@@ -4,16 +4,23 @@ use std::time::Duration;
 
 use registry_core::{Capabilities, ConfigError, LockOptions, RegistryBuilder};
 
-use super::{Layer, OPTIONS, Origin};
+use super::{Layer, NO_LISTEN, OPTIONS, Origin};
 use crate::config::RegistryConfig;
 use crate::layout::Layout;
+use crate::store_url::{Store, StoreUrl};
 use crate::value::shown;
 
 /// The stores that know an option.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stores {
     All,
-    Sqlite,
+    /// SQLite and database servers.
+    Sql,
+    /// PostgreSQL, MariaDB and MySQL.
+    Database,
+    Postgres,
+    /// Database servers and Redis.
+    Servers,
     Redis,
     /// Redis, at the path of a socket.
     RedisUnix,
@@ -23,8 +30,8 @@ pub(super) enum Stores {
     RedisQuorum,
     /// Redis, with replicas that count.
     RedisReplicated,
-    /// Redis over encrypted connections.
-    RedisEncrypted,
+    /// Redis over encrypted connections, and database servers.
+    Encrypted,
 }
 
 impl Stores {
@@ -32,15 +39,19 @@ impl Stores {
     fn have(self, scheme: &str) -> bool {
         let (store, kind) = scheme.split_once('+').unwrap_or((scheme, ""));
         let redis = matches!(store, "redis" | "rediss");
+        let database = matches!(store, "postgres" | "mysql");
         match self {
             Self::All => true,
-            Self::Sqlite => store == "sqlite",
+            Self::Sql => database || store == "sqlite",
+            Self::Database => database,
+            Self::Postgres => store == "postgres",
+            Self::Servers => redis || database,
             Self::Redis => redis,
             Self::RedisUnix => redis && kind == "unix",
             Self::RedisSentinel => redis && kind == "sentinel",
             Self::RedisQuorum => redis && kind == "quorum",
             Self::RedisReplicated => redis && kind != "quorum",
-            Self::RedisEncrypted => store == "rediss",
+            Self::Encrypted => database || store == "rediss",
         }
     }
 
@@ -48,13 +59,16 @@ impl Stores {
     fn called(self) -> &'static str {
         match self {
             Self::All => "all stores",
-            Self::Sqlite => "sqlite stores",
+            Self::Sql => "sqlite, postgres and mysql stores",
+            Self::Database => "postgres and mysql stores",
+            Self::Postgres => "postgres stores",
+            Self::Servers => "redis, postgres and mysql stores",
             Self::Redis => "redis stores",
             Self::RedisUnix => "redis+unix stores",
             Self::RedisSentinel => "redis+sentinel stores",
             Self::RedisQuorum => "redis+quorum stores",
             Self::RedisReplicated => "redis stores that are no quorum",
-            Self::RedisEncrypted => "encrypted redis stores (`rediss://`)",
+            Self::Encrypted => "encrypted redis stores (`rediss://`), postgres and mysql stores",
         }
     }
 }
@@ -74,15 +88,17 @@ impl Layer {
         let wrong = |option: &str, problem: String| {
             Err(ConfigError::Invalid(format!("{} {problem}", origin.names(option))))
         };
+        // To a server no time at all is all the time in the world, or less than it counts.
+        let busy_min = if Stores::Database.have(store) { SERVERS_MIN } else { Duration::ZERO };
         let spans = [
             ("lease", self.lease, Capabilities::LEASE_MIN, Capabilities::LEASE_MAX),
             ("poll", self.poll, RegistryBuilder::POLL_MIN, RegistryBuilder::POLL_MAX),
             ("timeout", self.timeout, RegistryBuilder::TIMEOUT_MIN, RegistryBuilder::TIMEOUT_MAX),
-            ("busy_timeout", self.busy_timeout, Duration::ZERO, RegistryBuilder::TIMEOUT_MAX),
+            ("busy_timeout", self.busy_timeout, busy_min, RegistryBuilder::TIMEOUT_MAX),
             ("purge_after", self.purge_after, Duration::ZERO, DAYS_MAX),
-            ("connect_timeout", self.connect_timeout, REDIS_MIN, RegistryBuilder::TIMEOUT_MAX),
-            ("token_memory", self.token_memory, REDIS_MIN, DAYS_MAX),
-            ("replica_timeout", self.replica_timeout, REDIS_MIN, RegistryBuilder::TIMEOUT_MAX),
+            ("connect_timeout", self.connect_timeout, SERVERS_MIN, RegistryBuilder::TIMEOUT_MAX),
+            ("token_memory", self.token_memory, SERVERS_MIN, DAYS_MAX),
+            ("replica_timeout", self.replica_timeout, SERVERS_MIN, RegistryBuilder::TIMEOUT_MAX),
             ("restart_guard", self.restart_guard, Duration::ZERO, DAYS_MAX),
         ];
         for (option, given, min, max) in spans {
@@ -110,6 +126,9 @@ impl Layer {
                 );
             }
             _ => {}
+        }
+        if self.pool.is_some_and(|pool| !(1..=POOL_MAX).contains(&pool)) {
+            return wrong("pool", format!("is not between 1 and {POOL_MAX}"));
         }
         if let Some(layout) = self.layout
             && layout != Layout::Native
@@ -168,6 +187,20 @@ impl Layer {
                 return wrong(option, format!("is of no use without `{other}`; give both"));
             }
         }
+        if let Some(listen) = self.listen.as_ref().filter(|listen| listen.told() != NO_LISTEN) {
+            let url = StoreUrl::parse(listen.told());
+            if !url
+                .is_ok_and(|url| matches!(url.store, Store::Postgres(_)) && url.options.is_empty())
+            {
+                return wrong(
+                    "listen",
+                    format!(
+                        "is neither `{NO_LISTEN}` nor a URL such as `postgres://USER:PASSWORD@HOST:PORT/DATABASE` without options; in the \
+                         query of another URL it is percent-encoded"
+                    ),
+                );
+            }
+        }
         let lease = self.lease.unwrap_or(LEASE);
         match self.restart_guard {
             Some(given) if !given.is_zero() && given < lease => {
@@ -201,8 +234,10 @@ impl Layer {
 const LEASE: Duration = Duration::from_secs(30);
 const TIMEOUT: Duration = Duration::from_secs(3);
 const DAYS_MAX: Duration = LockOptions::WAIT_MAX;
-/// The shortest time that Redis servers can be given for anything.
-pub(crate) const REDIS_MIN: Duration = Duration::from_millis(10);
+/// More connections than any server has for one program.
+const POOL_MAX: u32 = 10_000;
+/// The shortest time that servers can be given for anything.
+pub(crate) const SERVERS_MIN: Duration = Duration::from_millis(10);
 
 #[cfg(test)]
 mod tests {
@@ -239,7 +274,7 @@ mod tests {
         let error = layer.check(Origin::Environment, "memory").unwrap_err().to_string();
         assert_eq!(
             error,
-            "LOCK_REGISTRY_PURGE_AFTER is for sqlite stores, and the store is memory"
+            "LOCK_REGISTRY_PURGE_AFTER is for sqlite, postgres and mysql stores, and the store is memory"
         );
     }
 
@@ -304,6 +339,48 @@ mod tests {
         }
         assert!(problem("redis+quorum", &[("restart_guard", "2years")]).is_some());
         assert!(problem("redis+sentinel", &[("sentinel_user", "x")]).is_some());
+    }
+
+    #[test]
+    fn each_option_of_databases_is_for_those_that_know_it() {
+        for (option, value, others) in [
+            ("pool", "8", &["mysql"][..]),
+            ("schema", "locks", &[]),
+            ("table_prefix", "locks", &["mysql"]),
+            ("create_schema", "false", &["mysql"]),
+            ("prepared", "false", &[]),
+            ("listen", "off", &[]),
+            ("sslmode", "require", &["mysql"]),
+            ("busy_timeout", "1s", &["sqlite", "mysql"]),
+            ("purge_after", "1h", &["sqlite", "mysql"]),
+            ("connect_timeout", "1s", &["redis", "rediss+cluster", "mysql"]),
+            ("ca", "ca.pem", &["rediss", "mysql"]),
+        ] {
+            for store in
+                ["postgres", "mysql", "sqlite", "redis", "rediss", "rediss+cluster", "memory"]
+            {
+                let knows = store == "postgres" || others.contains(&store);
+                let encrypted = option == "ca" && store.starts_with("rediss");
+                let connects = option == "connect_timeout" && store.starts_with("redis");
+                let problem = problem(store, &[(option, value)]);
+                assert_eq!(
+                    problem.is_none(),
+                    knows || encrypted || connects,
+                    "{option} of {store}"
+                );
+            }
+        }
+        for (option, value, hint) in [
+            ("pool", "0", "between 1 and"),
+            ("busy_timeout", "0s", "less than the least, 10ms"),
+            ("sslmode", "verify", "did you mean `verify-ca`?"),
+            ("listen", "redis://h", "is neither `off` nor a URL"),
+            ("listen", "postgres://h/db?lease=1s", "is neither `off` nor a URL"),
+            ("cert", "a.pem", "without `key`"),
+        ] {
+            let error = problem("postgres", &[(option, value)]).unwrap();
+            assert!(error.contains(hint) && error.contains(option), "{option}={value}: {error}");
+        }
     }
 
     #[test]

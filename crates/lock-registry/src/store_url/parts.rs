@@ -41,6 +41,27 @@ impl<'a> Parts<'a> {
         Some(Self { scheme: scheme.to_ascii_lowercase(), authority, path, query, fragment })
     }
 
+    /// What stands before and after the `@` of `authority`. Another `@` anywhere may be a part of a password.
+    pub(super) fn login_and_hosts(
+        &self,
+        authority: &'a str,
+        scheme: &Scheme,
+    ) -> Result<(Option<&'a str>, &'a str), ConfigError> {
+        let (login, hosts) = match authority.rsplit_once('@') {
+            Some((login, hosts)) => (Some(login), hosts),
+            None => (None, authority),
+        };
+        let strayed = |part: &str| part.contains('@');
+        if login.is_some_and(strayed) || strayed(self.path) || self.query.is_some_and(strayed) {
+            return Err(unusable(
+                scheme,
+                "holds an `@` that does not end the password; in user, password, path and options write `%40`, and for `/`, `?` \
+                 and `#` in a password `%2F`, `%3F` and `%23`",
+            ));
+        }
+        Ok((login, hosts))
+    }
+
     /// Whether what stands before the colon is meant as a scheme. Otherwise it may be a user, or a password.
     pub(super) fn names_a_scheme(&self) -> bool {
         self.authority.is_some() || scheme::is_like_known(&self.scheme)
@@ -110,6 +131,21 @@ fn path_of(bytes: Vec<u8>, scheme: &Scheme) -> Result<PathBuf, ConfigError> {
     let path =
         String::from_utf8(bytes).map_err(|_| unusable(scheme, "has a path that is not UTF-8"))?;
     Ok(path.into())
+}
+
+/// A name or an address, without brackets, and a port.
+pub(crate) type Host = (String, u16);
+
+/// Reads a host, with the port where such servers listen unless they are told otherwise.
+pub(super) fn server(host: &str, default_port: u16) -> Option<Host> {
+    let (name, port) = match host.rsplit_once(':') {
+        // The colons of an IPv6 address stand in brackets.
+        Some((name, port)) if !port.ends_with(']') => (name, port.parse().ok()),
+        _ => (host, Some(default_port)),
+    };
+    let port = port.filter(|port| is_host(host) && *port != 0 && !name.is_empty())?;
+    let name = name.strip_prefix('[').and_then(|name| name.strip_suffix(']')).unwrap_or(name);
+    Some((name.to_owned(), port))
 }
 
 /// A host with an optional port. `user:password` is none, unless the password is a port number.

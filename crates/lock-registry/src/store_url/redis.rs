@@ -6,7 +6,7 @@ use std::path::PathBuf;
 
 use registry_core::ConfigError;
 
-use super::parts::{Parts, decoded_text, file_path, is_host, unusable};
+use super::parts::{Host, Parts, decoded_text, file_path, server, unusable};
 use crate::scheme::Scheme;
 use crate::value::Secret;
 
@@ -38,9 +38,6 @@ pub(crate) enum Place {
     Quorum(Vec<Host>),
 }
 
-/// A name or an address, without brackets, and a port.
-pub(crate) type Host = (String, u16);
-
 /// A password, and the user whose it is if it is not that of the server as a whole.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Login {
@@ -60,18 +57,7 @@ impl RedisServers {
         let Some(authority) = parts.authority else {
             return Err(unusable(scheme, &format!("names no server; {}", form(scheme, kind))));
         };
-        let (login, hosts) = match authority.rsplit_once('@') {
-            Some((login, hosts)) => (Some(login), hosts),
-            None => (None, authority),
-        };
-        let strayed = |part: &str| part.contains('@');
-        if login.is_some_and(strayed) || strayed(parts.path) || parts.query.is_some_and(strayed) {
-            return Err(unusable(
-                scheme,
-                "holds an `@` that does not end the password; in user, password, path and options write `%40`, and for `/`, `?` \
-                 and `#` in a password `%2F`, `%3F` and `%23`",
-            ));
-        }
+        let (login, hosts) = parts.login_and_hosts(authority, scheme)?;
         let form = || form(scheme, kind);
         let (place, database) = match kind {
             "" => (Place::One(one(hosts, scheme)?), database(parts.path, scheme)?),
@@ -179,17 +165,6 @@ fn several(hosts: &str, scheme: &Scheme, port: u16, form: &str) -> Result<Vec<Ho
         ));
     }
     Ok(servers)
-}
-
-fn server(host: &str, default_port: u16) -> Option<Host> {
-    let (name, port) = match host.rsplit_once(':') {
-        // The colons of an IPv6 address stand in brackets.
-        Some((name, port)) if !port.ends_with(']') => (name, port.parse().ok()),
-        _ => (host, Some(default_port)),
-    };
-    let port = port.filter(|port| is_host(host) && *port != 0 && !name.is_empty())?;
-    let name = name.strip_prefix('[').and_then(|name| name.strip_suffix(']')).unwrap_or(name);
-    Some((name.to_owned(), port))
 }
 
 fn socket(host: &str, path: &str, scheme: &Scheme, form: &str) -> Result<PathBuf, ConfigError> {

@@ -4,8 +4,8 @@ use lock_registry::{BackendErrorKind, ConfigError, GuaranteeClass, connect};
 use registry_testkit::error_text;
 use registry_testkit::redis::{
     RedisCluster, RedisQuorum, RedisServer, SentinelOptions, SentinelSetup, ServerOptions,
-    TlsFolder,
 };
+use registry_testkit::tls::TlsFolder;
 
 use super::several::serves;
 use super::{CANARY, refused};

@@ -17,6 +17,8 @@ mod lane;
 // Waiting for a release, whichever process makes it.
 mod wake;
 mod watch;
+// In the caller's own transaction.
+mod fence;
 // Housekeeping.
 mod purge;
 mod diagnose;

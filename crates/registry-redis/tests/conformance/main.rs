@@ -12,11 +12,11 @@ use async_trait::async_trait;
 use registry_conformance::{Harness, Store};
 use registry_core::LockBackend;
 use registry_redis::{Layout, RedisBackend, RedisConfig};
-#[cfg(feature = "tls")]
-use registry_testkit::redis::TlsFolder;
 use registry_testkit::redis::{
     RedisCluster, RedisQuorum, RedisServer, SentinelSetup, ServerOptions,
 };
+#[cfg(feature = "tls")]
+use registry_testkit::tls::TlsFolder;
 use shared::{Servers, keeps_its_promises};
 use tokio::sync::Mutex;
 

@@ -4,9 +4,9 @@ use std::env;
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use super::tls::TlsFolder;
 #[cfg(target_os = "linux")]
 use crate::clock::ClockShim;
+use crate::tls::TlsFolder;
 
 /// Names another program than `redis-server`, for all servers that are not told theirs; Valkey's, for example.
 pub const SERVER_VARIABLE: &str = "LOCK_REGISTRY_REDIS_SERVER";

@@ -1,16 +1,11 @@
 //! One server: started, killed, paused, asked.
 
-use std::ffi::OsString;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread;
 use std::time::Duration;
 use std::{fs, io};
 
-use nix::sys::signal::{Signal, kill};
-use nix::unistd::Pid;
 use tempfile::TempDir;
 use tokio::net::{TcpStream, UnixStream};
 use tokio::time::Instant;
@@ -18,30 +13,9 @@ use tokio::time::Instant;
 use super::connection::RedisConnection;
 use super::options::ServerOptions;
 use super::reply::Reply;
-use super::tls::TlsFolder;
+use crate::kept::{Kept, START_LIMIT, down};
 use crate::ports::Port;
-use crate::process::HelperProcess;
-
-/// How long a server may take to answer. Usually it takes 50 ms.
-const START_LIMIT: Duration = Duration::from_secs(60);
-/// How long the kernel may take to stop or to end a process.
-const SIGNAL_LIMIT: Duration = Duration::from_secs(30);
-
-/// Starts its arguments as a server and says the server's process id. Ends when the server does; and ends the server when
-/// its own input ends, because a test that is killed runs no `Drop`. The kernel then hangs up on groups that it leaves
-/// behind with a paused member; without the trap, that would be the end of the watcher.
-const KEEPER: &str = r#"
-trap '' HUP
-exec 3<&0
-"$@" </dev/null 3<&- 2>&1 &
-server=$!
-echo "server $server"
-{ cat <&3; kill -9 $server; } >/dev/null 2>&1 &
-watcher=$!
-exec 3<&-
-wait $server
-kill -9 $watcher
-"#;
+use crate::tls::TlsFolder;
 
 /// A server that is killed with this handle. It writes each command to its file before it answers, so it can be killed and
 /// started again with its data.
@@ -50,15 +24,7 @@ pub struct RedisServer {
     port: Port,
     folder: TempDir,
     options: ServerOptions,
-    running: Option<Running>,
-}
-
-#[derive(Debug)]
-struct Running {
-    keeper: HelperProcess,
-    /// Known once the keeper has said it.
-    pid: Option<Pid>,
-    paused: AtomicBool,
+    running: Option<Kept>,
 }
 
 impl RedisServer {
@@ -119,14 +85,8 @@ impl RedisServer {
     }
 
     fn launch_again(&mut self) -> io::Result<()> {
-        let mut command = Command::new("sh");
-        command.args(["-c", KEEPER, "sh", "env"]);
-        for (name, value) in &self.options.environment {
-            let mut setting = OsString::from(format!("{name}="));
-            setting.push(value);
-            command.arg(setting);
-        }
-        command.arg(&self.options.program);
+        let mut command = Command::new(&self.options.program);
+        command.envs(self.options.environment.iter().map(|(name, value)| (name, value)));
         let file = self.folder.path().join("server.conf");
         if !file.exists() {
             fs::write(&file, self.first_file())?;
@@ -143,8 +103,7 @@ impl RedisServer {
             }
             command.args(&self.options.args);
         }
-        let keeper = HelperProcess::spawn(command)?;
-        self.running = Some(Running { keeper, pid: None, paused: AtomicBool::new(false) });
+        self.running = Some(Kept::launch(&command)?);
         Ok(())
     }
 
@@ -191,10 +150,7 @@ impl RedisServer {
 
     /// Waits until a launched server answers.
     pub(super) async fn ready(&mut self) -> io::Result<()> {
-        let Some(running) = &mut self.running else { return Err(down()) };
-        let number = |line: &str| line.strip_prefix("server ")?.parse().ok();
-        let pid = running.keeper.expect_map(number, START_LIMIT).await.map_err(io::Error::other)?;
-        running.pid = Some(Pid::from_raw(pid));
+        self.running.as_mut().ok_or_else(down)?.begun().await?;
         let deadline = Instant::now() + START_LIMIT;
         while Instant::now() < deadline && self.is_up() {
             if let Ok(answer) = self.ask("PING").await
@@ -204,9 +160,8 @@ impl RedisServer {
             }
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
-        if let Some(running) = self.running.as_mut().filter(|running| running.keeper.has_exited()) {
-            // Its last words may still be on their way.
-            _ = running.keeper.expect_line(|_| false, START_LIMIT).await;
+        if let Some(running) = &mut self.running {
+            running.last_words().await;
         }
         let program = self.options.program.display();
         Err(io::Error::other(format!(
@@ -218,32 +173,26 @@ impl RedisServer {
     /// What the server has logged since it was started.
     #[must_use]
     pub fn said(&self) -> String {
-        let Some(running) = &self.running else { return String::new() };
-        running.keeper.lines().join("\n")
+        self.running.as_ref().map(Kept::said).unwrap_or_default()
     }
 
     /// Kills the server as a crash would. It is gone when this returns.
     pub fn kill(&mut self) {
-        let Some(running) = self.running.take() else { return };
-        // The keeper reaps the server and then ends, so its end says that the port is free again.
-        if let Some(pid) = running.pid
-            && !running.keeper.has_exited()
-            && kill(pid, Signal::SIGKILL).is_ok()
-        {
-            blocking(|| running.keeper.has_exited());
+        if let Some(running) = self.running.take() {
+            running.kill();
         }
     }
 
     /// Whether the server runs, paused or not.
     #[must_use]
     pub fn is_up(&self) -> bool {
-        self.running.as_ref().is_some_and(|running| !running.keeper.has_exited())
+        self.running.as_ref().is_some_and(Kept::is_up)
     }
 
     /// Whether the server was paused and not resumed since.
     #[must_use]
     pub fn is_paused(&self) -> bool {
-        self.running.as_ref().is_some_and(|running| running.paused.load(Ordering::Relaxed))
+        self.running.as_ref().is_some_and(Kept::is_paused)
     }
 
     /// Whether an answer can be expected.
@@ -272,14 +221,7 @@ impl RedisServer {
     /// # Errors
     /// The operating system's; the server is down, most likely.
     pub fn pause(&self) -> io::Result<()> {
-        let running = self.signal(Signal::SIGSTOP)?;
-        running.paused.store(true, Ordering::Relaxed);
-        // Elsewhere than on Linux nobody tells whether the signal has arrived.
-        if let Some(pid) = running.pid.filter(|_| cfg!(target_os = "linux")) {
-            let stat = format!("/proc/{pid}/stat");
-            blocking(|| fs::read_to_string(&stat).is_ok_and(|stat| stat.contains(") T ")));
-        }
-        Ok(())
+        self.running.as_ref().ok_or_else(down)?.pause()
     }
 
     /// Lets a paused server go on.
@@ -287,14 +229,7 @@ impl RedisServer {
     /// # Errors
     /// As [`pause`](Self::pause).
     pub fn resume(&self) -> io::Result<()> {
-        self.signal(Signal::SIGCONT)?.paused.store(false, Ordering::Relaxed);
-        Ok(())
-    }
-
-    fn signal(&self, signal: Signal) -> io::Result<&Running> {
-        let running = self.running.as_ref().filter(|_| self.is_up()).ok_or_else(down)?;
-        kill(running.pid.ok_or_else(down)?, signal)?;
-        Ok(running)
+        self.running.as_ref().ok_or_else(down)?.resume()
     }
 
     /// Sends one command line and returns the answer as it comes.
@@ -398,17 +333,5 @@ impl Drop for RedisServer {
     fn drop(&mut self) {
         // Before the folder and the port go.
         self.kill();
-    }
-}
-
-fn down() -> io::Error {
-    io::Error::other("the server is down")
-}
-
-/// Waits for what the kernel does in no time. The thread may be that of a test's tasks, so this is short.
-fn blocking(mut done: impl FnMut() -> bool) {
-    let begun = std::time::Instant::now();
-    while !done() && begun.elapsed() < SIGNAL_LIMIT {
-        thread::sleep(Duration::from_micros(200));
     }
 }

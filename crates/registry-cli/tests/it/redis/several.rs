@@ -102,7 +102,7 @@ fn a_server_at_a_socket() {
 #[cfg(feature = "redis-tls")]
 #[test]
 fn a_server_that_encrypts_and_wants_a_certificate() {
-    use registry_testkit::redis::TlsFolder;
+    use registry_testkit::tls::TlsFolder;
 
     let folder = TlsFolder::new().unwrap();
     let arguments = ["--tls-auth-clients", "yes", "--requirepass", "canary"];

@@ -1,0 +1,108 @@
+//! From the server of a URL and the options to an open MariaDB or MySQL store. The files that options name are read here, before anything is sent.
+
+use registry_core::{BackendError, BackendErrorKind};
+use registry_jdbc::{Encryption, MySqlBackend, MySqlConfig};
+
+#[cfg(feature = "mysql-tls")]
+use super::pem::Files;
+use crate::layer::{Layer, SERVERS_MIN, SslMode};
+use crate::store_url::{DatabasePlace, DatabaseServer};
+use crate::value::Secret;
+
+/// Opens the store in this database.
+pub(super) async fn open(
+    server: &DatabaseServer,
+    options: &Layer,
+) -> Result<MySqlBackend, BackendError> {
+    let config = tables(limits(place(server), options), options);
+    MySqlBackend::open(encrypted(config, options)?).await
+}
+
+fn place(server: &DatabaseServer) -> MySqlConfig {
+    let config = match &server.place {
+        DatabasePlace::Host((host, port)) => MySqlConfig::new(host, *port, &server.database),
+        DatabasePlace::Socket(socket, _) => MySqlConfig::unix(socket, &server.database),
+    };
+    match &server.login {
+        Some(login) => {
+            config.with_login(login.user.told(), login.password.as_ref().map(Secret::told))
+        }
+        None => config,
+    }
+}
+
+fn tables(mut config: MySqlConfig, options: &Layer) -> MySqlConfig {
+    if let Some(namespace) = &options.namespace {
+        config = config.with_namespace(namespace);
+    }
+    if let Some(prefix) = &options.table_prefix {
+        config = config.with_table_prefix(prefix);
+    }
+    if let Some(create) = options.create_schema {
+        config = config.with_create_schema(create);
+    }
+    if let Some(purge_after) = options.purge_after {
+        config = config.with_purge_after(purge_after);
+    }
+    config
+}
+
+fn limits(mut config: MySqlConfig, options: &Layer) -> MySqlConfig {
+    if let Some(pool) = options.pool {
+        config = config.with_connections(pool);
+    }
+    if let Some(connect_timeout) = options.connect_timeout {
+        config = config.with_connect_timeout(connect_timeout);
+    }
+    let busy_timeout = match (options.busy_timeout, options.timeout) {
+        (Some(busy_timeout), _) => busy_timeout,
+        // A statement that outlives the engine's patience is of no use to anybody.
+        (None, Some(timeout)) => MySqlConfig::BUSY_TIMEOUT.min(timeout * 5 / 6).max(SERVERS_MIN),
+        (None, None) => MySqlConfig::BUSY_TIMEOUT,
+    };
+    // The connection must not be given up while somebody still waits for an answer.
+    let longest = busy_timeout.max(options.timeout.unwrap_or_default());
+    config
+        .with_busy_timeout(busy_timeout)
+        .with_response_timeout(MySqlConfig::RESPONSE_TIMEOUT.max(longest * 6 / 5))
+}
+
+fn encrypted(
+    #[cfg_attr(not(feature = "mysql-tls"), expect(unused_mut, reason = "there are no files then"))]
+    mut config: MySqlConfig,
+    options: &Layer,
+) -> Result<MySqlConfig, BackendError> {
+    #[cfg(not(feature = "mysql-tls"))]
+    if options.ca.is_some() || options.cert.is_some() {
+        return Err(without_tls());
+    }
+    #[cfg(feature = "mysql-tls")]
+    {
+        let files = Files { store: "mysql" };
+        if let Some(ca) = &options.ca {
+            config = config.with_certificate_authority(files.certificates("ca", ca)?);
+        }
+        if let (Some(cert), Some(key)) = (&options.cert, &options.key) {
+            let certificate = files.certificates("cert", cert)?;
+            config = config
+                .with_client_certificate(certificate, files.private_key(key.told().as_ref())?);
+        }
+    }
+    let Some(mode) = options.sslmode else { return Ok(config) };
+    let encryption = match mode {
+        SslMode::Disable => Encryption::Off,
+        SslMode::Prefer => Encryption::Preferred,
+        SslMode::Require => Encryption::Required,
+        SslMode::VerifyCa => Encryption::VerifyAuthority,
+        SslMode::VerifyFull => Encryption::VerifyHost,
+    };
+    if !cfg!(feature = "mysql-tls") && !matches!(mode, SslMode::Disable | SslMode::Prefer) {
+        return Err(without_tls());
+    }
+    Ok(config.with_encryption(encryption))
+}
+
+fn without_tls() -> BackendError {
+    let says = "mysql: encrypted connections are not built in: turn on feature `mysql-tls` of lock-registry";
+    BackendError::new(BackendErrorKind::Misconfigured, says).as_refused()
+}

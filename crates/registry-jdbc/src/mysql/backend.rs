@@ -1,0 +1,252 @@
+//! What is asked of a lock's row. Says nothing of SQL, see `sql`, and reads no clock: the server's counts.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use registry_core::{
+    Attempt, BackendError, Busy, Capabilities, Claim, FencingToken, Finding, Grant, GuaranteeClass,
+    Holder, Key, LockBackend, Reach, Release, Renewal,
+};
+use sqlx::mysql::{MySqlQueryResult, MySqlRow};
+use sqlx::{MySql, Row};
+
+use super::config::MySqlConfig;
+use super::error;
+use super::link::{Link, Repeat};
+use super::open::{self, Opened};
+use super::sql;
+use super::statement::{Statement, Statements, span};
+use super::wake::Wakes;
+use crate::server::Errand;
+
+/// Locks in a MariaDB or MySQL database: they exclude all who reach it. MariaDB 10.6, MySQL 8.0, or newer; tables of InnoDB.
+///
+/// A grant lives until its lease is over on the server's clock. Tokens are that clock's microseconds, or one more than the last of the key
+/// where that is larger: they grow over release, expiry, restart, failover and purge. A grant and a renewal are on the server's disk when
+/// they are answered, if the server is set up so (`innodb_flush_log_at_trx_commit`).
+///
+/// These servers tell nobody of changes, so those who wait look: all that are awaited here together, with one small statement, milliseconds
+/// after a wait began and less often as it grows old.
+///
+/// A replica that is promoted has what it had got until then: the last grants may be missing, and their keys are free. Tokens grow even
+/// then, so fenced writes stay safe.
+///
+/// The connections are its own: no transaction of the application is ever joined. At most as many as
+/// [configured](MySqlConfig::with_connections) are opened, and two more, however many locks are held or awaited.
+///
+/// # Examples
+/// ```no_run
+/// use registry_core::{Attempt, Claim, Key, LockBackend, Release};
+/// use registry_jdbc::{MySqlBackend, MySqlConfig};
+/// # use std::time::Duration;
+/// # async fn example() -> Result<(), Box<dyn std::error::Error>> {
+/// let config = MySqlConfig::from_url("mysql://worker:secret@db.example/shop")?;
+/// let backend = MySqlBackend::open(config).await?;
+/// let claim = Claim::new(Key::new("orders/42")?, Duration::from_secs(30));
+/// assert!(matches!(backend.try_acquire(&claim).await?, Attempt::Granted(_)));
+/// assert_eq!(backend.release(&claim).await?, Release::Freed);
+/// backend.close().await;
+/// # Ok(())
+/// # }
+/// ```
+pub struct MySqlBackend {
+    pub(super) config: MySqlConfig,
+    store: Vec<u8>,
+    pub(super) link: Arc<Link>,
+    pub(super) statements: Arc<Statements>,
+    pub(super) wakes: Wakes,
+}
+
+impl MySqlBackend {
+    /// Connects to the server, and makes the tables if they are absent.
+    ///
+    /// # Errors
+    /// [`BackendError`] with a message that says what to do: `Misconfigured` for what cannot work (no such database, missing or newer
+    /// tables, an old server, a name that is none), `Denied` for a wrong user or password or a missing right, `Transient` when the
+    /// server cannot be reached.
+    ///
+    /// # Cancel safety
+    /// Dropping the future may leave some of the tables behind; the next one who opens the store makes the others.
+    pub async fn open(config: MySqlConfig) -> Result<Self, BackendError> {
+        let link = Arc::new(Link::new(&config));
+        let Opened { texts, store } = open::open(&config, &link).await?;
+        let statements = Arc::new(Statements { texts, namespace: config.namespace.clone() });
+        let wakes = Wakes::new(Arc::clone(&link), Arc::clone(&statements));
+        Ok(Self { config, store, link, statements, wakes })
+    }
+
+    /// The statements that make the tables of this store, for those who let nobody else make tables.
+    #[must_use]
+    pub const fn schema() -> &'static str {
+        sql::SCHEMA
+    }
+
+    /// The namespace that this backend's locks live in.
+    #[must_use]
+    pub fn namespace(&self) -> &str {
+        &self.config.namespace
+    }
+
+    /// The statement that finds the claim's grant and keeps it as it is.
+    pub(super) fn fence_statement(&self, claim: &Claim, token: FencingToken) -> Statement {
+        self.statements.fence(claim, token)
+    }
+
+    /// Whether `store`, read from the meta table of some database, is the id of this one.
+    pub(super) fn is_store(&self, store: &[u8]) -> bool {
+        self.store == store
+    }
+
+    /// One statement: grants the key if it is free.
+    async fn take(&self, claim: &Claim) -> Result<Option<FencingToken>, BackendError> {
+        // A claim that was granted is found by the look that follows: to ask twice does no harm.
+        let make = || self.statements.acquire(claim);
+        let done = self.link.change(Errand::Acquire, Repeat::Harmless, make).await?;
+        match done.last_insert_id() {
+            0 => Ok(None),
+            token => self.fencing_token(i64::try_from(token).unwrap_or(-1)).map(Some),
+        }
+    }
+
+    /// Who has the key.
+    async fn look(&self, key: &Key) -> Result<Option<Held>, BackendError> {
+        let make = || self.statements.look(key);
+        let rows = self.link.rows(Errand::Acquire, make).await?;
+        rows.first().map(|row| self.held(row)).transpose()
+    }
+
+    fn held(&self, row: &MySqlRow) -> Result<Held, BackendError> {
+        let key = String::from_utf8(self.column(row, 0)?).ok();
+        let key = key.and_then(|key| Key::new(&key).ok());
+        let key = key.ok_or_else(|| self.damaged("a row's key is not one that can be locked"))?;
+        let label: Option<Vec<u8>> = self.column(row, 3)?;
+        let lease_left = span(self.column(row, 5)?);
+        let token = self.fencing_token(self.column(row, 2)?)?;
+        let holder = Holder::new(key)
+            .with_label(label.map(|label| String::from_utf8_lossy(&label).into_owned()))
+            .with_token(Some(token))
+            .with_times(Some(span(self.column(row, 4)?)), Some(lease_left));
+        Ok(Held { claim: self.column(row, 1)?, token, lease_left, holder })
+    }
+
+    pub(super) fn column<'r, T>(&self, row: &'r MySqlRow, index: usize) -> Result<T, BackendError>
+    where
+        T: sqlx::Decode<'r, MySql> + sqlx::Type<MySql>,
+    {
+        row.try_get(index).map_err(|error| self.link.explain(error))
+    }
+
+    fn fencing_token(&self, token: i64) -> Result<FencingToken, BackendError> {
+        FencingToken::try_from(token).map_err(|_| self.damaged("a row's token is negative"))
+    }
+
+    fn damaged(&self, says: &str) -> BackendError {
+        error::damaged(self.link.place(), says)
+    }
+
+    /// Reads the row of all, when nothing was granted although nobody has the key: without that row nothing ever is.
+    async fn check_meta(&self) -> Result<(), BackendError> {
+        if self.link.rows(Errand::Acquire, || self.statements.meta()).await?.is_empty() {
+            return Err(self.damaged("the meta table has lost its row").as_refused());
+        }
+        Ok(())
+    }
+}
+
+/// A grant as a row tells it.
+#[derive(Debug)]
+struct Held {
+    claim: Vec<u8>,
+    token: FencingToken,
+    lease_left: Duration,
+    holder: Holder,
+}
+
+#[async_trait]
+impl LockBackend for MySqlBackend {
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::new("mysql", GuaranteeClass::A, Reach::Network)
+            .with_fencing()
+            .with_wakes()
+            .with_labels()
+            .with_inspect()
+    }
+
+    async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        // Between a refusal and the look at who is there the key may come free, and again. Whoever is that unlucky
+        // is told "busy" without a name and comes back at once.
+        const TRIES_MAX: u32 = 3;
+        for _ in 0..TRIES_MAX {
+            if let Some(token) = self.take(claim).await? {
+                return Ok(Attempt::Granted(Grant::new(Some(token), claim.lease())));
+            }
+            let Some(held) = self.look(claim.key()).await? else { continue };
+            if held.claim == claim.id().to_bytes() {
+                let lease = held.lease_left.min(claim.lease());
+                return Ok(Attempt::Granted(Grant::new(Some(held.token), lease)));
+            }
+            return Ok(Attempt::Busy(
+                Busy::new()
+                    .with_retry_after(held.lease_left)
+                    .with_mark(held.token.get())
+                    .with_holder(held.holder),
+            ));
+        }
+        self.check_meta().await?;
+        Ok(Attempt::Busy(Busy::new().with_retry_after(Duration::ZERO)))
+    }
+
+    async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
+        self.renew_in_chunks(claims).await
+    }
+
+    async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+        // Asked twice, it would say that the claim held nothing. Who repeats it must know that.
+        let make = || self.statements.release(claim);
+        let done = self.link.change(Errand::Release, Repeat::Never, make).await?;
+        self.wakes.look_soon(claim.key());
+        self.purge_by_chance(claim).await;
+        Ok(freed(&done))
+    }
+
+    async fn wait(&self, claim: &Claim, busy: &Busy) {
+        self.wakes.wait(self.statements.row(claim.key()), busy.mark).await;
+    }
+
+    async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
+        Ok(self.look(key).await?.map(|held| held.holder))
+    }
+
+    async fn list(&self) -> Result<Vec<Holder>, BackendError> {
+        let rows = self.link.rows(Errand::Acquire, || self.statements.list()).await?;
+        rows.iter().map(|row| Ok(self.held(row)?.holder)).collect()
+    }
+
+    async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
+        let make = || self.statements.force_release(key);
+        let done = self.link.change(Errand::Release, Repeat::Never, make).await?;
+        self.wakes.look_soon(key);
+        Ok(freed(&done))
+    }
+
+    async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
+        self.look_for_trouble().await
+    }
+
+    async fn close(&self) {
+        self.wakes.close();
+        self.link.close().await;
+    }
+}
+
+fn freed(done: &MySqlQueryResult) -> Release {
+    if done.rows_affected() == 0 { Release::NotHeld } else { Release::Freed }
+}
+
+impl fmt::Debug for MySqlBackend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MySqlBackend").field("config", &self.config).finish_non_exhaustive()
+    }
+}

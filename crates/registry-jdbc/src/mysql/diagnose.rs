@@ -1,0 +1,152 @@
+//! What `doctor` says about a MariaDB or MySQL store. Looks, repairs nothing.
+
+use std::collections::HashMap;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use registry_core::{BackendError, Finding};
+
+use super::backend::MySqlBackend;
+use crate::server::Errand;
+
+/// A server's clock that differs by more than this is worth a note.
+const CLOCK_DISTANCE_MAX: Duration = Duration::from_secs(1);
+
+/// A variable that a server does not have is simply not among them.
+const VARIABLES: &str = "\
+    SHOW GLOBAL VARIABLES WHERE Variable_name IN ('version', 'version_comment', 'innodb_flush_log_at_trx_commit', 'sync_binlog', \
+        'log_bin', 'read_only', 'super_read_only', 'binlog_format', 'wsrep_on', 'innodb_doublewrite', 'innodb_flush_method')";
+
+const CLOCK: &str = "SELECT TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))";
+
+impl MySqlBackend {
+    /// Everything that [`diagnose`](registry_core::LockBackend::diagnose) finds.
+    pub(super) async fn look_for_trouble(&self) -> Result<Vec<Finding>, BackendError> {
+        let rows = self.link.rows(Errand::Acquire, || sqlx::query(VARIABLES)).await?;
+        let mut variables = HashMap::new();
+        for row in &rows {
+            let (name, value): (String, String) = (self.column(row, 0)?, self.column(row, 1)?);
+            variables.insert(name.to_ascii_lowercase(), value);
+        }
+        let mut findings = findings(&variables);
+        let before = now();
+        let rows = self.link.rows(Errand::Acquire, || sqlx::query(CLOCK)).await?;
+        let after = now();
+        if let Some(row) = rows.first() {
+            let theirs: i64 = self.column(row, 0)?;
+            let distance = (theirs - (before + (after - before) / 2)).unsigned_abs();
+            if Duration::from_micros(distance) > CLOCK_DISTANCE_MAX {
+                findings.push(Finding::note(format!(
+                    "the server's clock and this host's differ by {:?}: locks only follow the server's, but one of them is wrong",
+                    Duration::from_millis(distance / 1000)
+                )));
+            }
+        }
+        Ok(findings)
+    }
+}
+
+/// What a server's settings mean for locks.
+fn findings(variables: &HashMap<String, String>) -> Vec<Finding> {
+    let value = |name: &str| variables.get(name).map_or("", String::as_str);
+    let is_on = |name: &str| matches!(value(name), "ON" | "1");
+    let mut findings =
+        vec![Finding::note(format!("{} {}", value("version_comment"), value("version")))];
+    if is_on("read_only") || is_on("super_read_only") {
+        findings.push(Finding::warning(
+            "read_only is on: this server is a replica, most likely; locks can be taken on the primary only",
+        ));
+    }
+    let flush = value("innodb_flush_log_at_trx_commit");
+    if flush != "1" {
+        findings.push(Finding::warning(format!(
+            "innodb_flush_log_at_trx_commit is {flush}: a crash of the {} may free locks of the last second; set it to 1",
+            if flush == "0" { "server" } else { "host" }
+        )));
+    }
+    if value("innodb_flush_method").eq_ignore_ascii_case("nosync") {
+        findings.push(Finding::warning(
+            "innodb_flush_method is nosync: a crash of the host may free or damage locks; choose another one",
+        ));
+    }
+    if value("innodb_doublewrite").eq_ignore_ascii_case("OFF") {
+        findings.push(Finding::warning(
+            "innodb_doublewrite is off: a crash of the host may damage the lock tables; set it to on",
+        ));
+    }
+    if is_on("log_bin") {
+        if value("sync_binlog") != "1" {
+            findings.push(Finding::warning(format!(
+                "sync_binlog is {}: after a crash of the host replicas may lack, or have too many, locks of the last moments; set it to 1",
+                value("sync_binlog")
+            )));
+        }
+        if value("binlog_format").eq_ignore_ascii_case("STATEMENT") {
+            findings.push(Finding::warning(
+                "binlog_format is STATEMENT: locks cannot be taken; set it to ROW or MIXED",
+            ));
+        }
+        findings.push(Finding::note(
+            "there is a binary log: if a replica that follows it is promoted after a crash, locks of the last moments may be free (class C); \
+             semi-synchronous replication makes grants wait for a replica",
+        ));
+    }
+    if is_on("wsrep_on") {
+        findings.push(Finding::warning(
+            "this is a node of a Galera cluster, whose nodes lock no rows for each other: a fence does not keep others out, and a crash of \
+             several nodes may free locks (class C); let all who lock use the same node",
+        ));
+    }
+    findings
+}
+
+/// The clock of this host: only good for being compared.
+fn now() -> i64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    i64::try_from(now.as_micros()).unwrap_or(i64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What is told of a durable server with these differences.
+    fn told(differences: &[(&str, &str)]) -> Vec<String> {
+        let sound = [
+            ("version", "10.11.0"),
+            ("version_comment", "MariaDB"),
+            ("innodb_flush_log_at_trx_commit", "1"),
+            ("sync_binlog", "1"),
+            ("log_bin", "OFF"),
+            ("read_only", "OFF"),
+            ("innodb_doublewrite", "ON"),
+            ("innodb_flush_method", "O_DIRECT"),
+        ];
+        let variables = sound.iter().chain(differences);
+        let variables = variables.map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
+        let findings = findings(&variables.collect());
+        findings.into_iter().skip(1).map(|finding| finding.message).collect()
+    }
+
+    #[test]
+    fn a_sound_server_is_only_named() {
+        assert_eq!(told(&[]), Vec::<String>::new());
+    }
+
+    #[test]
+    fn each_setting_that_weakens_locks_is_told_by_its_name() {
+        for (name, value) in [
+            ("innodb_flush_log_at_trx_commit", "0"),
+            ("innodb_flush_log_at_trx_commit", "2"),
+            ("read_only", "ON"),
+            ("innodb_doublewrite", "OFF"),
+            ("innodb_flush_method", "nosync"),
+        ] {
+            let told = told(&[(name, value)]);
+            assert!(told.len() == 1 && told[0].contains(name), "{name}={value}: {told:?}");
+        }
+        let told_of_log =
+            told(&[("log_bin", "ON"), ("sync_binlog", "0"), ("binlog_format", "STATEMENT")]);
+        assert_eq!(told_of_log.len(), 3, "{told_of_log:?}");
+        assert!(told(&[("wsrep_on", "ON")])[0].contains("Galera"));
+    }
+}

@@ -1,0 +1,163 @@
+//! The way to the server: a statement out, its answer back. Repeats what the server undid because of others, and what a connection that had
+//! died in silence did not deliver.
+
+use std::fmt;
+use std::time::Duration;
+
+use futures_util::FutureExt as _;
+use futures_util::future::BoxFuture;
+use registry_core::BackendError;
+use sqlx::MySqlConnection;
+use sqlx::mysql::{MySqlQueryResult, MySqlRow};
+use tokio::time::{sleep, timeout};
+
+use super::config::MySqlConfig;
+use super::error::{self, Fate};
+use super::sql;
+use super::statement::Statement;
+use crate::server::{Errand, Pool, PoolLimits, Refusal, Seat};
+
+/// How often a statement is sent that the server undoes because of others.
+const CONFLICTS_MAX: u32 = 5;
+/// How long one waits before it is sent again, at most; half of it at least. Doubles each time.
+const CONFLICT_PAUSE: Duration = Duration::from_millis(4);
+
+pub(super) struct Link {
+    pool: Pool<MySqlConnection>,
+    response_timeout: Duration,
+    /// Host and port, for messages.
+    place: String,
+}
+
+/// Whether a statement may be sent once more when the connection breaks, although it may have been done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Repeat {
+    Harmless,
+    Never,
+}
+
+/// Sends a statement and takes in the answer.
+type Ask<T> =
+    for<'c> fn(Statement, &'c mut MySqlConnection) -> BoxFuture<'c, Result<T, sqlx::Error>>;
+
+impl Link {
+    /// Connects to nothing yet.
+    pub(super) fn new(config: &MySqlConfig) -> Self {
+        let limits = PoolLimits {
+            connections: config.connections,
+            connect: config.connect_timeout,
+            patience: config.response_timeout,
+        };
+        let patience = config.busy_timeout.as_millis().div_ceil(1_000);
+        let patience = u64::try_from(patience).unwrap_or(u64::MAX);
+        let pool = Pool::new(config.server.clone(), limits).with_greeting(Box::new(
+            move |connection: &mut MySqlConnection| {
+                let greeting = sqlx::raw_sql(sql::session(patience));
+                async move { greeting.execute(connection).await.map(drop) }.boxed()
+            },
+        ));
+        Self { pool, response_timeout: config.response_timeout, place: config.place() }
+    }
+
+    /// Sends a statement that changes something.
+    pub(super) async fn change(
+        &self,
+        errand: Errand,
+        repeat: Repeat,
+        make: impl Fn() -> Statement + Send + Sync,
+    ) -> Result<MySqlQueryResult, BackendError> {
+        self.ask(errand, repeat, make, |statement, connection| {
+            statement.execute(connection).boxed()
+        })
+        .await
+    }
+
+    /// Sends a statement that answers with rows.
+    pub(super) async fn rows(
+        &self,
+        errand: Errand,
+        make: impl Fn() -> Statement + Send + Sync,
+    ) -> Result<Vec<MySqlRow>, BackendError> {
+        let fetch: Ask<_> = |statement, connection| statement.fetch_all(connection).boxed();
+        self.ask(errand, Repeat::Harmless, make, fetch).await
+    }
+
+    async fn ask<T: Send>(
+        &self,
+        errand: Errand,
+        repeat: Repeat,
+        make: impl Fn() -> Statement + Send + Sync,
+        ask: Ask<T>,
+    ) -> Result<T, BackendError> {
+        let (mut conflicts, mut anew) = (0, false);
+        loop {
+            let seat = if anew {
+                self.pool.enter_anew(errand).await
+            } else {
+                self.pool.enter(errand).await
+            };
+            let mut seat = seat.map_err(|refusal| self.refused(refusal))?;
+            let was_idle = seat.was_idle();
+            let answer = timeout(self.response_timeout, ask(make(), &mut seat)).await;
+            let error = match answer {
+                Ok(Ok(answer)) => {
+                    seat.leave();
+                    return Ok(answer);
+                }
+                Ok(Err(error)) => error,
+                // The seat is dropped, so nobody meets the late answer.
+                Err(_) => return Err(error::silent(&self.place, self.response_timeout)),
+            };
+            match error::fate(&error) {
+                Fate::Answered => {
+                    seat.leave();
+                    return Err(self.explain(error));
+                }
+                Fate::Undone => {
+                    seat.leave();
+                    conflicts += 1;
+                    if conflicts >= CONFLICTS_MAX {
+                        return Err(self.explain(error));
+                    }
+                    let pause = CONFLICT_PAUSE * 2_u32.pow(conflicts - 1);
+                    sleep(pause.mul_f64(0.5 + 0.5 * fastrand::f64())).await;
+                }
+                Fate::Broken => {
+                    drop(seat);
+                    // It broke while nobody used it, as all do when the server is started anew.
+                    if !was_idle || anew || repeat == Repeat::Never {
+                        return Err(self.explain(error));
+                    }
+                    anew = true;
+                }
+            }
+        }
+    }
+
+    /// A connection that is nobody else's, for what is more than a statement.
+    pub(super) async fn seat(&self) -> Result<Seat<'_, MySqlConnection>, BackendError> {
+        self.pool.enter(Errand::Acquire).await.map_err(|refusal| self.refused(refusal))
+    }
+
+    pub(super) fn explain(&self, error: sqlx::Error) -> BackendError {
+        error::explain(error, &self.place)
+    }
+
+    fn refused(&self, refusal: Refusal) -> BackendError {
+        error::not_connected(refusal, &self.place)
+    }
+
+    pub(super) fn place(&self) -> &str {
+        &self.place
+    }
+
+    pub(super) async fn close(&self) {
+        self.pool.close().await;
+    }
+}
+
+impl fmt::Debug for Link {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Link").field("place", &self.place).finish_non_exhaustive()
+    }
+}

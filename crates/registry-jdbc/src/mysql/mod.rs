@@ -1,0 +1,28 @@
+//! The MariaDB and MySQL store.
+//!
+//! The modules are listed in the order in which one acquisition runs through them; what comes after its release is last.
+
+// Before the first one.
+mod config;
+mod open;
+// What is asked of a lock's row, and how it is said.
+mod backend;
+mod renew;
+mod statement;
+mod sql;
+// How it reaches the server.
+mod link;
+mod error;
+// Waiting for a release, whichever process makes it.
+mod wake;
+// The other half of a token.
+mod fence;
+// Housekeeping.
+mod purge;
+mod diagnose;
+
+pub use backend::MySqlBackend;
+pub use config::MySqlConfig;
+
+#[cfg(test)]
+mod tests;

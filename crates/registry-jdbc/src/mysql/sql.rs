@@ -1,0 +1,257 @@
+//! Every statement of the store. Each is a transaction of its own and one round trip, so nothing that is dropped half-way can leave one open.
+//!
+//! A row is held when it has a claim and `until` lies ahead. All times are the server's, as of the moment when it began the statement: that is what
+//! it also tells its replicas, and what `UTC_TIMESTAMP` gives, whatever the session's time zone. While the statement waits for a row this
+//! moment grows old, which errs on the safe side each time:
+//!
+//! - a lease that is granted or renewed is counted from the past, so it ends no later than its holder thinks;
+//! - somebody else's lease looks as if it had more of its time left, so it is not taken for ended too early;
+//! - a token is above those of the row as it is then, whatever the clock says;
+//! - a renewal may prolong a lease that ended while it waited, but only if nobody took the key meanwhile: then nobody else was
+//!   granted it, and from here on nobody is.
+//!
+//! What is written is the same for MariaDB and for MySQL, which knows no RETURNING.
+
+use std::sync::{Arc, LazyLock};
+
+use sqlx::{AssertSqlSafe, SqlSafeStr as _, SqlStr};
+
+/// The version of the tables that this program reads and writes.
+pub(super) const VERSION: i32 = 1;
+
+/// Makes the tables. Several statements: for a connection of its own.
+pub(super) const SCHEMA: &str = include_str!("schema.sql");
+
+/// What every connection is told: rules that do not depend on how the server is set up. A statement of its own sees what is committed, and a
+/// select in front of a write locks nothing.
+pub(super) const SESSION: &str = "\
+    SET SESSION autocommit = 1, time_zone = '+00:00', sql_mode = 'STRICT_TRANS_TABLES,NO_ENGINE_SUBSTITUTION', \
+        innodb_lock_wait_timeout = {patience}; \
+    SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE";
+
+/// How many renewals, or keys that are looked at, one statement takes. A few fixed sizes, filled up with NULLs that match nothing, keep the
+/// number of texts small that the server has to keep prepared.
+pub(super) const SIZES: [usize; 4] = [1, 8, 64, 1024];
+
+/// The smallest of [`SIZES`] that takes `items`, or the largest there is.
+pub(super) fn size(items: usize) -> usize {
+    SIZES.into_iter().find(|&size| size >= items).unwrap_or(SIZES[SIZES.len() - 1])
+}
+
+/// The text of every statement, for tables of these names.
+#[derive(Debug)]
+pub(super) struct Texts {
+    pub(super) meta: Text,
+    pub(super) acquire: Text,
+    pub(super) look: Text,
+    pub(super) list: Text,
+    pub(super) renew: [Text; SIZES.len()],
+    pub(super) lasting: [Text; SIZES.len()],
+    pub(super) held: [Text; SIZES.len()],
+    pub(super) release: Text,
+    pub(super) force_release: Text,
+    pub(super) fence: Text,
+    pub(super) piece: Text,
+    pub(super) raise_floor: Text,
+    pub(super) purge: [Text; SIZES.len()],
+}
+
+impl Texts {
+    /// The tables are in this database, and their names begin with `prefix`.
+    pub(super) fn new(database: &str, prefix: &str) -> Self {
+        let database = quoted(database);
+        let text = |template: &str, items: usize| {
+            let text = template
+                .replace("{free}", FREE)
+                .replace("{items}", &vec!["?"; items].join(", "))
+                .replace("{locks}", &format!("{database}.{prefix}_locks"))
+                .replace("{meta}", &format!("{database}.{prefix}_meta"))
+                .replace("{now}", NOW);
+            Text(text.into())
+        };
+        let one = |template| text(template, 1);
+        let sized = |template| SIZES.map(|items| text(template, items));
+        Self {
+            meta: one(META),
+            acquire: one(&ACQUIRE),
+            look: one(LOOK),
+            list: one(LIST),
+            renew: sized(RENEW),
+            lasting: sized(LASTING),
+            held: sized(HELD),
+            release: one(RELEASE),
+            force_release: one(FORCE_RELEASE),
+            fence: one(FENCE),
+            piece: one(PIECE),
+            raise_floor: one(RAISE_FLOOR),
+            purge: sized(PURGE),
+        }
+    }
+
+    /// The text among `sizes` for so many items.
+    pub(super) fn sized(sizes: &[Text; SIZES.len()], items: usize) -> &Text {
+        let size = size(items);
+        let place = SIZES.iter().position(|&known| known == size);
+        &sizes[place.expect("a size is chosen from these")]
+    }
+}
+
+/// One statement. Its parameters have no numbers: a value that is needed twice is given twice.
+#[derive(Debug, Clone)]
+pub(super) struct Text(Arc<str>);
+
+impl Text {
+    /// For the client, which asks for a promise that no value was put into it.
+    pub(super) fn safe(&self) -> SqlStr {
+        AssertSqlSafe(Arc::clone(&self.0)).into_sql_str()
+    }
+}
+
+/// Makes the tables, for names that begin with `prefix`.
+pub(super) fn schema(prefix: &str) -> SqlStr {
+    AssertSqlSafe(SCHEMA.replace("lock_registry", prefix)).into_sql_str()
+}
+
+/// [`SESSION`] with this patience, in whole seconds: the server counts no others.
+pub(super) fn session(patience_seconds: u64) -> SqlStr {
+    AssertSqlSafe(SESSION.replace("{patience}", &patience_seconds.to_string())).into_sql_str()
+}
+
+fn quoted(identifier: &str) -> String {
+    format!("`{}`", identifier.replace('`', "``"))
+}
+
+/// Whole numbers all the way. Unlike `UNIX_TIMESTAMP` it knows years after 2038.
+const NOW: &str = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))";
+
+/// Whether the row that stands in the way of an insert can be had.
+const FREE: &str = "{locks}.claim IS NULL OR {locks}.until <= VALUES(since)";
+
+const META: &str = "SELECT version, store FROM {meta} WHERE id = 1";
+
+/// Grants the key, unless somebody holds it, the claim itself included. The token comes back as the *last insert id*, in the answer to the
+/// statement itself; zero says that nothing was granted. (The number of rows does not tell: this client has a row counted that was found and
+/// left as it is.)
+///
+/// Who sees in its snapshot that the key is held selects nothing, so a busy attempt costs no write, no lock and no flush; then nothing sets the
+/// id, and it is zero. Who sees it free inserts, or meets a row. If that is held by now, because somebody was faster, all columns keep their
+/// values, and the id that the select has set is set to zero again.
+///
+/// Assignments are made from left to right and see what was assigned before. So the columns by which a row is known to be free change last:
+/// `claim` when the others are done, and `until` when it can be seen from the new `claim` and `since` that this grant was made just now.
+///
+/// The new token is above those of this row as it was seen and as it is, and above those of all purged rows: in a snapshot, a row is there or
+/// the floor covers it.
+///
+/// id, namespace, key, claim, block, label, lease, id
+static ACQUIRE: LazyLock<String> = LazyLock::new(|| {
+    let kept =
+        |column: &str| format!("{column} = IF({{free}}, VALUES({column}), {{locks}}.{column})");
+    format!(
+        "INSERT INTO {{locks}} (id, namespace, lock_key, claim, token, block, label, since, until) \
+         SELECT ?, ?, ?, ?, \
+             LAST_INSERT_ID(GREATEST(clock.now, clock.floor + 1, COALESCE(seen.token + seen.block, 0))), \
+             ?, ?, clock.now, clock.now + ? \
+         FROM (SELECT {{now}} AS now, floor FROM {{meta}} WHERE id = 1) AS clock \
+         LEFT JOIN {{locks}} AS seen ON seen.id = ? \
+         WHERE seen.claim IS NULL OR seen.until <= clock.now \
+         ON DUPLICATE KEY UPDATE \
+             token = IF({{free}}, \
+                 LAST_INSERT_ID(GREATEST(VALUES(token), {{locks}}.token + {{locks}}.block)), \
+                 {{locks}}.token + LAST_INSERT_ID(0)), \
+             {}, {}, {}, {}, \
+             until = IF({{locks}}.claim = VALUES(claim) AND {{locks}}.since = VALUES(since), \
+                 VALUES(until), {{locks}}.until)",
+        kept("block"),
+        kept("label"),
+        kept("since"),
+        kept("claim"),
+    )
+});
+
+/// id
+const LOOK: &str = "\
+    SELECT lock_key, claim, token, label, clock.now - since, until - clock.now \
+    FROM {locks} JOIN (SELECT {now} AS now) AS clock \
+    WHERE id = ? AND claim IS NOT NULL AND until > clock.now";
+
+/// Like [`LOOK`], for every held key of a namespace.
+///
+/// namespace
+const LIST: &str = "\
+    SELECT lock_key, claim, token, label, clock.now - since, until - clock.now \
+    FROM {locks} JOIN (SELECT {now} AS now) AS clock \
+    WHERE namespace = ? AND claim IS NOT NULL AND until > clock.now";
+
+/// Prolongs the grants that are still alive.
+///
+/// A row that somebody else has locked, for a fence perhaps, is passed over, so that it does not hold up the others. The limit keeps the inner
+/// select from being merged into the update, which could not pass over anything. Which tables and which index are read first is not left to the
+/// server: in a small table it prefers to read all rows, and locks what it reads.
+///
+/// A claim's id is random and belongs to one key, so the two lists need not be lists of pairs.
+///
+/// ids, claims, limit, lease
+const RENEW: &str = "\
+    UPDATE ( \
+        SELECT id FROM {locks} FORCE INDEX (PRIMARY) \
+        WHERE id IN ({items}) AND claim IN ({items}) AND until > {now} \
+        LIMIT ? FOR UPDATE SKIP LOCKED) AS found \
+    STRAIGHT_JOIN {locks} AS l FORCE INDEX (PRIMARY) ON l.id = found.id \
+    SET l.until = GREATEST(l.until, {now} + ?)";
+
+/// Those of the claims that hold something, with the time that they have left.
+///
+/// ids
+const LASTING: &str = "\
+    SELECT claim, until - clock.now FROM {locks} JOIN (SELECT {now} AS now) AS clock \
+    WHERE id IN ({items}) AND claim IS NOT NULL AND until > clock.now";
+
+/// Those of the keys that are held, with the token of the grant.
+///
+/// ids
+const HELD: &str = "\
+    SELECT id, token FROM {locks} WHERE id IN ({items}) AND claim IS NOT NULL AND until > {now}";
+
+/// Ends the grant of one claim. The row stays, for its tokens.
+///
+/// An ended grant is left as it is: it is as free as it can be, and the caller is told that it held nothing. Rows that were found are counted,
+/// and the old `until` is in the future, so this changes what it finds.
+///
+/// id, claim
+const RELEASE: &str =
+    "UPDATE {locks} SET claim = NULL, until = {now} WHERE id = ? AND claim = ? AND until > {now}";
+
+/// Ends the grant of whoever holds the key.
+///
+/// id
+const FORCE_RELEASE: &str = "\
+    UPDATE {locks} SET claim = NULL, until = {now} WHERE id = ? AND claim IS NOT NULL AND until > {now}";
+
+/// Finds the grant as it was made, and keeps its row as it is until the caller's transaction ends.
+///
+/// id, claim, token, token
+const FENCE: &str = "\
+    SELECT 1 FROM {locks} \
+    WHERE id = ? AND claim = ? AND token <= ? AND ? < token + block AND until > {now} FOR UPDATE";
+
+/// The dead rows of a piece, with the largest of their tokens. A piece follows a place that is chosen at random: ids are hashes, so all
+/// rows are found equally often.
+///
+/// place, rows, microseconds that a row must have been dead for
+const PIECE: &str = "\
+    SELECT piece.id, piece.token + piece.block - 1 \
+    FROM (SELECT id, token, block, until FROM {locks} WHERE id >= ? ORDER BY id LIMIT ?) AS piece \
+    WHERE piece.until <= {now} - ?";
+
+/// Remembers the largest token of rows that will be deleted. Before they are: in between, a token is covered twice.
+///
+/// token, token
+const RAISE_FLOOR: &str = "UPDATE {meta} SET floor = ? WHERE id = 1 AND floor < ?";
+
+/// Deletes dead rows whose tokens are covered by the floor. Asks each row again, as it may have come alive since it was found.
+///
+/// ids, microseconds that a row must have been dead for, token
+const PURGE: &str = "\
+    DELETE l FROM {locks} AS l FORCE INDEX (PRIMARY) \
+    WHERE l.id IN ({items}) AND l.until <= {now} - ? AND l.token + l.block - 1 <= ?";

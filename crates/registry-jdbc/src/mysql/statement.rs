@@ -1,0 +1,130 @@
+//! Fills the statements of `sql` in.
+
+use std::time::Duration;
+
+use registry_core::{Claim, FencingToken, Key};
+use sqlx::mysql::MySqlArguments;
+use sqlx::query::Query;
+use sqlx::{MySql, query};
+
+use super::sql::{self, Text, Texts};
+use crate::server::RowId;
+
+pub(super) type Statement = Query<'static, MySql, MySqlArguments>;
+
+/// What all statements of one backend have in common.
+#[derive(Debug)]
+pub(super) struct Statements {
+    pub(super) texts: Texts,
+    pub(super) namespace: String,
+}
+
+impl Statements {
+    pub(super) fn row(&self, key: &Key) -> RowId {
+        RowId::of(&self.namespace, key)
+    }
+
+    pub(super) fn meta(&self) -> Statement {
+        query(self.texts.meta.safe())
+    }
+
+    pub(super) fn acquire(&self, claim: &Claim) -> Statement {
+        let id = id_bytes(self.row(claim.key()));
+        query(self.texts.acquire.safe())
+            .bind(id.clone())
+            .bind(self.namespace.clone().into_bytes())
+            .bind(claim.key().as_str().as_bytes().to_vec())
+            .bind(claim_bytes(claim))
+            .bind(i64::from(claim.token_block()))
+            .bind(claim.label().map(|label| label.as_bytes().to_vec()))
+            .bind(micros(claim.lease()))
+            .bind(id)
+    }
+
+    pub(super) fn look(&self, key: &Key) -> Statement {
+        self.of_key(&self.texts.look, key)
+    }
+
+    pub(super) fn list(&self) -> Statement {
+        query(self.texts.list.safe()).bind(self.namespace.clone().into_bytes())
+    }
+
+    pub(super) fn release(&self, claim: &Claim) -> Statement {
+        self.of_key(&self.texts.release, claim.key()).bind(claim_bytes(claim))
+    }
+
+    pub(super) fn force_release(&self, key: &Key) -> Statement {
+        self.of_key(&self.texts.force_release, key)
+    }
+
+    pub(super) fn fence(&self, claim: &Claim, token: FencingToken) -> Statement {
+        let token = i64::from(token);
+        self.of_key(&self.texts.fence, claim.key()).bind(claim_bytes(claim)).bind(token).bind(token)
+    }
+
+    /// All of the claims want the same lease.
+    pub(super) fn renew(&self, claims: &[&Claim], lease: Duration) -> Statement {
+        let statement = query(Texts::sized(&self.texts.renew, claims.len()).safe());
+        let statement = self.with_rows(statement, claims);
+        let statement = filled(statement, claims.iter().map(|claim| claim_bytes(claim)));
+        let limit = i64::try_from(claims.len()).unwrap_or(i64::MAX);
+        statement.bind(limit).bind(micros(lease))
+    }
+
+    pub(super) fn lasting(&self, claims: &[&Claim]) -> Statement {
+        self.with_rows(query(Texts::sized(&self.texts.lasting, claims.len()).safe()), claims)
+    }
+
+    fn with_rows(&self, statement: Statement, claims: &[&Claim]) -> Statement {
+        filled(statement, claims.iter().map(|claim| id_bytes(self.row(claim.key()))))
+    }
+
+    pub(super) fn held(&self, rows: &[RowId]) -> Statement {
+        let statement = query(Texts::sized(&self.texts.held, rows.len()).safe());
+        filled(statement, rows.iter().map(|row| id_bytes(*row)))
+    }
+
+    pub(super) fn piece(&self, from: [u8; 32], rows_max: usize, dead_for: Duration) -> Statement {
+        query(self.texts.piece.safe())
+            .bind(from.to_vec())
+            .bind(i64::try_from(rows_max).unwrap_or(i64::MAX))
+            .bind(micros(dead_for))
+    }
+
+    pub(super) fn raise_floor(&self, token: i64) -> Statement {
+        query(self.texts.raise_floor.safe()).bind(token).bind(token)
+    }
+
+    pub(super) fn purge(&self, ids: &[Vec<u8>], dead_for: Duration, token: i64) -> Statement {
+        let statement = query(Texts::sized(&self.texts.purge, ids.len()).safe());
+        filled(statement, ids.iter().cloned()).bind(micros(dead_for)).bind(token)
+    }
+
+    fn of_key(&self, text: &Text, key: &Key) -> Statement {
+        query(text.safe()).bind(id_bytes(self.row(key)))
+    }
+}
+
+/// Binds the items, and NULLs for those that the text has room for.
+fn filled(statement: Statement, items: impl ExactSizeIterator<Item = Vec<u8>>) -> Statement {
+    let nulls = sql::size(items.len()).saturating_sub(items.len());
+    let statement = items.fold(statement, Statement::bind);
+    (0..nulls).fold(statement, |statement, _| statement.bind(None::<Vec<u8>>))
+}
+
+fn id_bytes(row: RowId) -> Vec<u8> {
+    row.bytes().to_vec()
+}
+
+fn claim_bytes(claim: &Claim) -> Vec<u8> {
+    claim.id().to_bytes().to_vec()
+}
+
+fn micros(duration: Duration) -> i64 {
+    i64::try_from(duration.as_micros()).unwrap_or(i64::MAX)
+}
+
+/// What a row tells in microseconds.
+pub(super) fn span(micros: i64) -> Duration {
+    Duration::from_micros(u64::try_from(micros).unwrap_or(0))
+}

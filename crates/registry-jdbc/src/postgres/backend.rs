@@ -1,0 +1,322 @@
+//! What is asked of a lock's row. Says nothing of SQL, see `sql`, and reads no clock: the server's counts.
+
+use std::fmt;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use registry_core::{
+    Attempt, BackendError, Busy, Capabilities, Claim, FencingToken, Finding, Grant, GuaranteeClass,
+    Holder, Key, LockBackend, Reach, Release, Renewal,
+};
+use sqlx::postgres::PgRow;
+use sqlx::{Postgres, Row};
+
+use super::config::PostgresConfig;
+use super::ears::{Ears, hex};
+use super::error::{damaged, explain};
+use super::link::{Link, Repeat};
+use super::open::{self, Opened};
+use super::sql::{self, Texts};
+use super::statement::{Statement, Value};
+use crate::server::{Errand, RowId};
+
+/// Locks in a PostgreSQL database: they exclude all who reach it.
+///
+/// A grant lives until its lease is over on the server's clock. Tokens are that clock's microseconds, or one more than the last of the key
+/// where that is larger: they grow over release, expiry, restart, failover and purge. A grant and a renewal are on the server's disk when
+/// they are answered, if the server is set up so (`synchronous_commit`, `fsync`); a release need not be. A release wakes the waiters of
+/// all processes by `NOTIFY`.
+///
+/// A standby that is promoted has what it had got until then: with asynchronous replication the last grants may be missing, and
+/// their keys are free. Tokens grow even then, so fenced writes stay safe.
+///
+/// The connections are its own: no transaction of the application is ever joined. At most as many as
+/// [configured](PostgresConfig::with_connections) are opened, and three more, however many locks are held or awaited.
+///
+/// # Examples
+/// ```no_run
+/// use registry_core::{Attempt, Claim, Key, LockBackend, Release};
+/// use registry_jdbc::{PostgresBackend, PostgresConfig};
+/// # use std::time::Duration;
+/// # async fn example() -> Result<(), Box<dyn std::error::Error>> {
+/// let config = PostgresConfig::from_url("postgres://worker:secret@db.example/shop")?;
+/// let backend = PostgresBackend::open(config).await?;
+/// let claim = Claim::new(Key::new("orders/42")?, Duration::from_secs(30));
+/// assert!(matches!(backend.try_acquire(&claim).await?, Attempt::Granted(_)));
+/// assert_eq!(backend.release(&claim).await?, Release::Freed);
+/// backend.close().await;
+/// # Ok(())
+/// # }
+/// ```
+pub struct PostgresBackend {
+    pub(super) config: PostgresConfig,
+    pub(super) store: String,
+    pub(super) texts: Texts,
+    pub(super) link: Link,
+    ears: Option<Ears>,
+    channel: String,
+}
+
+impl PostgresBackend {
+    /// Connects to the server, and makes the tables if they are absent.
+    ///
+    /// # Errors
+    /// [`BackendError`] with a message that says what to do: `Misconfigured` for what cannot work (no such database, missing or newer
+    /// tables, an old server, a name that is none), `Denied` for a wrong user or password or a missing right, `Transient` when the
+    /// server cannot be reached.
+    ///
+    /// # Cancel safety
+    /// Dropping the future may leave finished tables behind, never half-made ones.
+    pub async fn open(config: PostgresConfig) -> Result<Self, BackendError> {
+        let Opened { tables, store } = open::open(&config).await?;
+        let channel = format!("lock_registry_{}", hex(&RowId::of_namespace(&config.namespace)));
+        let ears = config.for_listening().map(|server| Ears::new(server, channel.clone()));
+        Ok(Self {
+            texts: Texts::new(&tables),
+            link: Link::new(&config),
+            config,
+            store,
+            ears,
+            channel,
+        })
+    }
+
+    /// The statements that make the tables of this store, for those who let nobody else make tables.
+    #[must_use]
+    pub const fn schema() -> &'static str {
+        sql::SCHEMA
+    }
+
+    /// The namespace that this backend's locks live in.
+    #[must_use]
+    pub fn namespace(&self) -> &str {
+        &self.config.namespace
+    }
+
+    pub(super) fn row_id(&self, key: &Key) -> RowId {
+        RowId::of(&self.config.namespace, key)
+    }
+
+    /// The statement that finds the claim's grant and keeps it from becoming anybody else's.
+    pub(super) fn fence_statement(&self, claim: &Claim, token: FencingToken) -> Statement<'_> {
+        let id = self.row_id(claim.key());
+        Statement::new(
+            &self.texts.fence,
+            [bytes(id.bytes()), claim_id(claim), Value::Number(i64::from(token))],
+        )
+    }
+
+    /// Whether `store`, read from the meta table of some database, is the id of this one.
+    pub(super) fn is_store(&self, store: &str) -> bool {
+        self.store == store
+    }
+
+    /// One statement: grants the key if it is free, or tells who has it. `None` if it was taken or let go in this very moment.
+    async fn ask_for(&self, claim: &Claim, mark: u64) -> Result<Option<Attempt>, BackendError> {
+        let id = self.row_id(claim.key());
+        let statement = Statement::new(
+            &self.texts.acquire,
+            [
+                bytes(id.bytes()),
+                bytes(self.config.namespace.as_bytes()),
+                bytes(claim.key().as_str().as_bytes()),
+                claim_id(claim),
+                Value::Number(i64::from(claim.token_block())),
+                Value::MaybeBytes(claim.label().map(|label| label.as_bytes().to_vec())),
+                Value::Number(micros(claim.lease())),
+                self.patience(),
+            ],
+        );
+        // A claim that was granted is granted again, with the same token: to ask twice does no harm.
+        let rows = self.link.rows(Errand::Acquire, &statement, Repeat::Harmless).await?;
+        let row = rows.first().ok_or_else(|| damaged("a statement was not answered"))?;
+        if let Some(token) = column::<Option<i64>>(row, 0)? {
+            let grant = Grant::new(Some(fencing_token(token)?), claim.lease());
+            return Ok(Some(Attempt::Granted(grant)));
+        }
+        let Some(holder) = column::<Option<Vec<u8>>>(row, 1)? else { return Ok(None) };
+        let held = Holder::new(claim.key().clone());
+        let held = told_of(held, row, 2)?;
+        let left = held.lease_left.unwrap_or_default();
+        if holder == claim.id().to_bytes() {
+            return Ok(Some(Attempt::Granted(Grant::new(held.token, left.min(claim.lease())))));
+        }
+        Ok(Some(Attempt::Busy(
+            Busy::new().with_retry_after(left).with_mark(mark).with_holder(held),
+        )))
+    }
+
+    /// How long a statement waits for a row, as the server wants it told.
+    fn patience(&self) -> Value {
+        let millis = self.config.busy_timeout.as_millis().max(1);
+        Value::Word(format!("{millis}ms"))
+    }
+
+    /// What those who wait for the lock are told.
+    fn message(id: RowId) -> Value {
+        Value::Word(hex(&id.short()))
+    }
+
+    /// Reads the row of all, when an attempt was answered with nothing several times: without that row nothing is ever granted.
+    async fn check_meta(&self) -> Result<(), BackendError> {
+        let statement = Statement::new(&self.texts.meta, []);
+        let rows = self.link.rows(Errand::Acquire, &statement, Repeat::Harmless).await?;
+        if rows.is_empty() {
+            return Err(damaged("the table with the name meta has lost its row").as_refused());
+        }
+        Ok(())
+    }
+}
+
+#[async_trait]
+impl LockBackend for PostgresBackend {
+    fn capabilities(&self) -> Capabilities {
+        let capabilities = Capabilities::new("postgres", GuaranteeClass::A, Reach::Network)
+            .with_fencing()
+            .with_labels()
+            .with_inspect();
+        if self.ears.is_some() { capabilities.with_wakes() } else { capabilities }
+    }
+
+    async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        // Between the look at the row and its lock somebody else may take it or let it go. Whoever is that unlucky several times
+        // is told "busy" without a name and comes back at once.
+        const TRIES_MAX: u32 = 3;
+        for _ in 0..TRIES_MAX {
+            let mark = self.ears.as_ref().map_or(0, Ears::moment);
+            if let Some(attempt) = self.ask_for(claim, mark).await? {
+                return Ok(attempt);
+            }
+        }
+        self.check_meta().await?;
+        Ok(Attempt::Busy(Busy::new().with_retry_after(Duration::ZERO)))
+    }
+
+    async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
+        self.renew_in_chunks(claims).await
+    }
+
+    async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+        let id = self.row_id(claim.key());
+        let statement = Statement::new(
+            &self.texts.release,
+            [
+                bytes(id.bytes()),
+                claim_id(claim),
+                self.patience(),
+                Value::Word(self.channel.clone()),
+                Self::message(id),
+            ],
+        );
+        // Asked twice, it would say that the claim held nothing. Who repeats it must know that.
+        let rows = self.link.rows(Errand::Release, &statement, Repeat::Never).await?;
+        self.purge_by_chance(claim).await;
+        Ok(freed(&rows))
+    }
+
+    async fn wait(&self, claim: &Claim, busy: &Busy) {
+        match &self.ears {
+            Some(ears) => ears.wait(self.row_id(claim.key()).short(), busy.mark).await,
+            None => std::future::pending().await,
+        }
+    }
+
+    async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
+        let id = self.row_id(key);
+        let statement = Statement::new(&self.texts.look, [bytes(id.bytes())]);
+        let rows = self.link.rows(Errand::Acquire, &statement, Repeat::Harmless).await?;
+        rows.first().map(|row| told_of(Holder::new(key.clone()), row, 1)).transpose()
+    }
+
+    async fn list(&self) -> Result<Vec<Holder>, BackendError> {
+        let statement = Statement::new(&self.texts.list, [bytes(self.config.namespace.as_bytes())]);
+        let rows = self.link.rows(Errand::Acquire, &statement, Repeat::Harmless).await?;
+        rows.iter()
+            .map(|row| {
+                let key = String::from_utf8(column(row, 0)?).ok();
+                let key = key.and_then(|key| Key::new(&key).ok());
+                let key =
+                    key.ok_or_else(|| damaged("a row's key is not one that can be locked"))?;
+                told_of(Holder::new(key), row, 1)
+            })
+            .collect()
+    }
+
+    async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
+        let id = self.row_id(key);
+        let statement = Statement::new(
+            &self.texts.force_release,
+            [
+                bytes(id.bytes()),
+                self.patience(),
+                Value::Word(self.channel.clone()),
+                Self::message(id),
+            ],
+        );
+        let rows = self.link.rows(Errand::Release, &statement, Repeat::Never).await?;
+        Ok(freed(&rows))
+    }
+
+    async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
+        self.look_for_trouble().await
+    }
+
+    async fn close(&self) {
+        if let Some(ears) = &self.ears {
+            ears.close();
+        }
+        self.link.close().await;
+    }
+}
+
+/// Reads token, label and times, which stand side by side from column `first` on.
+fn told_of(holder: Holder, row: &PgRow, first: usize) -> Result<Holder, BackendError> {
+    let label: Option<Vec<u8>> = column(row, first + 1)?;
+    let label = label.map(|label| String::from_utf8_lossy(&label).into_owned());
+    let (held_for, left): (i64, i64) = (column(row, first + 2)?, column(row, first + 3)?);
+    Ok(holder
+        .with_label(label)
+        .with_token(Some(fencing_token(column(row, first)?)?))
+        .with_times(Some(span(held_for)), Some(span(left))))
+}
+
+pub(super) fn column<'r, T>(row: &'r PgRow, index: usize) -> Result<T, BackendError>
+where
+    T: sqlx::Decode<'r, Postgres> + sqlx::Type<Postgres>,
+{
+    row.try_get(index).map_err(explain)
+}
+
+fn fencing_token(token: i64) -> Result<FencingToken, BackendError> {
+    FencingToken::try_from(token).map_err(|_| damaged("a row's token is negative"))
+}
+
+pub(super) fn claim_id(claim: &Claim) -> Value {
+    bytes(&claim.id().to_bytes())
+}
+
+pub(super) fn bytes(bytes: &[u8]) -> Value {
+    Value::Bytes(bytes.to_vec())
+}
+
+/// As the tables count; leases without end are cut off where a sum with the clock could overflow.
+pub(super) fn micros(span: Duration) -> i64 {
+    i64::try_from(span.as_micros()).map_or(MICROS_MAX, |micros| micros.min(MICROS_MAX))
+}
+
+/// A thousand years.
+const MICROS_MAX: i64 = 1000 * 366 * 24 * 60 * 60 * 1_000_000;
+
+pub(super) fn span(micros: i64) -> Duration {
+    Duration::from_micros(u64::try_from(micros).unwrap_or(0))
+}
+
+fn freed(rows: &[PgRow]) -> Release {
+    if rows.is_empty() { Release::NotHeld } else { Release::Freed }
+}
+
+impl fmt::Debug for PostgresBackend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PostgresBackend").field("config", &self.config).finish_non_exhaustive()
+    }
+}

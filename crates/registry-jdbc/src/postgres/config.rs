@@ -1,0 +1,384 @@
+//! What must be known to reach a PostgreSQL server, and where the locks are in it.
+
+use std::fmt;
+use std::path::Path;
+use std::time::Duration;
+
+use registry_core::{BackendError, BackendErrorKind};
+use sqlx::ConnectOptions as _;
+use sqlx::postgres::{PgConnectOptions, PgSslMode};
+
+use crate::server::Encryption;
+
+/// Where the locks of a [`PostgresBackend`](crate::PostgresBackend) live.
+#[derive(Clone)]
+#[non_exhaustive]
+pub struct PostgresConfig {
+    pub(super) server: PgConnectOptions,
+    pub(super) encryption: Encryption,
+    pub(super) listen: Listen,
+    pub(super) namespace: String,
+    pub(super) tables: Tables,
+    pub(super) connections: u32,
+    pub(super) prepared: bool,
+    pub(super) connect_timeout: Duration,
+    pub(super) response_timeout: Duration,
+    pub(super) busy_timeout: Duration,
+    pub(super) purge_after: Duration,
+}
+
+/// Where releases are heard of.
+#[derive(Clone)]
+pub(super) enum Listen {
+    /// Where the statements go.
+    Here,
+    /// Past the pooler that the statements go through.
+    There(Box<PgConnectOptions>),
+    /// Nowhere: those who wait look by themselves.
+    Off,
+}
+
+/// What the tables are called, and who makes them.
+#[derive(Debug, Clone)]
+pub(super) struct Tables {
+    pub(super) schema: Option<String>,
+    pub(super) prefix: String,
+    pub(super) create: bool,
+}
+
+impl PostgresConfig {
+    /// Locks in this database of the server at `host`, which is a name or an address; in the namespace `default`.
+    #[must_use]
+    pub fn new(host: &str, port: u16, database: &str) -> Self {
+        Self::of(PgConnectOptions::new_without_pgpass().host(host).port(port).database(database))
+    }
+
+    /// Locks in this database of the server whose sockets are in this folder.
+    #[must_use]
+    pub fn unix(folder: impl AsRef<Path>, port: u16, database: &str) -> Self {
+        let server = PgConnectOptions::new_without_pgpass().socket(folder.as_ref());
+        Self::of(server.port(port).database(database))
+    }
+
+    /// Locks at `postgres://[USER[:PASSWORD]@]HOST[:PORT]/DATABASE`. What is left out is as for `psql`.
+    ///
+    /// # Errors
+    /// `Misconfigured` if the URL cannot be read. It is not repeated: it may hold a password.
+    pub fn from_url(url: &str) -> Result<Self, BackendError> {
+        read_url(url).map(Self::of).ok_or_else(|| {
+            unusable(
+                "the URL cannot be read, or has options, which are set by methods; write \
+                 postgres://USER:PASSWORD@HOST:PORT/DATABASE",
+            )
+        })
+    }
+
+    fn of(server: PgConnectOptions) -> Self {
+        Self {
+            server: quiet(server),
+            encryption: Encryption::default(),
+            listen: Listen::Here,
+            namespace: "default".to_owned(),
+            tables: Tables { schema: None, prefix: "lock_registry".to_owned(), create: true },
+            connections: 4,
+            prepared: true,
+            connect_timeout: Duration::from_secs(2),
+            response_timeout: Self::RESPONSE_TIMEOUT,
+            busy_timeout: Self::BUSY_TIMEOUT,
+            purge_after: Duration::from_secs(60 * 60),
+        }
+    }
+
+    /// How long a statement may stay unanswered, unless it is set: above the engine's own time-out.
+    pub const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
+
+    /// How long a statement waits for a row, unless it is set.
+    pub const BUSY_TIMEOUT: Duration = Duration::from_secs(1);
+
+    /// The same as this user, with this password if one is asked for.
+    #[must_use]
+    pub fn with_login(mut self, user: &str, password: Option<&str>) -> Self {
+        self.server = self.server.username(user);
+        if let Some(password) = password {
+            self.server = self.server.password(password);
+        }
+        self
+    }
+
+    /// The same with connections that are encrypted in this way. [`Encryption::Preferred`] unless set.
+    #[must_use]
+    pub fn with_encryption(mut self, encryption: Encryption) -> Self {
+        self.encryption = encryption;
+        let mode = match encryption {
+            Encryption::Off => PgSslMode::Disable,
+            Encryption::Preferred => PgSslMode::Prefer,
+            Encryption::Required => PgSslMode::Require,
+            Encryption::VerifyAuthority => PgSslMode::VerifyCa,
+            Encryption::VerifyHost => PgSslMode::VerifyFull,
+        };
+        self.server = self.server.ssl_mode(mode);
+        self
+    }
+
+    /// The same with servers that are verified against these certificates (PEM) instead of the host's authorities, and made out to the
+    /// host's name unless [`with_encryption`](Self::with_encryption) says otherwise afterwards. Feature `tls`.
+    #[cfg(feature = "tls")]
+    #[must_use]
+    pub fn with_certificate_authority(mut self, certificates: impl Into<Vec<u8>>) -> Self {
+        self.server = self.server.ssl_root_cert_from_pem(certificates.into());
+        self.with_encryption(Encryption::VerifyHost)
+    }
+
+    /// The same with this certificate (PEM), which tells the server who we are; `key` (PEM) is its private key. Feature `tls`.
+    #[cfg(feature = "tls")]
+    #[must_use]
+    pub fn with_client_certificate(
+        mut self,
+        certificate: impl AsRef<[u8]>,
+        key: impl AsRef<[u8]>,
+    ) -> Self {
+        self.server =
+            self.server.ssl_client_cert_from_pem(certificate).ssl_client_key_from_pem(key);
+        self
+    }
+
+    /// The same with releases that are heard of at this URL, for a server behind a pooler: `LISTEN` needs a connection that stays
+    /// with the server. Encrypted in the same way.
+    ///
+    /// # Errors
+    /// `Misconfigured` if the URL cannot be read. It is not repeated: it may hold a password.
+    pub fn with_listen(mut self, url: &str) -> Result<Self, BackendError> {
+        let server =
+            read_url(url).ok_or_else(|| unusable("the URL to listen at cannot be read"))?;
+        self.listen = Listen::There(Box::new(quiet(server)));
+        Ok(self)
+    }
+
+    /// The same without a connection that hears of releases: those who wait look by themselves, at each poll.
+    #[must_use]
+    pub fn without_listen(mut self) -> Self {
+        self.listen = Listen::Off;
+        self
+    }
+
+    /// The same with this namespace. Locks of different namespaces never meet, even if their keys are equal. `default` unless set.
+    #[must_use]
+    pub fn with_namespace(mut self, namespace: impl Into<String>) -> Self {
+        self.namespace = namespace.into();
+        self
+    }
+
+    /// The same with tables in this schema of the database. Unless set: where the `search_path` finds them, or else in its first schema.
+    #[must_use]
+    pub fn with_schema(mut self, schema: impl Into<String>) -> Self {
+        self.tables.schema = Some(schema.into());
+        self
+    }
+
+    /// The same with tables whose names begin with this. `lock_registry` unless set.
+    #[must_use]
+    pub fn with_table_prefix(mut self, prefix: impl Into<String>) -> Self {
+        self.tables.prefix = prefix.into();
+        self
+    }
+
+    /// The same with tables that are made if they are missing (or not). They are made unless set.
+    #[must_use]
+    pub fn with_create_schema(mut self, create: bool) -> Self {
+        self.tables.create = create;
+        self
+    }
+
+    /// The same with at most this many connections for statements. 4 unless set. Three more are opened when they are needed: one each for renewals
+    /// and releases that find all of these at work, and one that hears of releases.
+    #[must_use]
+    pub fn with_connections(mut self, connections: u32) -> Self {
+        self.connections = connections;
+        self
+    }
+
+    /// The same with statements that the server keeps prepared (or not). They are prepared unless set.
+    ///
+    /// Turn it off behind a pooler that gives each transaction another connection, such as `PgBouncer` with `pool_mode = transaction`. Releases are then
+    /// not listened to, unless [`with_listen`](Self::with_listen) says where.
+    #[must_use]
+    pub fn with_prepared(mut self, prepared: bool) -> Self {
+        self.prepared = prepared;
+        self
+    }
+
+    /// The same with this time to connect. 2 s unless set.
+    #[must_use]
+    pub fn with_connect_timeout(mut self, connect_timeout: Duration) -> Self {
+        self.connect_timeout = connect_timeout;
+        self
+    }
+
+    /// The same with this patience with unanswered statements, after which the connection counts as dead. 10 s unless set, which is
+    /// above the engine's own time-out.
+    #[must_use]
+    pub fn with_response_timeout(mut self, response_timeout: Duration) -> Self {
+        self.response_timeout = response_timeout;
+        self
+    }
+
+    /// The same with this patience with rows that other transactions have locked, after which a statement gives up with an error that may
+    /// pass. 1 s unless set. A transaction with a [fence](crate::Fence) keeps others waiting in this way.
+    #[must_use]
+    pub fn with_busy_timeout(mut self, busy_timeout: Duration) -> Self {
+        self.busy_timeout = busy_timeout;
+        self
+    }
+
+    /// The same with rows of free keys kept for this long. One hour unless set.
+    #[must_use]
+    pub fn with_purge_after(mut self, purge_after: Duration) -> Self {
+        self.purge_after = purge_after;
+        self
+    }
+
+    /// How the server is reached by statements.
+    pub(super) fn for_statements(&self) -> PgConnectOptions {
+        self.server.clone()
+    }
+
+    /// How the server is reached by whoever listens, if anybody does.
+    pub(super) fn for_listening(&self) -> Option<PgConnectOptions> {
+        match &self.listen {
+            Listen::Here => self.prepared.then(|| self.server.clone()),
+            Listen::There(server) => {
+                Some(PgConnectOptions::clone(server).ssl_mode(self.server.get_ssl_mode()))
+            }
+            Listen::Off => None,
+        }
+    }
+
+    /// Refuses what cannot work.
+    pub(super) fn check(&self) -> Result<(), BackendError> {
+        if self.namespace.len() > NAMESPACE_BYTES_MAX {
+            return Err(unusable(&format!("a namespace has at most {NAMESPACE_BYTES_MAX} bytes")));
+        }
+        if let Some(schema) = &self.tables.schema
+            && !is_identifier(schema, IDENTIFIER_BYTES_MAX)
+        {
+            return Err(unusable(&format!(
+                "the schema {schema:?} is not of at most {IDENTIFIER_BYTES_MAX} letters, digits and underscores, with no digit first"
+            )));
+        }
+        let prefix = &self.tables.prefix;
+        // The names of tables are not quoted, so the server would make capitals small.
+        if !is_identifier(prefix, PREFIX_BYTES_MAX)
+            || prefix.contains(|c: char| c.is_ascii_uppercase())
+        {
+            return Err(unusable(&format!(
+                "the tables' prefix {prefix:?} is not of at most {PREFIX_BYTES_MAX} small letters, digits and underscores, with no \
+                 digit first"
+            )));
+        }
+        if self.connections == 0 {
+            return Err(unusable("there must be at least one connection"));
+        }
+        for (option, given, least) in [
+            ("connect_timeout", self.connect_timeout, TIME_MIN),
+            ("response_timeout", self.response_timeout, TIME_MIN),
+            ("busy_timeout", self.busy_timeout, TIME_MIN),
+            ("purge_after", self.purge_after, Duration::ZERO),
+        ] {
+            if !(least..=TIME_MAX).contains(&given) {
+                return Err(unusable(&format!(
+                    "{option} of {given:?} is not between {least:?} and 366 days"
+                )));
+            }
+        }
+        if self.busy_timeout >= self.response_timeout {
+            return Err(unusable("busy_timeout must be shorter than response_timeout"));
+        }
+        if !cfg!(feature = "tls")
+            && !matches!(self.encryption, Encryption::Off | Encryption::Preferred)
+        {
+            return Err(unusable("encrypted connections need the feature `tls`"));
+        }
+        Ok(())
+    }
+}
+
+/// The tables, with the schema that they are in.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct TableNames {
+    pub(super) schema: String,
+    pub(super) prefix: String,
+}
+
+impl TableNames {
+    pub(super) fn locks(&self) -> String {
+        format!("{}.{}_locks", quoted(&self.schema), self.prefix)
+    }
+
+    pub(super) fn meta(&self) -> String {
+        format!("{}.{}_meta", quoted(&self.schema), self.prefix)
+    }
+}
+
+/// The server tells schemas that nobody has checked.
+pub(super) fn quoted(identifier: &str) -> String {
+    format!("\"{}\"", identifier.replace('"', "\"\""))
+}
+
+fn is_identifier(name: &str, bytes_max: usize) -> bool {
+    name.len() <= bytes_max
+        && name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_')
+        && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
+}
+
+fn read_url(url: &str) -> Option<PgConnectOptions> {
+    // The client would take options out of the environment's place, and log those that it does not know.
+    if url.contains(['?', '#']) || !url.starts_with("postgres") {
+        return None;
+    }
+    url.parse().ok()
+}
+
+fn quiet(server: PgConnectOptions) -> PgConnectOptions {
+    // A pooler refuses settings that it does not know, and floating-point numbers are not read here.
+    server.application_name("lock-registry").extra_float_digits(None).disable_statement_logging()
+}
+
+pub(super) fn unusable(says: &str) -> BackendError {
+    BackendError::new(BackendErrorKind::Misconfigured, format!("postgres: {says}")).as_refused()
+}
+
+const NAMESPACE_BYTES_MAX: usize = 255;
+const IDENTIFIER_BYTES_MAX: usize = 63;
+/// The longest name that begins with it is that of a trigger.
+const PREFIX_BYTES_MAX: usize = 50;
+const TIME_MIN: Duration = Duration::from_millis(10);
+const TIME_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);
+
+// By hand: the client's options hold a password, and print it.
+impl fmt::Debug for PostgresConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PostgresConfig")
+            .field("host", &self.server.get_host())
+            .field("socket", &self.server.get_socket())
+            .field("port", &self.server.get_port())
+            .field("database", &self.server.get_database())
+            .field("encryption", &self.encryption)
+            .field(
+                "listen",
+                &match self.listen {
+                    Listen::Here => "here",
+                    Listen::There(_) => "elsewhere",
+                    Listen::Off => "off",
+                },
+            )
+            .field("namespace", &self.namespace)
+            .field("tables", &self.tables)
+            .field("connections", &self.connections)
+            .field("prepared", &self.prepared)
+            .field("connect_timeout", &self.connect_timeout)
+            .field("response_timeout", &self.response_timeout)
+            .field("busy_timeout", &self.busy_timeout)
+            .field("purge_after", &self.purge_after)
+            .finish_non_exhaustive()
+    }
+}

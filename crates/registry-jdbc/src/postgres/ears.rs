@@ -1,0 +1,327 @@
+//! Hears of releases. One connection and one task, as long as somebody waits; knows nothing of locks.
+//!
+//! A message may be lost with its connection, so everybody is woken after each reconnect; and waiting never relies on messages alone,
+//! that is the engine's part. All releases of a namespace are heard, whoever waits for them, so the last ones are remembered: a release between
+//! the answer "busy" and the wait is not missed.
+
+use std::collections::{HashMap, VecDeque};
+use std::fmt;
+use std::fmt::Write as _;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use sqlx::Executor as _;
+use sqlx::postgres::{PgConnectOptions, PgListener, PgPoolOptions};
+use tokio::sync::Notify;
+use tokio::task::JoinHandle;
+use tokio::time::{MissedTickBehavior, interval, timeout};
+
+/// Which lock a message is about.
+type Lock = [u8; 16];
+
+pub(super) struct Ears {
+    server: PgConnectOptions,
+    channel: String,
+    table: Arc<Table>,
+    task: Mutex<Option<JoinHandle<()>>>,
+}
+
+#[derive(Default)]
+struct Table {
+    heard: Mutex<Heard>,
+}
+
+#[derive(Default)]
+struct Heard {
+    /// Numbers everything that was heard, and every start of listening.
+    count: u64,
+    /// Since which number nothing was missed; `None` while nobody listens.
+    since: Option<u64>,
+    /// The last releases, and their numbers.
+    releases: VecDeque<(u64, Lock)>,
+    waiting: HashMap<Lock, Waiting>,
+}
+
+/// Those who wait for one lock.
+#[derive(Default)]
+struct Waiting {
+    woken: Arc<Notify>,
+    count: usize,
+}
+
+impl Ears {
+    /// Listens to `channel` from the moment when somebody waits.
+    pub(super) fn new(server: PgConnectOptions, channel: String) -> Self {
+        Self { server, channel, table: Arc::default(), task: Mutex::default() }
+    }
+
+    /// This moment, for [`wait`](Self::wait). To be read before a question whose answer may be outdated by a release.
+    pub(super) fn moment(&self) -> u64 {
+        self.table.heard().count
+    }
+
+    /// Returns when the lock may have been released after `moment`. If nobody listened then, returns as soon as somebody does.
+    pub(super) async fn wait(&self, lock: Lock, moment: u64) {
+        let waiter = self.table.enter(lock);
+        self.begin();
+        loop {
+            let woken = waiter.woken.notified();
+            tokio::pin!(woken);
+            // Listening starts before the look, or a release could slip through in between.
+            woken.as_mut().enable();
+            if self.table.heard().may_be_free(&lock, moment) {
+                return;
+            }
+            woken.await;
+        }
+    }
+
+    /// Ends the connection. It is made anew when somebody waits again.
+    pub(super) fn close(&self) {
+        if let Some(task) = self.task().take() {
+            task.abort();
+        }
+        self.table.heard().since = None;
+    }
+
+    /// Makes sure that somebody listens.
+    fn begin(&self) {
+        let mut task = self.task();
+        if task.as_ref().is_none_or(JoinHandle::is_finished) {
+            let (table, server) = (Arc::clone(&self.table), self.server.clone());
+            *task = Some(tokio::spawn(listen(table, server, self.channel.clone())));
+        }
+    }
+
+    fn task(&self) -> MutexGuard<'_, Option<JoinHandle<()>>> {
+        self.task.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Ears {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+impl fmt::Debug for Ears {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Ears").field("channel", &self.channel).finish_non_exhaustive()
+    }
+}
+
+impl Table {
+    fn heard(&self) -> MutexGuard<'_, Heard> {
+        self.heard.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn enter(&self, lock: Lock) -> Waiter<'_> {
+        let mut heard = self.heard();
+        let waiting = heard.waiting.entry(lock).or_default();
+        waiting.count += 1;
+        Waiter { table: self, lock, woken: Arc::clone(&waiting.woken) }
+    }
+
+    /// Nothing is missed from here on; whatever happened before was.
+    fn begin(&self) {
+        let woken = {
+            let mut heard = self.heard();
+            heard.count += 1;
+            heard.since = Some(heard.count);
+            heard.releases.clear();
+            heard.waiting.values().map(|waiting| Arc::clone(&waiting.woken)).collect::<Vec<_>>()
+        };
+        // Nobody is woken while the table is locked: a waker is foreign code.
+        woken.iter().for_each(|woken| woken.notify_waiters());
+    }
+
+    fn end(&self) {
+        self.heard().since = None;
+    }
+
+    fn release(&self, lock: Lock) {
+        let woken = {
+            let mut heard = self.heard();
+            heard.count += 1;
+            let number = heard.count;
+            heard.releases.push_back((number, lock));
+            if heard.releases.len() > RELEASES_MAX
+                && let Some((forgotten, _)) = heard.releases.pop_front()
+            {
+                heard.since = heard.since.map(|since| since.max(forgotten));
+            }
+            heard.waiting.get(&lock).map(|waiting| Arc::clone(&waiting.woken))
+        };
+        if let Some(woken) = woken {
+            woken.notify_waiters();
+        }
+    }
+
+    fn is_awaited(&self) -> bool {
+        !self.heard().waiting.is_empty()
+    }
+}
+
+impl Heard {
+    fn may_be_free(&self, lock: &Lock, moment: u64) -> bool {
+        let Some(since) = self.since else { return false };
+        let after = |(number, _): &&(u64, Lock)| *number > moment;
+        since > moment
+            || self.releases.iter().rev().take_while(after).any(|(_, released)| released == lock)
+    }
+}
+
+/// Somebody who waits.
+struct Waiter<'a> {
+    table: &'a Table,
+    lock: Lock,
+    woken: Arc<Notify>,
+}
+
+impl Drop for Waiter<'_> {
+    fn drop(&mut self) {
+        let mut heard = self.table.heard();
+        if let Some(waiting) = heard.waiting.get_mut(&self.lock) {
+            waiting.count -= 1;
+            if waiting.count == 0 {
+                heard.waiting.remove(&self.lock);
+            }
+        }
+    }
+}
+
+/// Connects, again and again, until nobody has waited for a while.
+async fn listen(table: Arc<Table>, server: PgConnectOptions, channel: String) {
+    let mut pause = RETRY_MIN;
+    loop {
+        let connected = timeout(ANSWER_LIMIT, connect(&server, &channel)).await;
+        if let Ok(Ok(listener)) = connected {
+            pause = RETRY_MIN;
+            table.begin();
+            let idle = hear(&table, listener).await;
+            table.end();
+            if idle && !table.is_awaited() {
+                return;
+            }
+        } else if !table.is_awaited() {
+            return;
+        }
+        // At random, so that not all come back at once to a server that has just started.
+        tokio::time::sleep(pause.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
+        pause = (pause * 2).min(RETRY_MAX);
+    }
+}
+
+async fn connect(server: &PgConnectOptions, channel: &str) -> Result<PgListener, sqlx::Error> {
+    // Nothing is listened to without a pool; this one is for one connection and never makes another.
+    let pool = PgPoolOptions::new().max_connections(1).max_lifetime(None).idle_timeout(None);
+    let pool = pool.test_before_acquire(false).connect_lazy_with(server.clone());
+    let mut listener = PgListener::connect_with(&pool).await?;
+    listener.eager_reconnect(false);
+    listener.listen(channel).await?;
+    Ok(listener)
+}
+
+/// Hears until the connection breaks, or nobody waits any more: then true.
+async fn hear(table: &Table, mut listener: PgListener) -> bool {
+    let mut beat = interval(HEARTBEAT);
+    beat.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut idle_beats = 0_u32;
+    loop {
+        tokio::select! {
+            biased;
+            heard = listener.try_recv() => match heard {
+                Ok(Some(message)) => {
+                    if let Some(lock) = read(message.payload()) {
+                        table.release(lock);
+                    }
+                }
+                Ok(None) | Err(_) => return false,
+            },
+            _ = beat.tick() => {
+                idle_beats = if table.is_awaited() { 0 } else { idle_beats + 1 };
+                if idle_beats > IDLE_BEATS_MAX {
+                    return true;
+                }
+                // A connection that has died without a word answers nothing.
+                if !matches!(timeout(ANSWER_LIMIT, listener.execute("SELECT 1")).await, Ok(Ok(_))) {
+                    return false;
+                }
+            }
+        }
+    }
+}
+
+/// Bytes as small hexadecimal digits.
+pub(super) fn hex(bytes: &[u8]) -> String {
+    bytes.iter().fold(String::with_capacity(bytes.len() * 2), |mut text, byte| {
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
+}
+
+fn read(message: &str) -> Option<Lock> {
+    u128::from_str_radix(message, 16).ok().map(u128::to_be_bytes)
+}
+
+/// How many releases are remembered: those of the time between an answer and the wait.
+const RELEASES_MAX: usize = 1024;
+
+/// The pauses between tries to connect.
+const RETRY_MIN: Duration = Duration::from_millis(50);
+const RETRY_MAX: Duration = Duration::from_secs(2);
+
+/// How often the connection is asked whether it is alive.
+const HEARTBEAT: Duration = Duration::from_secs(5);
+
+/// After how many of those without anybody who waits it is closed.
+const IDLE_BEATS_MAX: u32 = 6;
+
+/// How long the server may take to answer.
+const ANSWER_LIMIT: Duration = Duration::from_secs(5);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const A: Lock = [1; 16];
+    const B: Lock = [2; 16];
+
+    #[test]
+    fn a_release_between_question_and_wait_is_not_missed() {
+        let table = Table::default();
+        table.begin();
+        let moment = table.heard().count;
+        assert!(!table.heard().may_be_free(&A, moment));
+        table.release(B);
+        assert!(!table.heard().may_be_free(&A, moment));
+        table.release(A);
+        assert!(table.heard().may_be_free(&A, moment));
+        let moment = table.heard().count;
+        assert!(!table.heard().may_be_free(&A, moment));
+    }
+
+    #[test]
+    fn who_may_have_missed_something_looks() {
+        let table = Table::default();
+        let moment = table.heard().count;
+        assert!(!table.heard().may_be_free(&A, moment), "there is nobody who hears yet");
+        table.begin();
+        assert!(table.heard().may_be_free(&A, moment));
+        let moment = table.heard().count;
+        table.end();
+        table.begin();
+        assert!(table.heard().may_be_free(&A, moment));
+        let moment = table.heard().count;
+        (0..=RELEASES_MAX).for_each(|_| table.release(B));
+        assert!(table.heard().may_be_free(&A, moment), "more than can be remembered");
+        assert!(!table.heard().may_be_free(&A, table.heard().count));
+    }
+
+    #[test]
+    fn messages_are_read_as_they_are_written() {
+        let lock: Lock = std::array::from_fn(|n| u8::try_from(n * 17).unwrap());
+        assert_eq!(read(&hex(&lock)), Some(lock));
+        assert_eq!(read("not ours"), None);
+    }
+}

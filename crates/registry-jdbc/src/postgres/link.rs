@@ -1,0 +1,125 @@
+//! Asks the server, over whichever connection is free, and sorts what goes wrong.
+
+use std::time::Duration;
+
+use registry_core::BackendError;
+use sqlx::postgres::{PgConnection, PgRow};
+use tokio::time::timeout;
+
+use super::config::PostgresConfig;
+use super::error::{self, explain};
+use super::statement::Statement;
+use crate::server::{Errand, Pool, PoolLimits, Refusal, Seat};
+
+#[derive(Debug)]
+pub(super) struct Link {
+    pool: Pool<PgConnection>,
+    prepared: bool,
+    response_timeout: Duration,
+}
+
+/// Whether a statement may be sent once more when the connection breaks, although it may have been done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Repeat {
+    Harmless,
+    Never,
+}
+
+impl Link {
+    /// Connects to nothing yet.
+    pub(super) fn new(config: &PostgresConfig) -> Self {
+        let limits = PoolLimits {
+            connections: config.connections,
+            connect: config.connect_timeout,
+            patience: config.response_timeout,
+        };
+        Self {
+            pool: Pool::new(config.for_statements(), limits),
+            prepared: config.prepared,
+            response_timeout: config.response_timeout,
+        }
+    }
+
+    pub(super) const fn is_prepared(&self) -> bool {
+        self.prepared
+    }
+
+    /// The answer to `statement`.
+    ///
+    /// # Cancel safety
+    /// Dropping the future closes the connection; the server may finish the statement.
+    pub(super) async fn rows(
+        &self,
+        errand: Errand,
+        statement: &Statement<'_>,
+        repeat: Repeat,
+    ) -> Result<Vec<PgRow>, BackendError> {
+        let seat = self.pool.enter(errand).await.map_err(refused)?;
+        let was_idle = seat.was_idle();
+        match self.ask(seat, statement).await {
+            // It broke while nobody used it, as all do when the server is started anew.
+            Err(Trouble::Broken(_)) if was_idle && repeat == Repeat::Harmless => {
+                let seat = self.pool.enter_anew(errand).await.map_err(refused)?;
+                self.ask(seat, statement).await.map_err(Trouble::told)
+            }
+            Err(trouble) => {
+                if matches!(trouble, Trouble::Broken(_)) {
+                    self.pool.close_idle();
+                }
+                Err(trouble.told())
+            }
+            Ok(rows) => Ok(rows),
+        }
+    }
+
+    async fn ask(
+        &self,
+        mut seat: Seat<'_, PgConnection>,
+        statement: &Statement<'_>,
+    ) -> Result<Vec<PgRow>, Trouble> {
+        let answer = statement.send(&mut seat, self.prepared);
+        match timeout(self.response_timeout, answer).await {
+            Ok(Ok(rows)) => {
+                seat.leave();
+                Ok(rows)
+            }
+            Ok(Err(error)) if error::spares_connection(&error) => {
+                seat.leave();
+                Err(Trouble::Answered(explain(error)))
+            }
+            Ok(Err(error)) => Err(Trouble::Broken(explain(error))),
+            Err(_) => Err(Trouble::Silent(error::silent())),
+        }
+    }
+
+    /// Closes the connections that are not at work. More are opened if somebody asks.
+    pub(super) async fn close(&self) {
+        self.pool.close().await;
+    }
+}
+
+enum Trouble {
+    /// The server has answered, and the connection is as good as before.
+    Answered(BackendError),
+    /// The connection is of no use any more.
+    Broken(BackendError),
+    /// Nothing was heard for so long that nobody waits any more.
+    Silent(BackendError),
+}
+
+impl Trouble {
+    fn told(self) -> BackendError {
+        match self {
+            Self::Answered(error) | Self::Broken(error) | Self::Silent(error) => error,
+        }
+    }
+}
+
+/// Nothing was sent.
+fn refused(refusal: Refusal) -> BackendError {
+    match refusal {
+        Refusal::Exhausted => error::exhausted(),
+        Refusal::Silent => error::unreachable_in_time(),
+        Refusal::Sqlx(error) => explain(error).as_refused(),
+    }
+}

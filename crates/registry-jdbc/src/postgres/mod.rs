@@ -1,0 +1,28 @@
+//! The PostgreSQL store.
+//!
+//! The modules are listed in the order in which one acquisition runs through them; what comes after its release is last.
+
+// Before the first one.
+mod config;
+mod open;
+// What is asked of a lock's row, and how it is said.
+mod backend;
+mod renew;
+mod sql;
+mod statement;
+// How it reaches the server.
+mod link;
+mod error;
+// Waiting for a release, whichever process makes it.
+mod ears;
+// In the caller's own transaction.
+mod fence;
+// Housekeeping.
+mod purge;
+mod diagnose;
+
+pub use backend::PostgresBackend;
+pub use config::PostgresConfig;
+
+#[cfg(test)]
+mod tests;

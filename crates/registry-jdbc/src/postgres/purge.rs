@@ -1,0 +1,42 @@
+//! Deletes the rows of keys that nobody has locked for a while, a bounded piece at a time.
+//!
+//! Their tokens are not forgotten: a trigger of the tables keeps the largest in the same transaction.
+
+use registry_core::{BackendError, Claim};
+
+use super::backend::{PostgresBackend, bytes, column, micros};
+use super::link::Repeat;
+use super::statement::{Statement, Value};
+use crate::server::Errand;
+
+/// A release searches a piece if its claim's random id begins with this byte: one in 256.
+const SIGN: u8 = 0;
+
+/// How many rows a piece has: twice as many as releases can have added since the last one, so that at most half of all rows are dead.
+const PIECE_ROWS: i64 = 512;
+
+impl PostgresBackend {
+    /// Searches a piece, now and then: the claim's random id is the die.
+    pub(super) async fn purge_by_chance(&self, claim: &Claim) {
+        if claim.id().to_bytes()[0] == SIGN {
+            // The release is done and is not to fail because of housekeeping. What is wrong with the tables, the next
+            // acquisition will tell.
+            let place: [u8; 32] = std::array::from_fn(|_| fastrand::u8(..));
+            let _ = self.purge_piece(&place).await;
+        }
+    }
+
+    /// Searches the piece that follows `place`, and tells how many rows were deleted.
+    pub(super) async fn purge_piece(&self, place: &[u8]) -> Result<i64, BackendError> {
+        let statement = Statement::new(
+            &self.texts.purge,
+            [
+                bytes(place),
+                Value::Number(PIECE_ROWS),
+                Value::Number(micros(self.config.purge_after)),
+            ],
+        );
+        let rows = self.link.rows(Errand::Acquire, &statement, Repeat::Harmless).await?;
+        rows.first().map_or(Ok(0), |row| column(row, 0))
+    }
+}

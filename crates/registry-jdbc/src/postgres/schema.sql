@@ -1,0 +1,50 @@
+-- The tables of lock-registry's PostgreSQL store, version 1. Safe to run again; `PostgresBackend::open` does so by itself
+-- unless it finds them. They are made in the first schema of the search_path.
+--
+-- Who only locks needs no more than:
+--   GRANT USAGE ON SCHEMA … TO …;
+--   GRANT SELECT, INSERT, UPDATE, DELETE ON lock_registry_locks TO …;
+--   GRANT SELECT, UPDATE ON lock_registry_meta TO …;
+
+-- One row for all namespaces.
+CREATE TABLE IF NOT EXISTS lock_registry_meta (
+    id      smallint NOT NULL PRIMARY KEY CHECK (id = 1),
+    version integer  NOT NULL,                      -- of these tables
+    store   uuid     NOT NULL,                      -- tells these tables from others
+    floor   bigint   NOT NULL                       -- the largest token of all deleted rows
+);
+
+INSERT INTO lock_registry_meta (id, version, store, floor)
+VALUES (1, 1, gen_random_uuid(), 0)
+ON CONFLICT (id) DO NOTHING;
+
+-- One row for each key that was locked lately. Times are microseconds since 1970 on the server's clock.
+CREATE TABLE IF NOT EXISTS lock_registry_locks (
+    id        bytea  NOT NULL PRIMARY KEY,          -- SHA-256 of namespace and key, which are too long for an index
+    namespace bytea  NOT NULL,                      -- UTF-8
+    key       bytea  NOT NULL,                      -- UTF-8
+    claim     bytea,                                -- who holds it; NULL after a release
+    token     bigint NOT NULL,                      -- the first fencing token of the newest grant
+    block     bigint NOT NULL,                      -- how many tokens it reserved
+    label     bytea,                                -- UTF-8
+    since     bigint NOT NULL,
+    until     bigint NOT NULL                       -- held until then, or free since then
+) WITH (fillfactor = 70);
+
+-- Whoever deletes rows, tokens never go backwards.
+CREATE OR REPLACE FUNCTION lock_registry_purged() RETURNS trigger LANGUAGE plpgsql AS $$
+DECLARE
+    gone text := CASE TG_OP WHEN 'DELETE' THEN 'deleted' ELSE format('%I.%I', TG_TABLE_SCHEMA, TG_TABLE_NAME) END;
+BEGIN
+    EXECUTE format(
+        'UPDATE %I.lock_registry_meta AS meta SET floor = gone.token '
+        'FROM (SELECT max(token + block - 1) AS token FROM %s) AS gone WHERE meta.id = 1 AND meta.floor < gone.token',
+        TG_TABLE_SCHEMA, gone);
+    RETURN NULL;
+END $$;
+
+CREATE OR REPLACE TRIGGER lock_registry_deleted AFTER DELETE ON lock_registry_locks
+REFERENCING OLD TABLE AS deleted FOR EACH STATEMENT EXECUTE FUNCTION lock_registry_purged();
+
+CREATE OR REPLACE TRIGGER lock_registry_truncated BEFORE TRUNCATE ON lock_registry_locks
+FOR EACH STATEMENT EXECUTE FUNCTION lock_registry_purged();

@@ -1,0 +1,195 @@
+//! Every statement of the store. Each is a transaction of its own and one round trip, so nothing that is dropped half-way can leave one open.
+//!
+//! A row is held when it has a claim and `until` lies ahead. All times are the server's, from `clock_timestamp()`: `now()` stands still in a
+//! transaction, and so while a statement waits for a row.
+//!
+//! Nothing may be left to the session: behind a pooler every statement may meet another one. What a statement needs it sets for itself,
+//! by `set_config(…, true)`, which lasts until its own end. A function that nobody reads from is not called, so all of them are joined.
+//!
+//! Whoever makes a key somebody else's locks its row FOR UPDATE, whoever renews or releases only FOR NO KEY UPDATE. Between the two stands
+//! FOR KEY SHARE, by which a fenced transaction keeps out the former and lets the latter through.
+
+use std::sync::Arc;
+
+use sqlx::{AssertSqlSafe, SqlStr};
+
+use super::config::TableNames;
+
+/// The version of the tables that this program reads and writes.
+pub(super) const VERSION: i32 = 1;
+
+/// Makes the tables. Several statements: for a connection of its own.
+pub(super) const SCHEMA: &str = include_str!("schema.sql");
+
+/// The text of every statement, for tables of these names.
+#[derive(Debug)]
+pub(super) struct Texts {
+    pub(super) meta: Text,
+    pub(super) acquire: Text,
+    pub(super) look: Text,
+    pub(super) list: Text,
+    pub(super) renew: Text,
+    pub(super) release: Text,
+    pub(super) force_release: Text,
+    pub(super) fence: Text,
+    pub(super) purge: Text,
+}
+
+impl Texts {
+    pub(super) fn new(tables: &TableNames) -> Self {
+        let text = |template: &str| {
+            let text = template
+                .replace("{locks}", &tables.locks())
+                .replace("{meta}", &tables.meta())
+                .replace("{now}", "(extract(epoch FROM clock_timestamp()) * 1000000)::bigint");
+            Text::new(&text)
+        };
+        Self {
+            meta: text(META),
+            acquire: text(ACQUIRE),
+            look: text(LOOK),
+            list: text(LIST),
+            renew: text(RENEW),
+            release: text(RELEASE),
+            force_release: text(FORCE_RELEASE),
+            fence: text(FENCE),
+            purge: text(PURGE),
+        }
+    }
+}
+
+/// One statement. Its parameters are numbered, and each has its type beside it.
+#[derive(Debug, Clone)]
+pub(super) struct Text(Arc<str>);
+
+impl Text {
+    /// For what is asked once in a while.
+    pub(super) fn new(text: &str) -> Self {
+        Self(text.into())
+    }
+
+    pub(super) fn as_str(&self) -> &str {
+        &self.0
+    }
+
+    /// For the client, which asks for a promise that no value was put into it.
+    pub(super) fn safe(&self) -> SqlStr {
+        use sqlx::SqlSafeStr as _;
+        AssertSqlSafe(Arc::clone(&self.0)).into_sql_str()
+    }
+}
+
+const META: &str = "SELECT version, store::text FROM {meta} WHERE id = 1";
+
+/// Grants the key, unless somebody holds it, the claim itself included; and tells who.
+///
+/// Who sees in its snapshot that the key is held does not touch the row, so a busy attempt costs no write and no flush. Who sees it free
+/// locks the row, in the strongest way: that is what the assignment of `id` to itself is for. If somebody was faster, the row is
+/// found held now; neither a grant nor a holder is told then, and one has to ask again. The clock is read anew behind that lock.
+///
+/// The new token is above those of this row as it was seen and as it is, and above those of all deleted rows.
+///
+/// id, namespace, key, claim, block, label, lease, lock_timeout
+const ACQUIRE: &str = "\
+    WITH patience AS MATERIALIZED (SELECT set_config('lock_timeout', $8::text, true)), \
+    clock AS MATERIALIZED (SELECT {now} AS now), \
+    seen AS MATERIALIZED (SELECT claim, token, block, label, since, until FROM {locks} WHERE id = $1::bytea), \
+    held AS (SELECT seen.* FROM seen, clock WHERE claim IS NOT NULL AND until > now), \
+    granted AS ( \
+        INSERT INTO {locks} AS l (id, namespace, key, claim, token, block, label, since, until) \
+        SELECT $1::bytea, $2::bytea, $3::bytea, $4::bytea, \
+            greatest(now, floor + 1, (SELECT token + block FROM seen)), $5::bigint, $6::bytea, now, now + $7::bigint \
+        FROM patience, clock, {meta} AS meta \
+        WHERE meta.id = 1 AND NOT EXISTS (SELECT FROM held) \
+        ON CONFLICT (id) DO UPDATE SET \
+            id = excluded.id, \
+            claim = excluded.claim, \
+            token = greatest(excluded.token, l.token + l.block, {now}), \
+            block = excluded.block, \
+            label = excluded.label, \
+            since = {now}, \
+            until = {now} + $7::bigint \
+        WHERE l.claim IS NULL OR l.until <= {now} \
+        RETURNING token) \
+    SELECT granted.token, held.claim, held.token, held.label, now - held.since, held.until - now \
+    FROM clock LEFT JOIN granted ON true LEFT JOIN held ON true";
+
+/// id
+const LOOK: &str = "\
+    WITH clock AS MATERIALIZED (SELECT {now} AS now) \
+    SELECT key, token, label, now - since, until - now FROM {locks}, clock \
+    WHERE id = $1::bytea AND claim IS NOT NULL AND until > now";
+
+/// Like [`LOOK`], for every held key of a namespace.
+///
+/// namespace
+const LIST: &str = "\
+    WITH clock AS MATERIALIZED (SELECT {now} AS now) \
+    SELECT key, token, label, now - since, until - now FROM {locks}, clock \
+    WHERE namespace = $1::bytea AND claim IS NOT NULL AND until > now";
+
+/// Prolongs the grants that are still alive, and tells of each that was asked for how long it lasts now, and whether it was there at all.
+///
+/// A row that somebody else has locked is passed over, so that it does not hold up the others; it is there, and not prolonged. As
+/// nobody waits for a row here, nobody can wait in a circle.
+///
+/// ids, claims, leases
+const RENEW: &str = "\
+    WITH wanted AS MATERIALIZED ( \
+        SELECT * FROM unnest($1::bytea[], $2::bytea[], $3::bigint[]) WITH ORDINALITY AS w (id, claim, lease, n)), \
+    found AS MATERIALIZED ( \
+        SELECT l.id, w.claim, w.lease FROM wanted AS w JOIN {locks} AS l ON l.id = w.id AND l.claim = w.claim \
+        WHERE l.until > {now} FOR NO KEY UPDATE OF l SKIP LOCKED), \
+    renewed AS ( \
+        UPDATE {locks} AS l SET until = greatest(l.until, {now} + found.lease) FROM found \
+        WHERE l.id = found.id AND l.claim = found.claim AND l.until > {now} \
+        RETURNING l.id, l.claim, l.until - {now} AS until) \
+    SELECT renewed.until, \
+        EXISTS (SELECT FROM {locks} AS l WHERE l.id = w.id AND l.claim = w.claim AND l.until > {now}) \
+    FROM wanted AS w LEFT JOIN renewed ON renewed.id = w.id AND renewed.claim = w.claim ORDER BY w.n";
+
+/// Ends the grant of one claim, and tells those who listen. The row stays, for its tokens.
+///
+/// An ended grant is left as it is: it is as free as it can be, and the caller is told that it held nothing. The server need not have
+/// written the release to its disk: one that a crash undoes costs the rest of the lease.
+///
+/// id, claim, lock_timeout, channel, message
+const RELEASE: &str = "\
+    WITH ease AS MATERIALIZED ( \
+        SELECT set_config('lock_timeout', $3::text, true), set_config('synchronous_commit', 'off', true)), \
+    freed AS ( \
+        UPDATE {locks} AS l SET claim = NULL, until = {now} FROM ease \
+        WHERE l.id = $1::bytea AND l.claim = $2::bytea AND l.until > {now} RETURNING l.id) \
+    SELECT pg_notify($4::text, $5::text) IS NULL FROM freed";
+
+/// Ends the grant of whoever holds the key, and tells those who listen.
+///
+/// id, lock_timeout, channel, message
+const FORCE_RELEASE: &str = "\
+    WITH patience AS MATERIALIZED (SELECT set_config('lock_timeout', $2::text, true)), \
+    freed AS ( \
+        UPDATE {locks} AS l SET claim = NULL, until = {now} FROM patience \
+        WHERE l.id = $1::bytea AND l.claim IS NOT NULL AND l.until > {now} RETURNING l.id) \
+    SELECT pg_notify($3::text, $4::text) IS NULL FROM freed";
+
+/// Finds the grant as it was made, and keeps the row from becoming anybody else's until the caller's transaction ends.
+///
+/// id, claim, token
+const FENCE: &str = "\
+    SELECT true FROM {locks} \
+    WHERE id = $1::bytea AND claim = $2::bytea AND token <= $3::bigint AND $3::bigint < token + block AND until > {now} \
+    FOR KEY SHARE";
+
+/// Deletes the dead rows of a piece; a trigger keeps the largest of their tokens. The rows of a piece follow a place that is chosen at
+/// random: ids are hashes, so all rows are found equally often.
+///
+/// place, rows, microseconds that a row must have been dead for
+const PURGE: &str = "\
+    WITH ease AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true)), \
+    piece AS MATERIALIZED (SELECT id, until FROM {locks} WHERE id >= $1::bytea ORDER BY id LIMIT $2::bigint), \
+    dead AS MATERIALIZED ( \
+        SELECT l.id FROM {locks} AS l \
+        WHERE l.id IN (SELECT id FROM piece WHERE until <= {now} - $3::bigint) AND l.until <= {now} - $3::bigint \
+        FOR UPDATE SKIP LOCKED), \
+    deleted AS (DELETE FROM {locks} AS l USING dead, ease WHERE l.id = dead.id RETURNING l.id) \
+    SELECT count(*) FROM deleted";

@@ -1,0 +1,148 @@
+//! A statement with its values, ready to be sent: as one that the server keeps prepared, or as plain text.
+//!
+//! Plain text is for poolers that give each transaction another connection. What was prepared on one connection would be missing on the
+//! next, or worse: be what somebody else has prepared there under the same name. All values are numbers and bytes, and bytes are written
+//! in hexadecimal digits, so there is nothing to escape.
+
+use std::fmt::Write as _;
+
+use sqlx::postgres::{PgArguments, PgConnection, PgRow};
+use sqlx::query::Query;
+use sqlx::{AssertSqlSafe, Executor as _, Postgres, query, raw_sql};
+
+use super::sql::Text;
+
+/// What a parameter stands for.
+#[derive(Debug, Clone)]
+pub(super) enum Value {
+    Bytes(Vec<u8>),
+    MaybeBytes(Option<Vec<u8>>),
+    Number(i64),
+    /// A word of ours: letters, digits and underscores.
+    Word(String),
+    ManyBytes(Vec<Vec<u8>>),
+    Numbers(Vec<i64>),
+}
+
+#[derive(Debug)]
+pub(super) struct Statement<'a> {
+    text: &'a Text,
+    values: Vec<Value>,
+}
+
+impl<'a> Statement<'a> {
+    pub(super) fn new(text: &'a Text, values: impl Into<Vec<Value>>) -> Self {
+        Self { text, values: values.into() }
+    }
+
+    /// Asks and collects the answer.
+    pub(super) async fn send(
+        &self,
+        connection: &mut PgConnection,
+        prepared: bool,
+    ) -> Result<Vec<PgRow>, sqlx::Error> {
+        if prepared {
+            self.query().fetch_all(connection).await
+        } else {
+            connection.fetch_all(raw_sql(AssertSqlSafe(self.plain()))).await
+        }
+    }
+
+    /// With its values beside it.
+    pub(super) fn query(&self) -> Query<'_, Postgres, PgArguments> {
+        self.values.iter().fold(query(self.text.safe()), |query, value| match value {
+            Value::Bytes(bytes) => query.bind(bytes),
+            Value::MaybeBytes(bytes) => query.bind(bytes),
+            Value::Number(number) => query.bind(number),
+            Value::Word(word) => query.bind(word),
+            Value::ManyBytes(many) => query.bind(many),
+            Value::Numbers(numbers) => query.bind(numbers),
+        })
+    }
+
+    /// With its values in it.
+    fn plain(&self) -> String {
+        let mut plain = String::with_capacity(self.text.as_str().len() * 2);
+        let mut parts = self.text.as_str().split('$');
+        plain.push_str(parts.next().unwrap_or_default());
+        for part in parts {
+            let digits = part.find(|c: char| !c.is_ascii_digit()).unwrap_or(part.len());
+            let (number, rest) = part.split_at(digits);
+            let number: usize = number.parse().expect("the statements have no other use for a $");
+            self.values[number - 1].write_to(&mut plain);
+            plain.push_str(rest);
+        }
+        plain
+    }
+}
+
+impl Value {
+    fn write_to(&self, text: &mut String) {
+        match self {
+            Self::Bytes(bytes) => write_bytes(text, bytes),
+            Self::MaybeBytes(Some(bytes)) => write_bytes(text, bytes),
+            Self::MaybeBytes(None) => text.push_str("NULL"),
+            Self::Number(number) => write_number(text, *number),
+            Self::Word(word) => {
+                debug_assert!(word.chars().all(|c| c.is_ascii_alphanumeric() || c == '_'));
+                text.push('\'');
+                text.push_str(word);
+                text.push('\'');
+            }
+            Self::ManyBytes(many) => {
+                write_array(text, many, |text, bytes| write_bytes(text, bytes))
+            }
+            Self::Numbers(many) => {
+                write_array(text, many, |text, number| write_number(text, *number))
+            }
+        }
+    }
+}
+
+fn write_bytes(text: &mut String, bytes: &[u8]) {
+    text.push_str("decode('");
+    for byte in bytes {
+        let _ = write!(text, "{byte:02x}");
+    }
+    text.push_str("', 'hex')");
+}
+
+fn write_number(text: &mut String, number: i64) {
+    // In brackets, because a sign binds less than a type does.
+    let _ = write!(text, "({number})");
+}
+
+fn write_array<T>(text: &mut String, items: &[T], write: impl Fn(&mut String, &T)) {
+    text.push_str("ARRAY[");
+    for (n, item) in items.iter().enumerate() {
+        if n > 0 {
+            text.push(',');
+        }
+        write(text, item);
+    }
+    text.push(']');
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::postgres::config::TableNames;
+    use crate::postgres::sql::Texts;
+
+    #[test]
+    fn plain_text_has_its_values_in_it() {
+        let names = TableNames { schema: "public".to_owned(), prefix: "lock_registry".to_owned() };
+        let texts = Texts::new(&names);
+        let values = [
+            Value::ManyBytes(vec![vec![0, 255], b"';--".to_vec()]),
+            Value::ManyBytes(vec![]),
+            Value::Numbers(vec![-1, 2]),
+        ];
+        let plain = Statement::new(&texts.renew, values).plain();
+        assert!(!plain.contains('$') && !plain.contains(';'), "{plain}");
+        assert!(
+            plain.contains("ARRAY[decode('00ff', 'hex'),decode('273b2d2d', 'hex')]::bytea[], ARRAY[]::bytea[], ARRAY[(-1),(2)]::bigint[]"),
+            "{plain}"
+        );
+    }
+}

@@ -1,0 +1,1 @@
+//! Tests that need what users cannot reach. The others are in `tests/`.

@@ -1,0 +1,9 @@
+//! What stores in database servers have in common, whatever they speak. Knows no SQL.
+
+mod encryption;
+mod pool;
+mod row_id;
+
+pub use encryption::Encryption;
+pub(crate) use pool::{Errand, Pool, PoolLimits, Refusal, Seat};
+pub(crate) use row_id::RowId;

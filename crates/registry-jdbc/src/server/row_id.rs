@@ -1,0 +1,58 @@
+//! Where the row of a lock is: a key may be longer than what a server's index takes, so rows are found by a hash.
+
+use registry_core::Key;
+use sha2::{Digest as _, Sha256};
+
+/// SHA-256 of namespace and key.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct RowId([u8; 32]);
+
+impl RowId {
+    pub(crate) fn of(namespace: &str, key: &Key) -> Self {
+        // The length comes first, so that no two pairs are the same bytes.
+        let length = u64::try_from(namespace.len()).unwrap_or(u64::MAX);
+        let hash = Sha256::new()
+            .chain_update(length.to_be_bytes())
+            .chain_update(namespace)
+            .chain_update(key.as_str());
+        Self(hash.finalize().into())
+    }
+
+    /// Tells namespaces apart, where a mistake does no harm.
+    #[cfg(feature = "postgres")]
+    pub(crate) fn of_namespace(namespace: &str) -> [u8; 8] {
+        let mut short = [0; 8];
+        short.copy_from_slice(&Sha256::digest(namespace)[..8]);
+        short
+    }
+
+    pub(crate) const fn bytes(&self) -> &[u8] {
+        &self.0
+    }
+
+    /// Enough of it to tell locks apart in messages, where a mistake costs a look.
+    #[cfg(feature = "postgres")]
+    pub(crate) fn short(self) -> [u8; 16] {
+        let mut short = [0; 16];
+        short.copy_from_slice(&self.0[..16]);
+        short
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_where_other_versions_look_for_them() {
+        let hex = |namespace, key| {
+            let id = RowId::of(namespace, &Key::new(key).unwrap());
+            id.bytes().iter().map(|byte| format!("{byte:02x}")).collect::<String>()
+        };
+        // sha256 of: 00 00 00 00 00 00 00 07 "default" "orders/42"
+        assert_eq!(hex("default", "orders/42"), GOLDEN);
+        assert_ne!(hex("a", "bc"), hex("ab", "c"));
+    }
+
+    const GOLDEN: &str = "03c4a6d03c53a5b0798ba12d99188f66cdd4889a81a1eee70b87671214fd83ff";
+}

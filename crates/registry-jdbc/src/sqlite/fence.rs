@@ -1,0 +1,63 @@
+//! Fences a transaction by a lock in the same file.
+
+use registry_core::LockGuard;
+use sqlx::{Row, Sqlite, Transaction};
+
+use super::backend::SqliteBackend;
+use crate::error;
+use crate::fence::{Fence, FenceError};
+
+impl Fence<Sqlite> for LockGuard {
+    async fn fence(&self, transaction: &mut Transaction<'_, Sqlite>) -> Result<(), FenceError> {
+        if !self.is_held() {
+            return Err(FenceError::lost(self));
+        }
+        let (Some(backend), Some(token)) = (self.backend::<SqliteBackend>(), self.fencing_token())
+        else {
+            return Err(FenceError::unsupported(self, "SQLite"));
+        };
+        let found = backend
+            .fence_statement(self.claim(), token)
+            .execute(&mut **transaction)
+            .await
+            .map_err(sort)?
+            .rows_affected();
+        if found == 0 {
+            return Err(why_not_found(self, backend, transaction).await);
+        }
+        // From here on nobody else can be granted the lock. But while the statement waited for its turn the guard may have been
+        // told of its loss, and a holder that knows must not write.
+        // And a row that others do not see, because the files were taken from under this process, keeps nobody out.
+        if self.is_held() && backend.is_in_place() { Ok(()) } else { Err(FenceError::lost(self)) }
+    }
+}
+
+/// The row is not there: because the lock was lost, or because this is another database with lock tables.
+async fn why_not_found(
+    guard: &LockGuard,
+    backend: &SqliteBackend,
+    transaction: &mut Transaction<'_, Sqlite>,
+) -> FenceError {
+    let rows = sqlx::query("SELECT store FROM main.lock_registry_meta WHERE id = 1")
+        .fetch_all(&mut **transaction)
+        .await;
+    let store: Option<Vec<u8>> = match rows {
+        Ok(rows) => rows.first().and_then(|row| row.try_get(0).ok()),
+        Err(error) => return sort(error),
+    };
+    if store.is_some_and(|store| backend.is_store(&store)) {
+        FenceError::lost(guard)
+    } else {
+        FenceError::OtherDatabase
+    }
+}
+
+fn sort(source: sqlx::Error) -> FenceError {
+    if error::is_no_such_table(&source) {
+        FenceError::OtherDatabase
+    } else if error::is_busy(&source) {
+        FenceError::Busy { source }
+    } else {
+        FenceError::Database { source }
+    }
+}

@@ -1,0 +1,189 @@
+//! A transaction commits only as long as nobody else was granted the lock.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use registry_core::{LockBackend, LockGuard, LockOptions, LockRegistry, Registry, Renewal};
+use registry_jdbc::sqlx::{AssertSqlSafe, Connection, Executor, MySqlConnection};
+use registry_jdbc::{Fence, FenceError, MySqlBackend, MySqlConfig};
+use registry_testkit::mariadb::MariaDbServer;
+use tokio::time::timeout;
+
+use crate::lab::{self, SOON, backend, claim, config, data, lock, registry};
+
+async fn shop() -> MariaDbServer {
+    let server = lab::server().await;
+    server.sql("CREATE TABLE sale (coupon TEXT) ENGINE = InnoDB").await.unwrap();
+    server
+}
+
+async fn sell(guard: &LockGuard, data: &mut MySqlConnection) -> Result<(), FenceError> {
+    let mut transaction = data.begin().await.unwrap();
+    if let Err(error) = guard.fence(&mut transaction).await {
+        // A dropped transaction is rolled back when its connection is used again, and this one rests.
+        transaction.rollback().await.unwrap();
+        return Err(error);
+    }
+    transaction.execute("INSERT INTO app.sale VALUES ('7')").await.unwrap();
+    transaction.commit().await.unwrap();
+    Ok(())
+}
+
+async fn sales(server: &MariaDbServer) -> String {
+    server.sql("SELECT count(*) FROM sale").await.unwrap()
+}
+
+#[tokio::test]
+async fn a_holder_commits_with_every_token_of_its_block() {
+    let server = shop().await;
+    let registry = registry(config(&server)).await;
+    let mut data = data(&server).await;
+    let mut guard = lock(&registry, "coupon/7").await;
+    for _ in 0..3 {
+        let waiting = registry.obtain("coupon/7");
+        let next = async { waiting.lock().await.unwrap() };
+        let token = guard.fencing_token();
+        let (_, next) = tokio::join!(guard.unlock(), next);
+        assert!(next.fencing_token() > token);
+        sell(&next, &mut data).await.unwrap();
+        guard = next;
+    }
+    assert_eq!(sales(&server).await, "3");
+}
+
+#[tokio::test]
+async fn who_lost_the_lock_unknowingly_cannot_commit() {
+    let server = shop().await;
+    let (a, b) = (registry(config(&server)).await, registry(config(&server)).await);
+    let mut data = data(&server).await;
+    let stale = lock(&a, "coupon/7").await;
+    assert!(b.force_release("coupon/7").await.unwrap());
+    assert!(stale.is_held(), "it cannot know yet");
+    let error = sell(&stale, &mut data).await.unwrap_err();
+    assert!(matches!(&error, FenceError::Lost { key, .. } if key == "coupon/7"), "{error:?}");
+    let successor = lock(&b, "coupon/7").await;
+    assert!(matches!(sell(&stale, &mut data).await.unwrap_err(), FenceError::Lost { .. }));
+    sell(&successor, &mut data).await.unwrap();
+    assert_eq!(sales(&server).await, "1");
+}
+
+#[tokio::test]
+async fn a_fenced_transaction_holds_a_takeover_up_until_it_ends() {
+    let server = shop().await;
+    let (a, b) = (registry(config(&server)).await, registry(config(&server)).await);
+    let mut data = data(&server).await;
+
+    let options = LockOptions::new().lease(Duration::from_secs(2)).renew(false);
+    let guard = a.obtain("coupon/7").lock_with(options).await.unwrap().unwrap();
+    let mut transaction = data.begin().await.unwrap();
+    guard.fence(&mut transaction).await.unwrap();
+    transaction.execute("INSERT INTO sale VALUES ('7')").await.unwrap();
+
+    // The lease runs out while the transaction is open. The lock is free, but nobody can be granted it.
+    timeout(SOON, guard.lost()).await.unwrap();
+    let successor = b.obtain("coupon/7");
+    let mut takeover = Box::pin(async { successor.lock().await.unwrap() });
+    assert!(timeout(Duration::from_millis(2_500), &mut takeover).await.is_err());
+    transaction.commit().await.unwrap();
+    let successor = timeout(SOON, takeover).await.unwrap();
+    assert!(successor.fencing_token() > guard.fencing_token());
+    assert_eq!(sales(&server).await, "1", "the sale was there before the successor was");
+}
+
+#[tokio::test]
+async fn renewals_wait_for_no_fence_and_say_so() {
+    let server = shop().await;
+    let backend = Arc::new(backend(config(&server)).await);
+    let registry = Registry::builder(Arc::<MySqlBackend>::clone(&backend)).build().unwrap();
+    let mut data = data(&server).await;
+    let (fenced, other) = (lock(&registry, "coupon/7").await, lock(&registry, "coupon/8").await);
+    let mut transaction = data.begin().await.unwrap();
+    fenced.fence(&mut transaction).await.unwrap();
+
+    let claims = [fenced.claim().clone(), other.claim().clone()];
+    let renewals = backend.renew(&claims).await;
+    let error = renewals[0].as_ref().unwrap_err();
+    assert!(error.is_retryable() && error.refused(), "{}", lab::told(error));
+    assert!(matches!(renewals[1], Ok(Renewal::Renewed(_))));
+    transaction.commit().await.unwrap();
+    assert!(matches!(backend.renew(&claims).await[0], Ok(Renewal::Renewed(_))));
+    assert!(fenced.is_held() && other.is_held());
+}
+
+#[tokio::test]
+async fn a_takeover_that_came_first_is_waited_for_and_seen() {
+    let server = shop().await;
+    let a = registry(config(&server)).await;
+    let guard = lock(&a, "coupon/7").await;
+    // As the store does it, but that it stops before it commits.
+    let mut thief = data(&server).await;
+    lab::run(&mut thief, "BEGIN; UPDATE lock_registry_locks SET claim = '0123456789abcdef'").await;
+    let mut data = data(&server).await;
+    let mut transaction = data.begin().await.unwrap();
+    let mut fence = Box::pin(guard.fence(&mut transaction));
+    assert!(timeout(Duration::from_millis(500), &mut fence).await.is_err());
+    lab::run(&mut thief, "COMMIT").await;
+    let error = timeout(SOON, fence).await.unwrap().unwrap_err();
+    assert!(matches!(error, FenceError::Lost { .. }), "{error:?}");
+}
+
+#[tokio::test]
+async fn what_a_transaction_has_read_before_does_not_deceive_the_fence() {
+    let server = shop().await;
+    let backend = Arc::new(backend(config(&server)).await);
+    let registry = Registry::builder(Arc::<MySqlBackend>::clone(&backend)).build().unwrap();
+    let other = lab::registry(config(&server)).await;
+    for level in ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"] {
+        let guard = lock(&registry, level).await;
+        let mut data = data(&server).await;
+        let set = AssertSqlSafe(format!("SET SESSION TRANSACTION ISOLATION LEVEL {level}"));
+        data.execute(set).await.unwrap();
+        let mine = [guard.claim().clone()];
+        for is_lost in [false, true] {
+            let mut transaction = data.begin().await.unwrap();
+            // Its view of the store is of this moment.
+            transaction.execute("SELECT * FROM sale").await.unwrap();
+            transaction.execute("SELECT count(*) FROM lock_registry_meta").await.unwrap();
+            assert!(matches!(backend.renew(&mine).await[0], Ok(Renewal::Renewed(_))));
+            if !is_lost {
+                // A renewal since then is no trouble.
+                guard.fence(&mut transaction).await.unwrap();
+                transaction.rollback().await.unwrap();
+                continue;
+            }
+            assert!(other.force_release(level).await.unwrap());
+            let successor = lock(&other, level).await;
+            assert!(guard.is_held(), "it cannot know yet");
+            let error = guard.fence(&mut transaction).await.unwrap_err();
+            let told = matches!(error, FenceError::Lost { .. } | FenceError::Busy { .. });
+            assert!(told, "{level}: {error:?}");
+            transaction.rollback().await.unwrap();
+            successor.unlock().await.unwrap();
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_transaction_on_another_server_is_noticed_and_one_in_another_database_is_fenced() {
+    let (server, elsewhere) = (shop().await, shop().await);
+    let guard = lock(&registry(config(&server)).await, "coupon/7").await;
+    let mut far = data(&elsewhere).await;
+    assert!(matches!(sell(&guard, &mut far).await.unwrap_err(), FenceError::OtherDatabase));
+    let _branch = backend(config(&elsewhere)).await;
+    assert!(matches!(sell(&guard, &mut far).await.unwrap_err(), FenceError::OtherDatabase));
+
+    // Databases of one server commit together.
+    server.sql("CREATE DATABASE branch").await.unwrap();
+    let mut near = data(&server).await;
+    lab::run(&mut near, "USE branch").await;
+    sell(&guard, &mut near).await.unwrap();
+    assert_eq!(sales(&server).await, "1");
+
+    // A lock of another kind of store.
+    let guard = lock(&Registry::in_memory().unwrap(), "coupon/7").await;
+    let error = sell(&guard, &mut near).await.unwrap_err();
+    assert!(matches!(error, FenceError::Unsupported { database: "MySQL", .. }), "{error:?}");
+    // Nor is the lock of a store with other tables.
+    let config: MySqlConfig = config(&server).with_table_prefix("other");
+    lab::grant(&backend(config).await, &claim("coupon/7")).await;
+}

@@ -1,0 +1,164 @@
+//! How a store is reached and set up.
+
+use registry_core::{BackendErrorKind, LockBackend};
+#[cfg(feature = "tls")]
+use registry_jdbc::Encryption;
+use registry_jdbc::{MySqlBackend, MySqlConfig};
+use registry_testkit::mariadb::{MariaDbOptions, MariaDbServer};
+#[cfg(feature = "tls")]
+use registry_testkit::tls::TlsFolder;
+
+use crate::lab::{backend, busy, claim, config, grant, server, told};
+
+async fn refused(config: MySqlConfig) -> registry_core::BackendError {
+    let error = MySqlBackend::open(config).await.unwrap_err();
+    assert!(error.refused(), "{}", told(&error));
+    error
+}
+
+#[tokio::test]
+async fn many_that_start_at_once_make_the_tables_once() {
+    let server = server().await;
+    let mut starts = tokio::task::JoinSet::new();
+    for _ in 0..12 {
+        let config = config(&server);
+        starts.spawn(async move { backend(config).await });
+    }
+    let backends = starts.join_all().await;
+    grant(&backends[0], &claim("k")).await;
+    for backend in &backends {
+        busy(backend, &claim("k")).await;
+    }
+}
+
+#[tokio::test]
+async fn whoever_may_only_use_the_tables_needs_no_more() {
+    let server = MariaDbServer::start_with(MariaDbOptions::new().without_fsync()).await.unwrap();
+    server.sql("CREATE USER worker@'127.0.0.1'").await.unwrap();
+    let worker = || config(&server).with_login("worker", None);
+    assert_eq!(refused(worker()).await.kind(), BackendErrorKind::Denied);
+
+    server.sql(MySqlBackend::schema()).await.unwrap();
+    server.sql(MySqlBackend::schema()).await.unwrap();
+    let error = refused(worker()).await;
+    assert_eq!(error.kind(), BackendErrorKind::Denied, "{}", told(&error));
+    server
+        .sql(
+            "GRANT SELECT, INSERT, UPDATE, DELETE ON app.lock_registry_locks TO worker@'127.0.0.1'; \
+             GRANT SELECT, UPDATE ON app.lock_registry_meta TO worker@'127.0.0.1'",
+        )
+        .await
+        .unwrap();
+    let backend = backend(worker().with_purge_after(std::time::Duration::ZERO)).await;
+    // Enough of them that rows are deleted, too.
+    for n in 0..2_000 {
+        let claim = claim(&format!("k{n}"));
+        grant(&backend, &claim).await;
+        backend.release(&claim).await.unwrap();
+    }
+    assert!(backend.diagnose().await.is_ok());
+    let floor: u64 =
+        server.sql("SELECT floor FROM lock_registry_meta").await.unwrap().parse().unwrap();
+    assert!(floor > 0, "nothing was purged");
+}
+
+#[tokio::test]
+async fn who_may_make_no_tables_is_told_how_to_get_them() {
+    let server = server().await;
+    server
+        .sql("CREATE USER worker@'127.0.0.1'; GRANT SELECT ON app.* TO worker@'127.0.0.1'")
+        .await
+        .unwrap();
+    let error = refused(config(&server).with_login("worker", None)).await;
+    assert_eq!(error.kind(), BackendErrorKind::Denied, "{}", told(&error));
+    assert!(error.to_string().contains("lockreg schema mysql"), "{error}");
+}
+
+#[tokio::test]
+async fn tables_are_called_as_one_wants() {
+    let server = server().await;
+    let here = backend(config(&server)).await;
+    let other = backend(config(&server).with_table_prefix("app_locks")).await;
+    for backend in [&here, &other] {
+        grant(backend, &claim("k")).await;
+    }
+    let found = "SELECT count(*) FROM lock_registry_locks JOIN app_locks_locks USING (id)";
+    assert_eq!(server.sql(found).await.unwrap(), "1");
+    for name in ["", "1a", "a b", "a`b", "a;b", "ä", "Capital", &"x".repeat(64)] {
+        let error = refused(config(&server).with_table_prefix(name)).await;
+        assert_eq!(error.kind(), BackendErrorKind::Misconfigured);
+    }
+    let error =
+        refused(config(&server).with_table_prefix("absent").with_create_schema(false)).await;
+    assert!(error.to_string().contains("lockreg schema mysql"), "{error}");
+    // A database may have any name.
+    server.sql("CREATE DATABASE `a``b c`").await.unwrap();
+    let strange = MySqlConfig::new("127.0.0.1", server.addr().port(), "a`b c");
+    grant(&backend(strange.with_login("root", None)).await, &claim("k")).await;
+}
+
+#[tokio::test]
+async fn tables_of_another_version_are_left_alone() {
+    let server = server().await;
+    backend(config(&server)).await.close().await;
+    server.sql("UPDATE lock_registry_meta SET version = 2").await.unwrap();
+    let error = refused(config(&server)).await;
+    assert!(error.to_string().contains("version 2"), "{error}");
+}
+
+#[tokio::test]
+async fn who_is_not_let_in_is_told_why_and_no_password_is_shown() {
+    let options = MariaDbOptions::new().password("canary-right");
+    let server = MariaDbServer::start_with(options).await.unwrap();
+    let addr = server.addr();
+    let url = |login: &str, database: &str| format!("mysql://{login}@{addr}/{database}");
+    for (url, kind) in [
+        (url("root:canary-wrong", "app"), BackendErrorKind::Denied),
+        (url("canary-nobody:canary-right", "app"), BackendErrorKind::Denied),
+        (url("root:canary-right", "missing"), BackendErrorKind::Misconfigured),
+        ("mysql://u:canary@127.0.0.1:1/x".to_owned(), BackendErrorKind::Transient),
+    ] {
+        let config = MySqlConfig::from_url(&url).unwrap();
+        assert!(!format!("{config:?}{config:#?}").contains("canary"));
+        let error = refused(config).await;
+        assert_eq!(error.kind(), kind, "{}", told(&error));
+        let told = told(&error);
+        assert!(!told.contains("canary-right") && !told.contains("canary-wrong"), "{told}");
+    }
+    for url in
+        ["mysql://u:canary@h:999999/x", "postgres://u:canary@h/x", "mysql://u:canary@h/x?y=z"]
+    {
+        let error = MySqlConfig::from_url(url).unwrap_err();
+        assert!(!told(&error).contains("canary"), "{}", told(&error));
+    }
+    refused(MySqlConfig::from_url(&format!("mysql://root:canary-right@{addr}")).unwrap()).await;
+    let right = url("root:canary-right", "app").replace("mysql:", "mariadb:");
+    let right = backend(MySqlConfig::from_url(&right).unwrap()).await;
+    assert!(!format!("{right:?}").contains("canary"));
+    grant(&right, &claim("k")).await;
+}
+
+#[cfg(feature = "tls")]
+#[tokio::test]
+async fn encrypted_connections_are_verified_if_that_is_wanted() {
+    let (folder, other) = (TlsFolder::new().unwrap(), TlsFolder::new().unwrap());
+    let options = MariaDbOptions::new().password("secret").tls(&folder);
+    let server = MariaDbServer::start_with(options).await.unwrap();
+    let ca = |folder: &TlsFolder| std::fs::read(folder.ca_file()).unwrap();
+    for config in [
+        config(&server),
+        config(&server).with_encryption(Encryption::Required),
+        config(&server).with_certificate_authority(ca(&folder)),
+    ] {
+        let backend = backend(config).await;
+        let held = claim("k");
+        grant(&backend, &held).await;
+        backend.release(&held).await.unwrap();
+    }
+    let error = refused(config(&server).with_encryption(Encryption::Off)).await;
+    assert_eq!(error.kind(), BackendErrorKind::Denied, "{}", told(&error));
+    refused(config(&server).with_encryption(Encryption::VerifyHost)).await;
+    refused(config(&server).with_certificate_authority(ca(&other))).await;
+    let plain = MariaDbServer::start().await.unwrap();
+    refused(config(&plain).with_encryption(Encryption::Required)).await;
+}

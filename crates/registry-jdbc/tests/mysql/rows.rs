@@ -1,0 +1,285 @@
+//! What is written, and what is not.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use registry_core::{Attempt, BackendErrorKind, LockBackend, Release, Renewal};
+use registry_testkit::clock::ClockShim;
+use registry_testkit::eventually;
+use registry_testkit::mariadb::{MariaDbOptions, MariaDbServer};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, timeout};
+
+use crate::lab::{SOON, backend, busy, claim, config, data, grant, key, run, server, token, told};
+
+/// How many rows InnoDB has written, and for whom rows have been locked.
+async fn written(server: &MariaDbServer) -> String {
+    let counters = "'Innodb_rows_inserted', 'Innodb_rows_updated', 'Innodb_rows_deleted', 'Innodb_row_lock_waits'";
+    server.sql(&format!("SHOW GLOBAL STATUS WHERE Variable_name IN ({counters})")).await.unwrap()
+}
+
+/// Until so many statements wait for a row.
+async fn waits_for_a_row(server: &MariaDbServer) {
+    let waiting =
+        "SELECT count(*) FROM information_schema.innodb_trx WHERE trx_state = 'LOCK WAIT'";
+    eventually(SOON, async || server.sql(waiting).await.is_ok_and(|count| count != "0")).await;
+}
+
+#[tokio::test]
+async fn a_busy_attempt_writes_nothing() {
+    let server = server().await;
+    let backend = backend(config(&server)).await;
+    grant(&backend, &claim("k")).await;
+    let before = written(&server).await;
+    for _ in 0..20 {
+        busy(&backend, &claim("k")).await;
+        assert_eq!(backend.release(&claim("k")).await.unwrap(), Release::NotHeld);
+        backend.inspect(&key("k")).await.unwrap();
+    }
+    assert_eq!(written(&server).await, before);
+}
+
+#[tokio::test]
+async fn of_many_that_see_a_key_free_one_is_granted_it() {
+    let server = server().await;
+    let mut backends = Vec::new();
+    for _ in 0..6 {
+        backends.push(Arc::new(backend(config(&server).with_connections(1)).await));
+    }
+    for round in 0..60 {
+        // Twice each: first there is no row, then there is a free one.
+        let name = format!("k{}", round / 2);
+        let mut attempts = JoinSet::new();
+        for backend in &backends {
+            let (backend, claim) = (Arc::clone(backend), claim(&name));
+            attempts.spawn(async move {
+                let attempt = backend.try_acquire(&claim).await.unwrap();
+                (backend, claim, attempt)
+            });
+        }
+        let (mut granted, mut told) = (Vec::new(), Vec::new());
+        for (backend, claim, attempt) in attempts.join_all().await {
+            match attempt {
+                Attempt::Granted(grant) => granted.push((backend, claim, grant.token.unwrap())),
+                Attempt::Busy(busy) => told.extend(busy.holder.and_then(|holder| holder.token)),
+            }
+        }
+        assert_eq!(granted.len(), 1, "round {round}: {granted:?}");
+        let (backend, claim, token) = granted.remove(0);
+        assert!(told.iter().all(|holder| *holder == token), "round {round}: {told:?}");
+        // The row says the same, and so does a repetition.
+        let held = backend.inspect(claim.key()).await.unwrap().unwrap();
+        assert_eq!(held.token, Some(token));
+        assert_eq!(grant(&backend, &claim).await.token, Some(token));
+        assert_eq!(backend.release(&claim).await.unwrap(), Release::Freed);
+    }
+}
+
+#[tokio::test]
+async fn who_was_overtaken_behind_a_row_is_told_who_has_it_and_never_granted() {
+    let server = server().await;
+    let first = backend(config(&server)).await;
+    let config = config(&server).with_connections(1).with_busy_timeout(Duration::from_secs(8));
+    let second = Arc::new(backend(config).await);
+    // What this connection was granted before must not be taken for an answer.
+    grant(&second, &claim("before")).await;
+    let held = claim("k");
+    let token = token(&first, &held).await;
+    server.sql("CREATE TABLE kept AS SELECT * FROM lock_registry_locks").await.unwrap();
+    let put_back = "INSERT INTO lock_registry_locks SELECT * FROM kept WHERE lock_key = 'k'";
+    let take_away = "DELETE FROM lock_registry_locks WHERE lock_key = 'k'";
+    let free = "UPDATE lock_registry_locks SET claim = NULL WHERE lock_key = 'k'";
+    let take = "UPDATE lock_registry_locks JOIN kept USING (id) \
+        SET lock_registry_locks.claim = kept.claim, lock_registry_locks.token = kept.token, \
+            lock_registry_locks.until = kept.until WHERE kept.lock_key = 'k'";
+    for (before, meanwhile) in [(take_away, put_back), (free, take)] {
+        for (end, is_granted) in [("COMMIT", false), ("ROLLBACK", true)] {
+            server.sql(before).await.unwrap();
+            let mut thief = data(&server).await;
+            run(&mut thief, &format!("BEGIN; {meanwhile}")).await;
+            let (backend, late) = (Arc::clone(&second), claim("k"));
+            let asked = late.clone();
+            let attempt = tokio::spawn(async move { backend.try_acquire(&asked).await });
+            waits_for_a_row(&server).await;
+            run(&mut thief, end).await;
+            match timeout(SOON, attempt).await.unwrap().unwrap().unwrap() {
+                Attempt::Granted(_) => {
+                    assert!(is_granted, "{meanwhile}: granted what somebody holds");
+                    assert_eq!(second.release(&late).await.unwrap(), Release::Freed);
+                }
+                Attempt::Busy(busy) => {
+                    assert!(!is_granted, "{meanwhile}: {busy:?}");
+                    assert_eq!(busy.holder.unwrap().token.unwrap().get(), token);
+                }
+            }
+        }
+    }
+}
+
+#[tokio::test]
+async fn keys_that_differ_in_a_bit_are_different_and_may_be_long() {
+    let server = server().await;
+    let backend = backend(config(&server)).await;
+    let long = "x".repeat(4_095);
+    let keys = ["a", "A", "ä", "a ", "a\0", &format!("{long}a"), &format!("{long}A")];
+    for key in keys {
+        grant(&backend, &claim(key)).await;
+    }
+    for key in keys {
+        busy(&backend, &claim(key)).await;
+    }
+    assert_eq!(backend.list().await.unwrap().len(), keys.len());
+}
+
+#[tokio::test]
+async fn tokens_grow_whatever_the_clock_does() {
+    let clock = ClockShim::new().unwrap();
+    let server = MariaDbServer::start_with(MariaDbOptions::new().clock(&clock)).await.unwrap();
+    let backend = backend(config(&server)).await;
+    let mut last = 0;
+    for jump in [0, 3_600, -7_200, -86_400, 61] {
+        clock.jump_wall(jump).unwrap();
+        for _ in 0..2 {
+            let claim = claim("k").with_token_block(10);
+            let first = token(&backend, &claim).await;
+            assert!(first > last, "after {jump} s: {first} is not above {last}");
+            last = first + 9;
+            assert_eq!(backend.release(&claim).await.unwrap(), Release::Freed);
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_lease_ends_early_when_the_clock_jumps_and_its_holder_is_told() {
+    let clock = ClockShim::new().unwrap();
+    let server = MariaDbServer::start_with(MariaDbOptions::new().clock(&clock)).await.unwrap();
+    let backend = backend(config(&server)).await;
+    let (first, second) = (claim("k"), claim("k"));
+    let before = token(&backend, &first).await;
+    clock.jump_wall(61).unwrap();
+    assert!(token(&backend, &second).await > before);
+    assert_eq!(backend.renew(&[first]).await[0].as_ref().unwrap(), &Renewal::Gone);
+    // Back again, its lease is longer than was asked for; whoever has it can still let it go.
+    clock.jump_wall(-3_600).unwrap();
+    let left = busy(&backend, &claim("k")).await.retry_after.unwrap();
+    assert!(left > Duration::from_secs(3_000), "{left:?}");
+    let renewed = backend.renew(std::slice::from_ref(&second)).await.remove(0).unwrap();
+    assert!(
+        matches!(renewed, Renewal::Renewed(lease) if lease <= crate::lab::LEASE),
+        "{renewed:?}"
+    );
+    assert_eq!(backend.release(&second).await.unwrap(), Release::Freed);
+    grant(&backend, &claim("k")).await;
+}
+
+#[tokio::test]
+async fn a_row_that_somebody_has_locked_is_trouble_and_neither_busy_nor_lost() {
+    let server = server().await;
+    let backend = backend(config(&server)).await;
+    let (held, other, free) = (claim("held"), claim("other"), claim("free"));
+    for claim in [&held, &other, &free] {
+        grant(&backend, claim).await;
+    }
+    backend.release(&free).await.unwrap();
+
+    let mut data = data(&server).await;
+    run(
+        &mut data,
+        "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED; BEGIN; \
+         SELECT * FROM lock_registry_locks WHERE lock_key IN ('held', 'free') FOR UPDATE",
+    )
+    .await;
+    let error = backend.try_acquire(&claim("free")).await.unwrap_err();
+    assert_eq!(error.kind(), BackendErrorKind::Transient);
+    assert!(error.refused(), "{}", told(&error));
+    let error = backend.release(&held).await.unwrap_err();
+    assert!(error.is_retryable() && error.refused(), "{}", told(&error));
+    // Whoever looks does not mind.
+    busy(&backend, &claim("held")).await;
+
+    // One locked row holds up no other renewal, and nobody waits.
+    let claims = [held.clone(), other.clone(), claim("held")];
+    let began = Instant::now();
+    let renewals = timeout(SOON, backend.renew(&claims)).await.unwrap();
+    assert!(began.elapsed() < Duration::from_millis(900), "{:?}", began.elapsed());
+    let error = renewals[0].as_ref().unwrap_err();
+    assert!(error.is_retryable() && error.refused(), "{}", told(error));
+    assert!(matches!(renewals[1].as_ref().unwrap(), Renewal::Renewed(_)));
+    assert_eq!(renewals[2].as_ref().unwrap(), &Renewal::Gone);
+
+    run(&mut data, "ROLLBACK").await;
+    grant(&backend, &claim("free")).await;
+    assert!(matches!(backend.renew(&[held]).await[0], Ok(Renewal::Renewed(_))));
+}
+
+#[tokio::test]
+async fn renewals_get_through_while_acquisitions_have_all_connections() {
+    let server = server().await;
+    let config = config(&server).with_connections(1).with_busy_timeout(Duration::from_secs(8));
+    let backend = Arc::new(backend(config).await);
+    let (held, gone, locked) = (claim("held"), claim("gone"), claim("locked"));
+    for claim in [&held, &gone, &locked] {
+        grant(&backend, claim).await;
+    }
+    backend.release(&locked).await.unwrap();
+    let mut data = data(&server).await;
+    run(
+        &mut data,
+        "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED; BEGIN; \
+         SELECT * FROM lock_registry_locks WHERE lock_key = 'locked' FOR UPDATE",
+    )
+    .await;
+    let mut attempts = JoinSet::new();
+    for _ in 0..8 {
+        let backend = Arc::clone(&backend);
+        attempts.spawn(async move { backend.try_acquire(&claim("locked")).await });
+    }
+    // One of them is in the server, and the others wait for its connection.
+    waits_for_a_row(&server).await;
+    let began = Instant::now();
+    assert!(matches!(backend.renew(&[held]).await[0], Ok(Renewal::Renewed(_))));
+    assert_eq!(backend.release(&gone).await.unwrap(), Release::Freed);
+    assert!(began.elapsed() < Duration::from_secs(4), "{:?}", began.elapsed());
+    run(&mut data, "ROLLBACK").await;
+    let granted = attempts.join_all().await.into_iter();
+    let granted = granted.filter(|attempt| matches!(attempt, Ok(Attempt::Granted(_))));
+    assert_eq!(granted.count(), 1);
+}
+
+#[tokio::test]
+async fn a_batch_is_renewed_claim_by_claim() {
+    let options = MariaDbOptions::new().without_fsync();
+    let server = MariaDbServer::start_with(options).await.unwrap();
+    let backend = backend(config(&server)).await;
+    // More than one statement takes.
+    let mut claims = Vec::new();
+    for n in 0..1200 {
+        claims.push(claim(&format!("k{n}")));
+    }
+    for (n, claim) in claims.iter().enumerate() {
+        if n % 100 != 0 {
+            grant(&backend, claim).await;
+        }
+    }
+    claims.push(claims[1].clone());
+    claims.push(claims[2].clone().with_lease(Duration::from_secs(90)));
+    let renewals = backend.renew(&claims).await;
+    assert_eq!(renewals.len(), claims.len());
+    for (n, renewal) in renewals.into_iter().enumerate() {
+        let is_there = matches!(renewal.unwrap(), Renewal::Renewed(_));
+        assert_eq!(is_there, n >= 1200 || n % 100 != 0, "claim {n}");
+    }
+    assert!(backend.renew(&[]).await.is_empty());
+}
+
+#[tokio::test]
+async fn a_token_at_its_limit_is_an_error_and_no_smaller_token() {
+    let server = server().await;
+    let backend = backend(config(&server)).await;
+    let claim = claim("k");
+    grant(&backend, &claim).await;
+    backend.release(&claim).await.unwrap();
+    server.sql("UPDATE lock_registry_locks SET token = 9223372036854775807").await.unwrap();
+    let error = backend.try_acquire(&claim).await.unwrap_err();
+    assert_eq!(error.kind(), BackendErrorKind::Protocol, "{}", told(&error));
+}

@@ -1,0 +1,291 @@
+//! Connections break, servers stop, and nothing is lost or told wrong.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use registry_core::{BackendErrorKind, LockBackend, LockRegistry, Registry, Release, Renewal};
+use registry_jdbc::{MySqlBackend, MySqlConfig};
+use registry_testkit::mariadb::{MariaDbOptions, MariaDbServer};
+use registry_testkit::proxy::{FaultProxy, Mode};
+use registry_testkit::within;
+use tokio::time::{Instant, timeout};
+
+use crate::lab::{
+    SOON, backend, busy, claim, config, cut_all, data, grant, key, lock, registry, run, server,
+    told,
+};
+
+#[tokio::test]
+async fn a_call_that_is_dropped_half_way_poisons_no_connection() {
+    let server = server().await;
+    let backend = backend(config(&server).with_connections(1)).await;
+    let (first, dropped, last) = (claim("first"), claim("dropped"), claim("last"));
+    grant(&backend, &first).await;
+    for round in 0..3 {
+        server.pause().unwrap();
+        let call = timeout(Duration::from_millis(300), backend.try_acquire(&dropped)).await;
+        assert!(call.is_err(), "the server stood still");
+        server.resume().unwrap();
+        // What is granted now is granted for everybody to see.
+        grant(&backend, &last).await;
+        let seen = "SELECT count(*) FROM lock_registry_locks WHERE lock_key = 'last' AND claim IS NOT NULL";
+        assert_eq!(server.sql(seen).await.unwrap(), "1", "round {round}");
+        assert_eq!(backend.release(&last).await.unwrap(), Release::Freed);
+        let open = "SELECT count(*) FROM information_schema.innodb_trx";
+        assert_eq!(server.sql(open).await.unwrap(), "0");
+    }
+}
+
+#[tokio::test]
+async fn a_server_that_was_killed_has_its_locks_when_it_is_back() {
+    let mut server = server().await;
+    let backend = backend(config(&server)).await;
+    let held = claim("k");
+    grant(&backend, &held).await;
+    for _ in 0..3 {
+        server.kill();
+        let error = backend.try_acquire(&claim("k")).await.unwrap_err();
+        assert_eq!(error.kind(), BackendErrorKind::Transient, "{}", told(&error));
+        server.start_again().await.unwrap();
+        let renewed = backend.renew(std::slice::from_ref(&held)).await.remove(0);
+        assert!(matches!(renewed, Ok(Renewal::Renewed(_))), "{renewed:?}");
+        busy(&backend, &claim("k")).await;
+    }
+    assert_eq!(backend.release(&held).await.unwrap(), Release::Freed);
+}
+
+#[tokio::test]
+async fn connections_that_broke_while_nobody_used_them_are_made_anew() {
+    let mut server = server().await;
+    let backend = Arc::new(backend(config(&server)).await);
+    let mut calls = tokio::task::JoinSet::new();
+    for n in 0..4 {
+        let backend = Arc::clone(&backend);
+        calls.spawn(async move { grant(&backend, &claim(&format!("k{n}"))).await });
+    }
+    calls.join_all().await;
+    cut_all(&server).await;
+    busy(&backend, &claim("k0")).await;
+    server.stop().await.unwrap();
+    server.start_again().await.unwrap();
+    grant(&backend, &claim("other")).await;
+    assert!(backend.inspect(&key("k1")).await.unwrap().is_some());
+}
+
+#[tokio::test]
+async fn a_grant_whose_answer_was_lost_is_found_by_asking_again() {
+    let server = server().await;
+    let proxy = FaultProxy::start(server.addr()).unwrap();
+    let config = MySqlConfig::new("127.0.0.1", proxy.addr().port(), "app").with_login("root", None);
+    let (near, far) = (backend(crate::lab::config(&server)).await, backend(config).await);
+    let held = claim("k");
+    // So that the statement is prepared, and the next request is the attempt itself.
+    grant(&far, &claim("other")).await;
+    proxy.set_mode(Mode::ResetAfterRequest).await.unwrap();
+    let error = far.try_acquire(&held).await.unwrap_err();
+    assert!(error.is_retryable(), "{}", told(&error));
+    proxy.set_mode(Mode::Pass).await.unwrap();
+    let token = near.inspect(&key("k")).await.unwrap().unwrap().token;
+    assert!(token.is_some(), "the attempt had arrived");
+    assert_eq!(grant(&far, &held).await.token, token);
+    assert_eq!(far.release(&held).await.unwrap(), Release::Freed);
+}
+
+#[tokio::test]
+async fn a_server_that_says_nothing_leaves_the_outcome_open() {
+    let server = server().await;
+    let config = config(&server).with_busy_timeout(Duration::from_millis(100));
+    let config = config.with_connect_timeout(Duration::from_millis(300));
+    let backend = backend(config.with_response_timeout(Duration::from_millis(300))).await;
+    let held = claim("k");
+    grant(&backend, &held).await;
+    server.pause().unwrap();
+    let error = within(SOON, backend.try_acquire(&held)).await.unwrap_err();
+    assert!(error.is_retryable() && !error.refused(), "{}", told(&error));
+    // Without a connection nothing was asked.
+    let error = within(SOON, backend.try_acquire(&held)).await.unwrap_err();
+    assert!(error.is_retryable() && error.refused(), "{}", told(&error));
+    server.resume().unwrap();
+    grant(&backend, &held).await;
+}
+
+#[tokio::test]
+async fn who_waits_is_woken_by_a_release_in_another_process() {
+    let server = server().await;
+    let (a, b) = (registry(config(&server)).await, slow_poller(config(&server)).await);
+    for _ in 0..3 {
+        let guard = lock(&a, "k").await;
+        let other = b.obtain("k");
+        let waiting = tokio::spawn(async move { other.lock().await.unwrap() });
+        guard.unlock().await.unwrap();
+        within(SOON, waiting).await.unwrap().unlock().await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn who_waits_when_the_server_goes_is_woken_when_it_is_back() {
+    let mut server = server().await;
+    let (a, b) = (registry(config(&server)).await, slow_poller(config(&server)).await);
+    let guard = lock(&a, "k").await;
+    let other = b.obtain("k");
+    let waiting = tokio::spawn(async move { other.lock().await.unwrap() });
+    server.kill();
+    server.start_again().await.unwrap();
+    guard.unlock().await.unwrap();
+    within(SOON, waiting).await.unwrap().unlock().await.unwrap();
+}
+
+#[tokio::test]
+async fn many_who_wait_look_together_and_ever_less_often() {
+    let server = server().await;
+    let holder = registry(config(&server)).await;
+    let waiters = slow_poller(config(&server)).await;
+    let (mut guards, mut waiting) = (Vec::new(), tokio::task::JoinSet::new());
+    for n in 0..50 {
+        let name = format!("k{n}");
+        guards.push(lock(&holder, &name).await);
+        let other = waiters.obtain(&name);
+        waiting.spawn(async move { other.lock().await.unwrap().unlock().await.unwrap() });
+    }
+    let selects = async || {
+        let status = "SHOW GLOBAL STATUS LIKE 'Com_select'";
+        let row = server.sql(status).await.unwrap();
+        row.split('\t').next_back().unwrap().parse::<u64>().unwrap()
+    };
+    // Each on its own, they would look this often in a tenth of a second.
+    let (before, began) = (selects().await, Instant::now());
+    registry_testkit::eventually(SOON, async || selects().await >= before + 40).await;
+    assert!(began.elapsed() > Duration::from_millis(300), "{:?}", began.elapsed());
+    for guard in guards {
+        guard.unlock().await.unwrap();
+    }
+    within(SOON, waiting.join_all()).await;
+}
+
+/// A registry that relies on being woken.
+async fn slow_poller(config: MySqlConfig) -> Registry {
+    let backend = Arc::new(MySqlBackend::open(config).await.unwrap());
+    Registry::builder(backend).poll(Duration::from_secs(3600)).build().unwrap()
+}
+
+#[tokio::test]
+async fn a_server_that_takes_no_writes_is_trouble_that_may_pass() {
+    let server = server().await;
+    server.sql("CREATE USER app@'127.0.0.1'; GRANT ALL ON app.* TO app@'127.0.0.1'").await.unwrap();
+    let backend = backend(config(&server).with_login("app", None)).await;
+    server.sql("SET GLOBAL read_only = ON").await.unwrap();
+    let error = backend.try_acquire(&claim("k")).await.unwrap_err();
+    assert!(error.is_retryable(), "{}", told(&error));
+    assert!(error.to_string().contains("replica"), "{error}");
+    let findings = backend.diagnose().await.unwrap();
+    assert!(findings.iter().any(|finding| finding.message.contains("read_only is on")));
+    server.sql("SET GLOBAL read_only = OFF").await.unwrap();
+    grant(&backend, &claim("k")).await;
+}
+
+#[tokio::test]
+async fn a_statement_that_was_broken_off_did_nothing_and_says_so() {
+    let server = server().await;
+    let config = config(&server).with_busy_timeout(Duration::from_secs(8));
+    let backend = Arc::new(backend(config).await);
+    let held = claim("k");
+    grant(&backend, &held).await;
+    let mut other = data(&server).await;
+    run(&mut other, "BEGIN; SELECT * FROM lock_registry_locks FOR UPDATE").await;
+    let (asked, claim) = (Arc::clone(&backend), held.clone());
+    let release = tokio::spawn(async move { asked.release(&claim).await });
+    let waiting = "SELECT trx_mysql_thread_id FROM information_schema.innodb_trx WHERE trx_state = 'LOCK WAIT'";
+    let id = registry_testkit::eventually(SOON, async || {
+        let id = server.sql(waiting).await.ok()?;
+        (!id.is_empty()).then_some(id)
+    })
+    .await;
+    server.sql(&format!("KILL QUERY {id}")).await.unwrap();
+    let error = within(SOON, release).await.unwrap().unwrap_err();
+    assert!(error.is_retryable() && error.refused(), "{}", told(&error));
+    run(&mut other, "ROLLBACK").await;
+    assert_eq!(backend.release(&held).await.unwrap(), Release::Freed);
+}
+
+#[tokio::test]
+async fn tables_that_are_gone_are_named_with_what_makes_them() {
+    let server = server().await;
+    let backend = backend(config(&server)).await;
+    let held = claim("k");
+    grant(&backend, &held).await;
+    server.sql("DROP TABLE lock_registry_locks").await.unwrap();
+    for error in [
+        backend.try_acquire(&held).await.unwrap_err(),
+        backend.release(&held).await.unwrap_err(),
+        backend.renew(std::slice::from_ref(&held)).await.remove(0).unwrap_err(),
+        backend.inspect(&key("k")).await.unwrap_err(),
+    ] {
+        assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{}", told(&error));
+        assert!(error.to_string().contains("lockreg schema mysql"), "{error}");
+    }
+    server.sql(MySqlBackend::schema()).await.unwrap();
+    server.sql("DELETE FROM lock_registry_meta").await.unwrap();
+    let error = backend.try_acquire(&held).await.unwrap_err();
+    assert_eq!(error.kind(), BackendErrorKind::Protocol, "{}", told(&error));
+    let error = MySqlBackend::open(config(&server)).await.unwrap_err();
+    assert_eq!(error.kind(), BackendErrorKind::Protocol, "{}", told(&error));
+}
+
+#[tokio::test]
+async fn doctor_tells_what_is_set_up_wrong() {
+    let options = MariaDbOptions::new().without_fsync().args(&[
+        "--innodb-flush-log-at-trx-commit=2",
+        "--log-bin=log",
+        "--sync-binlog=0",
+        "--server-id=1",
+    ]);
+    let server = MariaDbServer::start_with(options).await.unwrap();
+    let findings = backend(config(&server)).await.diagnose().await.unwrap();
+    let text: Vec<&str> = findings.iter().map(|finding| finding.message.as_str()).collect();
+    let text = text.join("\n");
+    for hint in [
+        "innodb_flush_log_at_trx_commit is 2",
+        "innodb_flush_method is nosync",
+        "sync_binlog is 0",
+        "class C",
+    ] {
+        assert!(text.contains(hint), "{hint}: {text}");
+    }
+    let well = MariaDbServer::start().await.unwrap();
+    let findings = backend(config(&well)).await.diagnose().await.unwrap();
+    assert_eq!(findings.len(), 1, "{findings:?}");
+    assert!(findings[0].message.contains("10."), "{findings:?}");
+}
+
+#[tokio::test]
+async fn locks_work_whatever_the_server_sets_for_its_sessions() {
+    let options = MariaDbOptions::new().args(&[
+        "--transaction-isolation=SERIALIZABLE",
+        "--sql-mode=ANSI,ORACLE,SIMULTANEOUS_ASSIGNMENT,NO_BACKSLASH_ESCAPES",
+        "--default-time-zone=+05:30",
+        "--autocommit=0",
+        "--lower-case-table-names=1",
+        "--character-set-server=latin1",
+        "--log-bin=log",
+        "--server-id=1",
+    ]);
+    let server = MariaDbServer::start_with(options).await.unwrap();
+    let counter = Arc::new(AtomicU32::new(0));
+    let mut tasks = tokio::task::JoinSet::new();
+    for _ in 0..4 {
+        let registry = registry(config(&server)).await;
+        let counter = Arc::clone(&counter);
+        tasks.spawn(async move {
+            for _ in 0..20 {
+                let guard = lock(&registry, "k").await;
+                let seen = counter.load(Ordering::SeqCst);
+                tokio::task::yield_now().await;
+                counter.store(seen + 1, Ordering::SeqCst);
+                guard.unlock().await.unwrap();
+            }
+        });
+    }
+    within(SOON, tasks.join_all()).await;
+    assert_eq!(counter.load(Ordering::SeqCst), 80);
+}

@@ -1,0 +1,190 @@
+//! A transaction commits only as long as nobody else was granted the lock.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use registry_core::{LockBackend, LockOptions, LockRegistry, Registry, Release, Renewal};
+use registry_jdbc::sqlx::{AssertSqlSafe, Connection, Executor, PgConnection};
+use registry_jdbc::{Fence, FenceError, PostgresBackend};
+use registry_testkit::postgres::PostgresServer;
+use tokio::time::timeout;
+
+use crate::lab::{self, SOON, backend, claim, config, data, lock, registry};
+
+async fn shop() -> PostgresServer {
+    let server = lab::server().await;
+    server.sql("CREATE TABLE sale (coupon text)").await.unwrap();
+    server
+}
+
+async fn sell(guard: &registry_core::LockGuard, data: &mut PgConnection) -> Result<(), FenceError> {
+    let mut transaction = data.begin().await.unwrap();
+    guard.fence(&mut transaction).await?;
+    transaction.execute("INSERT INTO sale VALUES ('7')").await.unwrap();
+    transaction.commit().await.unwrap();
+    Ok(())
+}
+
+async fn sales(server: &PostgresServer) -> String {
+    server.sql("SELECT count(*) FROM sale").await.unwrap()
+}
+
+#[tokio::test]
+async fn a_holder_commits_with_every_token_of_its_block() {
+    let server = shop().await;
+    let registry = registry(config(&server)).await;
+    let mut data = data(&server).await;
+    let mut guard = lock(&registry, "coupon/7").await;
+    for _ in 0..3 {
+        let waiting = registry.obtain("coupon/7");
+        let next = async { waiting.lock().await.unwrap() };
+        let token = guard.fencing_token();
+        let (_, next) = tokio::join!(guard.unlock(), next);
+        assert!(next.fencing_token() > token);
+        sell(&next, &mut data).await.unwrap();
+        guard = next;
+    }
+    assert_eq!(sales(&server).await, "3");
+}
+
+#[tokio::test]
+async fn who_lost_the_lock_unknowingly_cannot_commit() {
+    let server = shop().await;
+    let (a, b) = (registry(config(&server)).await, registry(config(&server)).await);
+    let mut data = data(&server).await;
+    let stale = lock(&a, "coupon/7").await;
+    assert!(b.force_release("coupon/7").await.unwrap());
+    assert!(stale.is_held(), "it cannot know yet");
+    let error = sell(&stale, &mut data).await.unwrap_err();
+    assert!(matches!(&error, FenceError::Lost { key, .. } if key == "coupon/7"), "{error:?}");
+    let successor = lock(&b, "coupon/7").await;
+    assert!(matches!(sell(&stale, &mut data).await.unwrap_err(), FenceError::Lost { .. }));
+    sell(&successor, &mut data).await.unwrap();
+    assert_eq!(sales(&server).await, "1");
+}
+
+#[tokio::test]
+async fn a_fenced_transaction_holds_a_takeover_up_until_it_ends() {
+    let server = shop().await;
+    let patient = || config(&server).with_busy_timeout(Duration::from_millis(300));
+    let (a, b) = (registry(patient()).await, registry(patient()).await);
+    let mut data = data(&server).await;
+
+    let options = LockOptions::new().lease(Duration::from_secs(2)).renew(false);
+    let guard = a.obtain("coupon/7").lock_with(options).await.unwrap().unwrap();
+    let mut transaction = data.begin().await.unwrap();
+    guard.fence(&mut transaction).await.unwrap();
+    transaction.execute("INSERT INTO sale VALUES ('7')").await.unwrap();
+
+    // The lease runs out while the transaction is open. The lock is free, but nobody can be granted it.
+    timeout(SOON, guard.lost()).await.unwrap();
+    let successor = b.obtain("coupon/7");
+    let mut takeover = Box::pin(async { successor.lock().await.unwrap() });
+    assert!(timeout(Duration::from_secs(1), &mut takeover).await.is_err());
+    transaction.commit().await.unwrap();
+    let successor = timeout(SOON, takeover).await.unwrap();
+    assert!(successor.fencing_token() > guard.fencing_token());
+    assert_eq!(sales(&server).await, "1", "the sale was there before the successor was");
+}
+
+#[tokio::test]
+async fn the_holder_renews_and_lets_go_beside_its_fenced_transaction() {
+    let server = shop().await;
+    let busy_timeout = Duration::from_millis(200);
+    let backend = Arc::new(backend(config(&server).with_busy_timeout(busy_timeout)).await);
+    let registry = Registry::builder(Arc::<PostgresBackend>::clone(&backend)).build().unwrap();
+    let mut data = data(&server).await;
+    let guard = lock(&registry, "coupon/7").await;
+    let mut transaction = data.begin().await.unwrap();
+    guard.fence(&mut transaction).await.unwrap();
+
+    let mine = guard.claim().clone();
+    assert!(matches!(backend.renew(std::slice::from_ref(&mine)).await[0], Ok(Renewal::Renewed(_))));
+    // Who deletes the row would forget who may have the lock next.
+    let deletes = "SET lock_timeout = '200ms'; DELETE FROM lock_registry_locks";
+    server.sql(deletes).await.unwrap_err();
+    server.sql(&deletes.replace("DELETE FROM", "TRUNCATE")).await.unwrap_err();
+    // A release frees the lock, but the next grant comes after the transaction.
+    assert_eq!(backend.release(&mine).await.unwrap(), Release::Freed);
+    let error = backend.try_acquire(&claim("coupon/7")).await.unwrap_err();
+    assert!(error.is_retryable() && error.refused(), "{}", lab::told(&error));
+    transaction.rollback().await.unwrap();
+    lab::grant(&backend, &claim("coupon/7")).await;
+}
+
+#[tokio::test]
+async fn a_takeover_that_came_first_is_waited_for_and_seen() {
+    let server = shop().await;
+    let a = registry(config(&server)).await;
+    let guard = lock(&a, "coupon/7").await;
+    // As the store does it, but that it stops before it commits.
+    let mut thief = data(&server).await;
+    lab::run(&mut thief, "BEGIN").await;
+    let mut data = data(&server).await;
+    lab::run(
+        &mut thief,
+        "SELECT * FROM lock_registry_locks FOR UPDATE; UPDATE lock_registry_locks SET claim = '\\x00'",
+    )
+    .await;
+    let mut transaction = data.begin().await.unwrap();
+    let mut fence = Box::pin(guard.fence(&mut transaction));
+    assert!(timeout(Duration::from_millis(500), &mut fence).await.is_err());
+    lab::run(&mut thief, "COMMIT").await;
+    let error = timeout(SOON, fence).await.unwrap().unwrap_err();
+    assert!(matches!(error, FenceError::Lost { .. }), "{error:?}");
+}
+
+#[tokio::test]
+async fn what_a_transaction_has_read_before_does_not_deceive_the_fence() {
+    let server = shop().await;
+    let backend = Arc::new(backend(config(&server)).await);
+    let registry = Registry::builder(Arc::<PostgresBackend>::clone(&backend)).build().unwrap();
+    let other = lab::registry(config(&server)).await;
+    for level in ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"] {
+        // One of its own, because whoever is next in this process would be handed what the first believes to have.
+        let guard = lock(&registry, level).await;
+        let mut data = data(&server).await;
+        let begin = AssertSqlSafe(format!("BEGIN ISOLATION LEVEL {level}"));
+        let mut transaction = data.begin_with(begin).await.unwrap();
+        transaction.execute("SELECT * FROM sale").await.unwrap();
+        // A renewal since then is no trouble.
+        let mine = [guard.claim().clone()];
+        assert!(matches!(backend.renew(&mine).await[0], Ok(Renewal::Renewed(_))));
+        guard.fence(&mut transaction).await.unwrap();
+        transaction.rollback().await.unwrap();
+
+        let begin = AssertSqlSafe(format!("BEGIN ISOLATION LEVEL {level}"));
+        let mut transaction = data.begin_with(begin).await.unwrap();
+        transaction.execute("SELECT * FROM sale").await.unwrap();
+        // After a renewal, a release and a new grant the transaction may still see the row as it was.
+        assert!(matches!(backend.renew(&mine).await[0], Ok(Renewal::Renewed(_))));
+        assert!(other.force_release(level).await.unwrap());
+        let successor = lock(&other, level).await;
+        assert!(guard.is_held(), "it cannot know yet");
+        let error = guard.fence(&mut transaction).await.unwrap_err();
+        let told = matches!(error, FenceError::Lost { .. } | FenceError::Busy { .. });
+        assert!(told, "{level}: {error:?}");
+        transaction.rollback().await.unwrap();
+        successor.unlock().await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_transaction_on_another_database_is_noticed() {
+    let server = shop().await;
+    server.sql("CREATE DATABASE branch").await.unwrap();
+    let guard = lock(&registry(config(&server)).await, "coupon/7").await;
+    let branch = server.url().replace("/postgres?", "/branch?");
+    let branch =
+        branch.strip_suffix("/postgres").map(|url| format!("{url}/branch")).unwrap_or(branch);
+    let connect = async || PgConnection::connect(&branch).await.unwrap();
+    let mut data = connect().await;
+    assert!(matches!(sell(&guard, &mut data).await.unwrap_err(), FenceError::OtherDatabase));
+    let _branch = backend(registry_jdbc::PostgresConfig::from_url(&branch).unwrap()).await;
+    let mut data = connect().await;
+    assert!(matches!(sell(&guard, &mut data).await.unwrap_err(), FenceError::OtherDatabase));
+    // A lock of another kind of store.
+    let guard = lock(&Registry::in_memory().unwrap(), "coupon/7").await;
+    let error = sell(&guard, &mut data).await.unwrap_err();
+    assert!(matches!(error, FenceError::Unsupported { database: "PostgreSQL", .. }), "{error:?}");
+}

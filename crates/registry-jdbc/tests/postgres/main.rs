@@ -1,0 +1,22 @@
+//! The PostgreSQL store on real servers. Needs PostgreSQL and PgBouncer.
+#![cfg(all(feature = "postgres", target_os = "linux"))]
+#![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
+
+mod fence;
+mod lab;
+mod opening;
+mod rows;
+mod shared;
+mod trouble;
+
+use shared::{Way, keeps_its_promises};
+
+#[test]
+fn a_server_keeps_all_promises() {
+    keeps_its_promises(Way::Directly, 210, 11);
+}
+
+#[test]
+fn a_server_behind_pgbouncer_keeps_all_promises() {
+    keeps_its_promises(Way::ThroughPgBouncer, 210, 11);
+}

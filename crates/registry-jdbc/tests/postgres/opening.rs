@@ -1,0 +1,158 @@
+//! How a store is reached and set up.
+
+use registry_core::{BackendErrorKind, LockBackend};
+#[cfg(feature = "tls")]
+use registry_jdbc::Encryption;
+use registry_jdbc::{PostgresBackend, PostgresConfig};
+use registry_testkit::postgres::{PostgresOptions, PostgresServer};
+#[cfg(feature = "tls")]
+use registry_testkit::tls::TlsFolder;
+
+use crate::lab::{backend, busy, claim, config, grant, server, told};
+
+async fn refused(config: PostgresConfig) -> registry_core::BackendError {
+    let error = PostgresBackend::open(config).await.unwrap_err();
+    assert!(error.refused(), "{}", told(&error));
+    error
+}
+
+#[tokio::test]
+async fn many_that_start_at_once_make_the_tables_once() {
+    let server = server().await;
+    let mut starts = tokio::task::JoinSet::new();
+    for _ in 0..12 {
+        let config = config(&server);
+        starts.spawn(async move { backend(config).await });
+    }
+    let backends = starts.join_all().await;
+    grant(&backends[0], &claim("k")).await;
+    for backend in &backends {
+        busy(backend, &claim("k")).await;
+    }
+}
+
+#[tokio::test]
+async fn whoever_may_only_use_the_tables_needs_no_more() {
+    let server = server().await;
+    server.sql("CREATE ROLE worker LOGIN").await.unwrap();
+    let worker = || config(&server).with_login("worker", None);
+    let error = refused(worker()).await;
+    assert_eq!(error.kind(), BackendErrorKind::Denied, "{}", told(&error));
+    assert!(error.to_string().contains("lockreg schema postgres"), "{error}");
+
+    server.sql(PostgresBackend::schema()).await.unwrap();
+    server.sql(PostgresBackend::schema()).await.unwrap();
+    let error = refused(worker()).await;
+    assert_eq!(error.kind(), BackendErrorKind::Denied, "{}", told(&error));
+    server
+        .sql(
+            "GRANT SELECT, INSERT, UPDATE, DELETE ON lock_registry_locks TO worker; \
+             GRANT SELECT, UPDATE ON lock_registry_meta TO worker",
+        )
+        .await
+        .unwrap();
+    let backend = backend(worker().with_purge_after(std::time::Duration::ZERO)).await;
+    // Enough of them that rows are deleted, too.
+    for n in 0..600 {
+        let claim = claim(&format!("k{n}"));
+        grant(&backend, &claim).await;
+        backend.release(&claim).await.unwrap();
+    }
+    assert!(backend.diagnose().await.is_ok());
+    let floor: u64 =
+        server.sql("SELECT floor FROM lock_registry_meta").await.unwrap().parse().unwrap();
+    assert!(floor > 0, "nothing was purged");
+}
+
+#[tokio::test]
+async fn tables_are_where_and_called_as_one_wants() {
+    let server = server().await;
+    server.sql("CREATE SCHEMA \"Elsewhere\"").await.unwrap();
+    let here = backend(config(&server)).await;
+    let there = backend(config(&server).with_schema("Elsewhere")).await;
+    let other = backend(config(&server).with_table_prefix("app_locks")).await;
+    for backend in [&here, &there, &other] {
+        grant(backend, &claim("k")).await;
+    }
+    let found = "SELECT count(*) FROM \"Elsewhere\".lock_registry_locks, public.app_locks_locks";
+    assert_eq!(server.sql(found).await.unwrap(), "1");
+    // Found by the search path from then on, whoever looks first.
+    server.sql("ALTER ROLE postgres SET search_path = \"Elsewhere\", public").await.unwrap();
+    busy(&backend(config(&server)).await, &claim("k")).await;
+
+    let error = refused(config(&server).with_schema("missing")).await;
+    assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{}", told(&error));
+    for name in ["", "1a", "a b", "a\"b", "a;b", "ä", &"x".repeat(64)] {
+        let error = refused(config(&server).with_schema(name)).await;
+        assert_eq!(error.kind(), BackendErrorKind::Misconfigured);
+        refused(config(&server).with_table_prefix(name)).await;
+    }
+    refused(config(&server).with_table_prefix("Capital")).await;
+    let error =
+        refused(config(&server).with_table_prefix("absent").with_create_schema(false)).await;
+    assert!(error.to_string().contains("lockreg schema postgres"), "{error}");
+}
+
+#[tokio::test]
+async fn tables_of_another_version_are_left_alone() {
+    let server = server().await;
+    backend(config(&server)).await.close().await;
+    server.sql("UPDATE lock_registry_meta SET version = 2").await.unwrap();
+    let error = refused(config(&server)).await;
+    assert!(error.to_string().contains("version 2"), "{error}");
+}
+
+#[tokio::test]
+async fn who_is_not_let_in_is_told_why_and_no_password_is_shown() {
+    let options = PostgresOptions::new().password("canary-right");
+    let server = PostgresServer::start_with(options).await.unwrap();
+    let addr = server.addr();
+    let url = |login: &str, database: &str| format!("postgres://{login}@{addr}/{database}");
+    for (url, kind) in [
+        (url("postgres:canary-wrong", "postgres"), BackendErrorKind::Denied),
+        (url("canary-nobody:canary-right", "postgres"), BackendErrorKind::Denied),
+        (url("postgres:canary-right", "missing"), BackendErrorKind::Misconfigured),
+        ("postgres://u:canary@127.0.0.1:1/x".to_owned(), BackendErrorKind::Transient),
+    ] {
+        let config = PostgresConfig::from_url(&url).unwrap().with_listen(&url).unwrap();
+        assert!(!format!("{config:?}{config:#?}").contains("canary"));
+        let error = refused(config).await;
+        assert_eq!(error.kind(), kind, "{}", told(&error));
+        let told = told(&error).replace("user \"canary-nobody\"", "");
+        assert!(!told.contains("canary-right") && !told.contains("canary-wrong"), "{told}");
+    }
+    for url in
+        ["postgres://u:canary@h:999999/x", "mysql://u:canary@h/x", "postgres://u:canary@h/x?y=z"]
+    {
+        let error = PostgresConfig::from_url(url).unwrap_err();
+        assert!(!told(&error).contains("canary"), "{}", told(&error));
+    }
+    let right =
+        backend(PostgresConfig::from_url(&url("postgres:canary-right", "postgres")).unwrap()).await;
+    assert!(!format!("{right:?}").contains("canary"));
+    grant(&right, &claim("k")).await;
+}
+
+#[cfg(feature = "tls")]
+#[tokio::test]
+async fn encrypted_connections_are_verified_if_that_is_wanted() {
+    let (folder, other) = (TlsFolder::new().unwrap(), TlsFolder::new().unwrap());
+    let options = PostgresOptions::new().password("secret").tls(&folder);
+    let server = PostgresServer::start_with(options).await.unwrap();
+    let ca = |folder: &TlsFolder| std::fs::read(folder.ca_file()).unwrap();
+    for config in [
+        config(&server),
+        config(&server).with_encryption(Encryption::Required),
+        config(&server).with_certificate_authority(ca(&folder)),
+    ] {
+        let backend = backend(config).await;
+        let held = claim("k");
+        grant(&backend, &held).await;
+        backend.release(&held).await.unwrap();
+    }
+    refused(config(&server).with_encryption(Encryption::Off)).await;
+    refused(config(&server).with_encryption(Encryption::VerifyHost)).await;
+    refused(config(&server).with_certificate_authority(ca(&other))).await;
+    let plain = PostgresServer::start().await.unwrap();
+    refused(config(&plain).with_encryption(Encryption::Required)).await;
+}

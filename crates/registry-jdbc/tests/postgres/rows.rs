@@ -1,0 +1,193 @@
+//! What is written, and what is not.
+
+use std::time::Duration;
+
+use registry_core::{BackendErrorKind, LockBackend, Release, Renewal};
+use registry_testkit::postgres::PostgresServer;
+use tokio::time::{Instant, timeout};
+
+use crate::lab::{SOON, backend, busy, claim, config, data, grant, key, run, server, token, told};
+
+/// The next transaction that writes will have this number.
+async fn next_transaction(server: &PostgresServer) -> String {
+    server.sql("SELECT pg_snapshot_xmax(pg_current_snapshot())").await.unwrap()
+}
+
+#[tokio::test]
+async fn a_busy_attempt_writes_nothing() {
+    let server = server().await;
+    let backend = backend(config(&server)).await;
+    grant(&backend, &claim("k")).await;
+    let before = next_transaction(&server).await;
+    for _ in 0..20 {
+        busy(&backend, &claim("k")).await;
+        assert_eq!(backend.release(&claim("k")).await.unwrap(), Release::NotHeld);
+        backend.inspect(&key("k")).await.unwrap();
+    }
+    assert_eq!(next_transaction(&server).await, before);
+}
+
+#[tokio::test]
+async fn a_grant_is_durable_and_a_release_need_not_be() {
+    let server = server().await;
+    let busy_timeout = Duration::from_millis(100);
+    let config = config(&server).with_busy_timeout(busy_timeout);
+    let backend = backend(config.with_response_timeout(Duration::from_secs(1))).await;
+    let (first, second) = (claim("a"), claim("b"));
+    grant(&backend, &first).await;
+    grant(&backend, &second).await;
+    // From now on whoever wants his commit to be safe waits for a standby that does not exist.
+    server
+        .sql("ALTER SYSTEM SET synchronous_standby_names = 'ghost'; SELECT pg_reload_conf()")
+        .await
+        .unwrap();
+    let waits = async || {
+        let rows = server.sql("SHOW synchronous_standby_names").await?;
+        if rows == "ghost" { Ok(()) } else { Err(std::io::Error::other(rows)) }
+    };
+    registry_testkit::eventually(SOON, waits).await;
+    // The setting reaches each session on its own time; an idle one takes it before its next statement.
+    let began = Instant::now();
+    assert_eq!(backend.release(&first).await.unwrap(), Release::Freed);
+    assert!(began.elapsed() < Duration::from_millis(900), "{:?}", began.elapsed());
+    let error = backend.try_acquire(&claim("c")).await.unwrap_err();
+    assert!(error.is_retryable() && !error.refused(), "{}", told(&error));
+    let renewal = backend.renew(&[second]).await.remove(0).unwrap_err();
+    assert!(renewal.is_retryable() && !renewal.refused(), "{}", told(&renewal));
+}
+
+#[tokio::test]
+async fn tokens_grow_over_deleted_rows_whoever_deletes_them() {
+    let server = server().await;
+    let backend = backend(config(&server)).await;
+    // Far ahead of the clock, so that only what is written down can tell.
+    let block = u32::MAX;
+    let mut last = 0;
+    for (round, statement) in [
+        "SELECT 1",
+        "DELETE FROM lock_registry_locks",
+        "TRUNCATE lock_registry_locks",
+        "DELETE FROM lock_registry_locks WHERE false; TRUNCATE lock_registry_locks; TRUNCATE lock_registry_locks",
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let claim = claim("k").with_token_block(block);
+        let first = token(&backend, &claim).await;
+        assert!(first > last, "round {round}: {first} is not above {last}");
+        last = first + u64::from(block) - 1;
+        assert_eq!(backend.release(&claim).await.unwrap(), Release::Freed);
+        server.sql(statement).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_row_that_somebody_has_locked_is_trouble_and_neither_busy_nor_lost() {
+    let server = server().await;
+    let config = config(&server).with_busy_timeout(Duration::from_millis(200));
+    let backend = backend(config).await;
+    let (held, other, free) = (claim("held"), claim("other"), claim("free"));
+    for claim in [&held, &other, &free] {
+        grant(&backend, claim).await;
+    }
+    backend.release(&free).await.unwrap();
+
+    let mut data = data(&server).await;
+    run(
+        &mut data,
+        "BEGIN; SELECT * FROM lock_registry_locks WHERE key IN ('held', 'free') FOR UPDATE",
+    )
+    .await;
+    let error = backend.try_acquire(&claim("free")).await.unwrap_err();
+    assert_eq!(error.kind(), BackendErrorKind::Transient);
+    assert!(error.refused(), "{}", told(&error));
+    let error = backend.release(&held).await.unwrap_err();
+    assert!(error.is_retryable() && error.refused(), "{}", told(&error));
+    // Whoever looks does not mind.
+    busy(&backend, &claim("held")).await;
+
+    // One locked row holds up no other renewal, and nobody waits.
+    let claims = [held.clone(), other.clone(), claim("held")];
+    let renewals = timeout(SOON, backend.renew(&claims)).await.unwrap();
+    let error = renewals[0].as_ref().unwrap_err();
+    assert!(error.is_retryable() && error.refused(), "{}", told(error));
+    assert!(matches!(renewals[1].as_ref().unwrap(), Renewal::Renewed(_)));
+    assert_eq!(renewals[2].as_ref().unwrap(), &Renewal::Gone);
+
+    run(&mut data, "ROLLBACK").await;
+    grant(&backend, &claim("free")).await;
+    assert!(matches!(backend.renew(&[held]).await[0], Ok(Renewal::Renewed(_))));
+}
+
+#[tokio::test]
+async fn renewals_get_through_while_acquisitions_have_all_connections() {
+    let server = server().await;
+    let config = config(&server).with_connections(1).with_busy_timeout(Duration::from_secs(5));
+    let backend = std::sync::Arc::new(backend(config).await);
+    let (held, gone, locked) = (claim("held"), claim("gone"), claim("locked"));
+    for claim in [&held, &gone, &locked] {
+        grant(&backend, claim).await;
+    }
+    backend.release(&locked).await.unwrap();
+    let mut data = data(&server).await;
+    run(&mut data, "BEGIN; SELECT * FROM lock_registry_locks WHERE key = 'locked' FOR UPDATE")
+        .await;
+
+    let mut attempts = tokio::task::JoinSet::new();
+    for _ in 0..8 {
+        let backend = std::sync::Arc::clone(&backend);
+        attempts.spawn(async move { backend.try_acquire(&claim("locked")).await });
+    }
+    // One of them is in the server, and the others wait for its connection.
+    let waits = async || {
+        let rows = server.sql("SELECT count(*) FROM pg_locks WHERE NOT granted").await?;
+        if rows == "0" { Err(std::io::Error::other("nobody waits")) } else { Ok(()) }
+    };
+    registry_testkit::eventually(SOON, waits).await;
+    let began = Instant::now();
+    assert!(matches!(backend.renew(&[held]).await[0], Ok(Renewal::Renewed(_))));
+    assert_eq!(backend.release(&gone).await.unwrap(), Release::Freed);
+    assert!(began.elapsed() < Duration::from_secs(4), "{:?}", began.elapsed());
+    run(&mut data, "ROLLBACK").await;
+    let granted =
+        attempts.join_all().await.into_iter().filter(|attempt| {
+            matches!(attempt.as_ref().unwrap(), registry_core::Attempt::Granted(_))
+        });
+    assert_eq!(granted.count(), 1);
+}
+
+#[tokio::test]
+async fn a_batch_is_renewed_claim_by_claim() {
+    let server = server().await;
+    let backend = backend(config(&server)).await;
+    // More than one statement takes.
+    let mut claims = Vec::new();
+    for n in 0..1200 {
+        claims.push(claim(&format!("k{n}")));
+    }
+    for (n, claim) in claims.iter().enumerate() {
+        if n % 100 != 0 {
+            grant(&backend, claim).await;
+        }
+    }
+    claims.push(claims[1].clone());
+    let renewals = backend.renew(&claims).await;
+    assert_eq!(renewals.len(), claims.len());
+    for (n, renewal) in renewals.into_iter().enumerate() {
+        let is_there = matches!(renewal.unwrap(), Renewal::Renewed(_));
+        assert_eq!(is_there, n == 1200 || n % 100 != 0, "claim {n}");
+    }
+    assert!(backend.renew(&[]).await.is_empty());
+}
+
+#[tokio::test]
+async fn a_token_at_its_limit_is_an_error_and_no_smaller_token() {
+    let server = server().await;
+    let backend = backend(config(&server)).await;
+    let claim = claim("k");
+    grant(&backend, &claim).await;
+    backend.release(&claim).await.unwrap();
+    server.sql("UPDATE lock_registry_locks SET token = 9223372036854775807").await.unwrap();
+    let error = backend.try_acquire(&claim).await.unwrap_err();
+    assert_eq!(error.kind(), BackendErrorKind::Protocol, "{}", told(&error));
+}

@@ -1,0 +1,229 @@
+//! Connections break, servers stop, and nothing is lost or told wrong.
+
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use registry_core::{BackendErrorKind, LockBackend, LockRegistry, Registry, Release, Renewal};
+use registry_jdbc::{PostgresBackend, PostgresConfig};
+use registry_testkit::postgres::{PostgresOptions, PostgresServer};
+use registry_testkit::{eventually, within};
+use tokio::time::timeout;
+
+use crate::lab::{SOON, backend, busy, claim, config, grant, key, lock, registry, server, told};
+
+/// The sessions of the store, but for the one that listens.
+const SESSIONS: &str =
+    "application_name = 'lock-registry' AND query NOT LIKE 'LISTEN%' AND query <> 'SELECT 1'";
+const LISTENERS: &str = "application_name = 'lock-registry' AND (query LIKE 'LISTEN%' OR query = 'SELECT 1') AND state = 'idle'";
+
+async fn pid(server: &PostgresServer, which: &str) -> i32 {
+    let statement = format!("SELECT pid FROM pg_stat_activity WHERE {which} LIMIT 1");
+    eventually(SOON, async || server.sql(&statement).await?.parse().map_err(io::Error::other)).await
+}
+
+#[tokio::test]
+async fn a_call_that_is_dropped_half_way_poisons_no_connection() {
+    let server = server().await;
+    let backend = backend(config(&server).with_connections(1)).await;
+    let (first, dropped, last) = (claim("first"), claim("dropped"), claim("last"));
+    grant(&backend, &first).await;
+    for round in 0..3 {
+        let pid = pid(&server, SESSIONS).await;
+        server.pause_backend(pid).unwrap();
+        let call = timeout(Duration::from_millis(300), backend.try_acquire(&dropped)).await;
+        assert!(call.is_err(), "the server stood still");
+        server.resume_backend(pid).unwrap();
+
+        // What is granted now is granted for everybody to see.
+        grant(&backend, &last).await;
+        let seen =
+            "SELECT count(*) FROM lock_registry_locks WHERE key = 'last' AND claim IS NOT NULL";
+        assert_eq!(server.sql(seen).await.unwrap(), "1", "round {round}");
+        assert_eq!(backend.release(&last).await.unwrap(), Release::Freed);
+        let open = "SELECT count(*) FROM pg_stat_activity WHERE state LIKE 'idle in transaction%'";
+        assert_eq!(server.sql(open).await.unwrap(), "0");
+    }
+}
+
+#[tokio::test]
+async fn a_server_that_was_killed_has_its_locks_when_it_is_back() {
+    let mut server = server().await;
+    let backend = backend(config(&server)).await;
+    let held = claim("k");
+    grant(&backend, &held).await;
+    for _ in 0..3 {
+        server.kill();
+        let error = backend.try_acquire(&claim("k")).await.unwrap_err();
+        assert_eq!(error.kind(), BackendErrorKind::Transient, "{}", told(&error));
+        server.start_again().await.unwrap();
+        assert!(matches!(
+            backend.renew(std::slice::from_ref(&held)).await[0],
+            Ok(Renewal::Renewed(_))
+        ));
+        busy(&backend, &claim("k")).await;
+    }
+    assert_eq!(backend.release(&held).await.unwrap(), Release::Freed);
+}
+
+#[tokio::test]
+async fn connections_that_broke_while_nobody_used_them_are_made_anew() {
+    let mut server = server().await;
+    let backend = Arc::new(backend(config(&server)).await);
+    let mut calls = tokio::task::JoinSet::new();
+    for n in 0..4 {
+        let backend = Arc::clone(&backend);
+        calls.spawn(async move { grant(&backend, &claim(&format!("k{n}"))).await });
+    }
+    calls.join_all().await;
+    let all = "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE application_name = 'lock-registry'";
+    server.sql(all).await.unwrap();
+    busy(&backend, &claim("k0")).await;
+    server.stop().await.unwrap();
+    server.start_again().await.unwrap();
+    grant(&backend, &claim("other")).await;
+    assert!(backend.inspect(&key("k1")).await.unwrap().is_some());
+}
+
+#[tokio::test]
+async fn a_server_that_says_nothing_leaves_the_outcome_open() {
+    let server = server().await;
+    let config = config(&server).with_busy_timeout(Duration::from_millis(100));
+    let config = config.with_connect_timeout(Duration::from_millis(300));
+    let backend = backend(config.with_response_timeout(Duration::from_millis(300))).await;
+    let held = claim("k");
+    grant(&backend, &held).await;
+    server.pause().unwrap();
+    let error = within(SOON, backend.try_acquire(&held)).await.unwrap_err();
+    assert!(error.is_retryable() && !error.refused(), "{}", told(&error));
+    // Without a connection nothing was asked.
+    let error = within(SOON, backend.try_acquire(&held)).await.unwrap_err();
+    assert!(error.is_retryable() && error.refused(), "{}", told(&error));
+    server.resume().unwrap();
+    grant(&backend, &held).await;
+}
+
+#[tokio::test]
+async fn who_waits_is_woken_by_a_release_in_another_process() {
+    let server = server().await;
+    let (a, b) = (registry(config(&server)).await, slow_poller(config(&server)).await);
+    for _ in 0..3 {
+        let guard = lock(&a, "k").await;
+        let other = b.obtain("k");
+        let waiting = tokio::spawn(async move { other.lock().await.unwrap() });
+        pid(&server, LISTENERS).await;
+        guard.unlock().await.unwrap();
+        within(SOON, waiting).await.unwrap().unlock().await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_release_that_nobody_heard_is_found_after_listening_again() {
+    let server = server().await;
+    let (a, b) = (registry(config(&server)).await, slow_poller(config(&server)).await);
+    for _ in 0..3 {
+        let guard = lock(&a, "k").await;
+        let other = b.obtain("k");
+        let waiting = tokio::spawn(async move { other.lock().await.unwrap() });
+        let listener = pid(&server, LISTENERS).await;
+        server.pause_backend(listener).unwrap();
+        guard.unlock().await.unwrap();
+        // Not by force: the server would take that for a crash, start anew, and perhaps have forgotten the release.
+        server.sql(&format!("SELECT pg_terminate_backend({listener})")).await.unwrap();
+        server.resume_backend(listener).unwrap();
+        within(SOON, waiting).await.unwrap().unlock().await.unwrap();
+    }
+}
+
+/// A registry that relies on being woken.
+async fn slow_poller(config: PostgresConfig) -> Registry {
+    let backend = Arc::new(PostgresBackend::open(config).await.unwrap());
+    Registry::builder(backend).poll(Duration::from_secs(3600)).build().unwrap()
+}
+
+#[tokio::test]
+async fn a_server_that_takes_no_writes_is_trouble_that_may_pass() {
+    let server = server().await;
+    let backend = backend(config(&server)).await;
+    server.sql("ALTER DATABASE postgres SET default_transaction_read_only = on").await.unwrap();
+    let all = "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity WHERE application_name = 'lock-registry'";
+    server.sql(all).await.unwrap();
+    let error = backend.try_acquire(&claim("k")).await.unwrap_err();
+    assert!(error.is_retryable() && error.refused(), "{}", told(&error));
+    assert!(error.to_string().contains("standby"), "{error}");
+    server
+        .sql("SET default_transaction_read_only = off; ALTER DATABASE postgres RESET default_transaction_read_only")
+        .await
+        .unwrap();
+    grant(&backend, &claim("k")).await;
+}
+
+#[tokio::test]
+async fn tables_that_are_gone_are_named_with_what_makes_them() {
+    let server = server().await;
+    let backend = backend(config(&server)).await;
+    let held = claim("k");
+    grant(&backend, &held).await;
+    server.sql("DROP TABLE lock_registry_locks").await.unwrap();
+    for error in [
+        backend.try_acquire(&held).await.unwrap_err(),
+        backend.release(&held).await.unwrap_err(),
+        backend.renew(std::slice::from_ref(&held)).await.remove(0).unwrap_err(),
+        backend.inspect(&key("k")).await.unwrap_err(),
+    ] {
+        assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{}", told(&error));
+        assert!(error.to_string().contains("lockreg schema postgres"), "{error}");
+    }
+    server.sql("DELETE FROM lock_registry_meta").await.unwrap();
+    let error = PostgresBackend::open(config(&server)).await.unwrap_err();
+    assert_eq!(error.kind(), BackendErrorKind::Protocol, "{}", told(&error));
+}
+
+#[tokio::test]
+async fn doctor_tells_what_is_set_up_wrong() {
+    let settings =
+        ["fsync=off", "synchronous_commit=off", "default_transaction_isolation=serializable"];
+    let options = PostgresOptions::new().settings(&settings);
+    let server = PostgresServer::start_with(options).await.unwrap();
+    let backend = backend(config(&server).without_listen()).await;
+    let findings = backend.diagnose().await.unwrap();
+    let text =
+        findings.iter().map(|finding| finding.message.as_str()).collect::<Vec<_>>().join("\n");
+    for hint in [
+        "PostgreSQL 1",
+        "fsync is off",
+        "synchronous_commit is off",
+        "serializable",
+        "nobody listens",
+    ] {
+        assert!(text.contains(hint), "{hint}: {text}");
+    }
+    let well = PostgresServer::start().await.unwrap();
+    let findings = crate::lab::backend(config(&well)).await.diagnose().await.unwrap();
+    assert_eq!(findings.len(), 1, "{findings:?}");
+}
+
+#[tokio::test]
+async fn locks_work_where_everything_is_serializable() {
+    let options = PostgresOptions::new().settings(&["default_transaction_isolation=serializable"]);
+    let server = PostgresServer::start_with(options).await.unwrap();
+    let registry = Arc::new(registry(config(&server)).await);
+    let counter = Arc::new(std::sync::atomic::AtomicU32::new(0));
+    let mut tasks = tokio::task::JoinSet::new();
+    for _ in 0..4 {
+        let registry = crate::lab::registry(config(&server)).await;
+        let counter = Arc::clone(&counter);
+        tasks.spawn(async move {
+            for _ in 0..20 {
+                let guard = lock(&registry, "k").await;
+                let seen = counter.load(std::sync::atomic::Ordering::SeqCst);
+                tokio::task::yield_now().await;
+                counter.store(seen + 1, std::sync::atomic::Ordering::SeqCst);
+                guard.unlock().await.unwrap();
+            }
+        });
+    }
+    within(SOON, tasks.join_all()).await;
+    assert_eq!(counter.load(std::sync::atomic::Ordering::SeqCst), 80);
+    drop(registry);
+}

@@ -1,0 +1,28 @@
+//! Runs programs that do one thing and end: what makes a server's data folder, what asks a server.
+
+use std::io;
+use std::process::{Command, Stdio};
+
+use tokio::io::AsyncWriteExt;
+
+/// Runs `command` with `input` and returns what it prints, without the last end of line. Killed if the future is dropped.
+pub(crate) async fn run(command: Command, input: &str) -> io::Result<String> {
+    let program = command.get_program().to_owned();
+    let mut command = tokio::process::Command::from(command);
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
+    let mut child = command.spawn().map_err(|error| {
+        io::Error::new(error.kind(), format!("{} cannot be run: {error}", program.display()))
+    })?;
+    if let Some(mut stdin) = child.stdin.take() {
+        // Short enough for the pipe, so nobody waits for anybody. Who ends without reading says why.
+        _ = stdin.write_all(input.as_bytes()).await;
+    }
+    let done = child.wait_with_output().await?;
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).trim_end_matches('\n').to_owned();
+    if !done.status.success() {
+        let (said, more) = (text(&done.stderr), text(&done.stdout));
+        let program = program.display();
+        return Err(io::Error::other(format!("{program} ({}): {said}\n{more}", done.status)));
+    }
+    Ok(text(&done.stdout))
+}
