@@ -1,6 +1,5 @@
 //! PostgreSQL servers by their URL: real ones, and what is said when they cannot be reached.
 #![cfg(all(feature = "postgres", target_os = "linux"))]
-#![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
 use std::time::Duration;
 
