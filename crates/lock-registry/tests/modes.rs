@@ -42,7 +42,7 @@ async fn locks_in_postgresql_are_leases_or_end_with_a_connection() {
         }
     }
     let long = connect(&format!("{}?mode=session&lease=5m", server.url())).await;
-    assert!(long.unwrap_err().to_string().contains("1m"), "no longer than the server waits");
+    assert!(long.is_err(), "the server would not wait that long for a sign of life");
 }
 
 #[tokio::test]
