@@ -42,8 +42,9 @@ pub trait LockIn<DB: Database> {
     /// `REPEATABLE READ` and `SERIALIZABLE` a transaction that finds the key held, or changed since it began to read, goes on seeing
     /// it that way: roll it back and begin again ([`LockInError::Conflict`]).
     ///
-    /// In MariaDB and MySQL the caller looks again and again, several times in a tenth of a second: the server has no limit for a wait that would be
-    /// the statement's alone.
+    /// In MariaDB and MySQL the caller looks again and again, every few milliseconds at first and at least ten times a second: the server has no
+    /// limit for a wait that would be the statement's alone. A lease that is wanted while a transaction has the lock waits for the row
+    /// (`busy_timeout`), and is then told of trouble that may pass, as the server does not say why the row is locked; in PostgreSQL it is told "busy".
     ///
     /// # Errors
     /// [`LockInError`]. Unless it says otherwise the transaction holds the lock neither way, and should be rolled back.
