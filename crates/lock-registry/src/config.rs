@@ -33,6 +33,7 @@ use crate::store_url::{Store, UrlText};
 /// | `busy_timeout` | SQL stores: how long a statement waits for other writers, `0s` (servers: `10ms`) to `1h`; MariaDB and MySQL round up to seconds | `2.5s`, servers `1s`; at most five sixths of a `timeout` that is set |
 /// | `purge_after` | SQL stores: how long rows of free keys are kept, `0s` to `366days` | `1h` |
 /// | `pool` | PostgreSQL, MariaDB, MySQL: how many connections there are for statements, besides one each for renewals, releases and (PostgreSQL) wake-ups | `4` |
+/// | `mode` | PostgreSQL, MariaDB, MySQL: what a lock is: `lease`, a row; `session`, an advisory or named lock that ends with the connection of its holder | `lease` |
 /// | `schema` | PostgreSQL only: where the tables are | as the `search_path` says |
 /// | `table_prefix` | PostgreSQL, MariaDB, MySQL: how the names of the tables begin | `lock_registry` |
 /// | `create_schema` | PostgreSQL, MariaDB, MySQL: whether missing tables are made | `true` |
@@ -314,6 +315,7 @@ impl Layer {
             busy_timeout: self.busy_timeout.or(weaker.busy_timeout),
             purge_after: self.purge_after.or(weaker.purge_after),
             pool: self.pool.or(weaker.pool),
+            mode: self.mode.or(weaker.mode),
             schema: self.schema.or(weaker.schema),
             table_prefix: self.table_prefix.or(weaker.table_prefix),
             create_schema: self.create_schema.or(weaker.create_schema),

@@ -124,14 +124,14 @@ async fn backend(store: Store, options: &Layer) -> Result<Arc<dyn LockBackend>, 
         #[cfg(feature = "postgres")]
         Store::Postgres(server) => {
             let backend = postgres::open(&server, options).await;
-            Arc::new(backend.map_err(|error| ConfigError::open("postgres", error))?)
+            backend.map_err(|error| ConfigError::open("postgres", error))?
         }
         #[cfg(not(feature = "postgres"))]
         Store::Postgres(_) => unreachable!("its scheme is refused when the URL is parsed"),
         #[cfg(feature = "mysql")]
         Store::MySql(server) => {
             let backend = mysql::open(&server, options).await;
-            Arc::new(backend.map_err(|error| ConfigError::open("mysql", error))?)
+            backend.map_err(|error| ConfigError::open("mysql", error))?
         }
         #[cfg(not(feature = "mysql"))]
         Store::MySql(_) => unreachable!("its scheme is refused when the URL is parsed"),

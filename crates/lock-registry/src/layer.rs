@@ -32,6 +32,7 @@ pub(crate) struct Layer {
     pub(crate) busy_timeout: Option<Duration>,
     pub(crate) purge_after: Option<Duration>,
     pub(crate) pool: Option<u32>,
+    pub(crate) mode: Option<Mode>,
     pub(crate) schema: Option<String>,
     pub(crate) table_prefix: Option<String>,
     pub(crate) create_schema: Option<bool>,
@@ -54,6 +55,17 @@ pub(crate) struct Layer {
     /// Shown to nobody: whoever takes it for the key itself should not find that in a log.
     pub(crate) key: Option<Secret>,
 }
+
+/// What a lock in a database server is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Mode {
+    /// A row with the end of a lease.
+    Lease,
+    /// Something that ends with a connection.
+    Session,
+}
+
+const MODE: [(&str, Mode); 2] = [("lease", Mode::Lease), ("session", Mode::Session)];
 
 /// By which command those who wait are told of a release.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -126,6 +138,7 @@ pub(crate) static OPTIONS: &[OptionRow] = &[
     row("busy_timeout",      Sql,             Always, |l, t| put(&mut l.busy_timeout, duration(t)),                 |l| l.busy_timeout.map(shown)),
     row("purge_after",       Sql,             Always, |l, t| put(&mut l.purge_after, duration(t)),                  |l| l.purge_after.map(shown)),
     row("pool",              Database,        Always, |l, t| put(&mut l.pool, count(t)),                            |l| l.pool.map(|n| n.to_string())),
+    row("mode",              Database,        Always, |l, t| put(&mut l.mode, choice(t, "mode", &MODE)),            |l| l.mode.map(mode_name)),
     row("schema",            Postgres,        Always, |l, t| put(&mut l.schema, Ok(t.into())),                      |l| l.schema.clone()),
     row("table_prefix",      Database,        Always, |l, t| put(&mut l.table_prefix, Ok(t.into())),                |l| l.table_prefix.clone()),
     row("create_schema",     Database,        Always, |l, t| put(&mut l.create_schema, switch(t)),                  |l| l.create_schema.map(|on| on.to_string())),
@@ -161,6 +174,11 @@ fn put<T>(place: &mut Option<T>, value: Result<T, Problem>) -> Result<(), Proble
 
 fn publish_name(publish: Publish) -> String {
     let named = PUBLISH.iter().find(|(_, named)| *named == publish);
+    named.map_or("", |(name, _)| *name).to_owned()
+}
+
+fn mode_name(mode: Mode) -> String {
+    let named = MODE.iter().find(|(_, named)| *named == mode);
     named.map_or("", |(name, _)| *name).to_owned()
 }
 
@@ -345,6 +363,7 @@ mod tests {
             ("busy_timeout", "1s"),
             ("purge_after", "1h"),
             ("pool", "16"),
+            ("mode", "session"),
             ("schema", "locks"),
             ("table_prefix", "app_locks"),
             ("create_schema", "false"),

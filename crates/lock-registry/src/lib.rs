@@ -50,10 +50,12 @@ pub use registry_core::{
 pub use registry_jdbc::Encryption as DatabaseEncryption;
 #[cfg(any(feature = "sqlite", feature = "postgres", feature = "mysql"))]
 pub use registry_jdbc::{Fence, FenceError, sqlx};
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+pub use registry_jdbc::{LockIn, LockInError, TransactionLock};
 #[cfg(feature = "mysql")]
-pub use registry_jdbc::{MySqlBackend, MySqlConfig};
+pub use registry_jdbc::{MySqlBackend, MySqlConfig, MySqlSessionBackend};
 #[cfg(feature = "postgres")]
-pub use registry_jdbc::{PostgresBackend, PostgresConfig};
+pub use registry_jdbc::{PostgresBackend, PostgresConfig, PostgresSessionBackend};
 #[cfg(feature = "sqlite")]
 pub use registry_jdbc::{SqliteBackend, SqliteConfig};
 #[cfg(feature = "redis")]

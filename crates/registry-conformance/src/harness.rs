@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
-use registry_core::{FencingToken, LockBackend};
+use registry_core::{Claim, FencingToken, LockBackend};
 
 /// Makes the stores that the suite runs against. Usually a unit struct.
 #[async_trait]
@@ -68,6 +68,11 @@ pub trait Store: Debug + Send + Sync {
 
     /// Stops the store and starts it again with its data. Clients opened before are closed and never used again.
     async fn restart(&self) -> bool {
+        false
+    }
+
+    /// Ends the grant of `claim` behind its holder's back, in a store where another client cannot do that by a release. False if it can.
+    async fn break_claim(&self, _claim: &Claim) -> bool {
         false
     }
 

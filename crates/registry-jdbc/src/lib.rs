@@ -5,7 +5,9 @@
 //! | feature | backend | excludes |
 //! |---|---|---|
 //! | `postgres` | `PostgresBackend` | all who reach the database |
+//! | `postgres` | `PostgresSessionBackend`: locks that live as long as a connection | all who reach the database |
 //! | `mysql` | `MySqlBackend`, for MariaDB and MySQL | all who reach the database |
+//! | `mysql` | `MySqlSessionBackend`: locks that live as long as a connection | all who reach the server |
 //! | `sqlite` | `SqliteBackend` | the processes of one Linux host that open the same file |
 //!
 //! A lock is a row. It names the claim that holds it, the fencing tokens that were reserved and the end of the lease;
@@ -13,7 +15,7 @@
 //! and loss are not decided here: the engine in `registry-core` drives a backend through `LockBackend`.
 //!
 //! The other half of a token lives here too: `Fence` checks a guard inside the caller's own transaction, so that
-//! the transaction cannot commit after the lock was lost.
+//! the transaction cannot commit after the lock was lost. `LockIn` has a lock that lasts as long as such a transaction.
 #![cfg_attr(
     all(feature = "sqlite", target_os = "linux"),
     doc = r#"
@@ -49,6 +51,8 @@ mod mysql;
 mod server;
 #[cfg(any(feature = "sqlite", feature = "postgres", feature = "mysql"))]
 mod fence;
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+mod lock_in;
 #[cfg(feature = "sqlite")]
 mod error;
 
@@ -56,10 +60,12 @@ mod error;
 pub use config::SqliteConfig;
 #[cfg(any(feature = "sqlite", feature = "postgres", feature = "mysql"))]
 pub use fence::{Fence, FenceError};
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+pub use lock_in::{LockIn, LockInError, TransactionLock};
 #[cfg(feature = "mysql")]
-pub use mysql::{MySqlBackend, MySqlConfig};
+pub use mysql::{MySqlBackend, MySqlConfig, MySqlSessionBackend};
 #[cfg(feature = "postgres")]
-pub use postgres::{PostgresBackend, PostgresConfig};
+pub use postgres::{PostgresBackend, PostgresConfig, PostgresSessionBackend};
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub use server::Encryption;
 #[cfg(feature = "sqlite")]

@@ -345,6 +345,7 @@ mod tests {
     fn each_option_of_databases_is_for_those_that_know_it() {
         for (option, value, others) in [
             ("pool", "8", &["mysql"][..]),
+            ("mode", "session", &["mysql"]),
             ("schema", "locks", &[]),
             ("table_prefix", "locks", &["mysql"]),
             ("create_schema", "false", &["mysql"]),
@@ -373,6 +374,7 @@ mod tests {
         for (option, value, hint) in [
             ("pool", "0", "between 1 and"),
             ("busy_timeout", "0s", "less than the least, 10ms"),
+            ("mode", "sesion", "did you mean `session`?"),
             ("sslmode", "verify", "did you mean `verify-ca`?"),
             ("listen", "redis://h", "is neither `off` nor a URL"),
             ("listen", "postgres://h/db?lease=1s", "is neither `off` nor a URL"),

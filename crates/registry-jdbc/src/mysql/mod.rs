@@ -15,14 +15,19 @@ mod link;
 mod error;
 // Waiting for a release, whichever process makes it.
 mod wake;
+// Locks that live as long as a connection.
+mod session;
 // The other half of a token.
 mod fence;
+// As long as the caller's transaction.
+mod lock_in;
 // Housekeeping.
 mod purge;
 mod diagnose;
 
 pub use backend::MySqlBackend;
 pub use config::MySqlConfig;
+pub use session::MySqlSessionBackend;
 
 #[cfg(test)]
 mod tests;

@@ -51,6 +51,10 @@ pub(super) struct Texts {
     pub(super) release: Text,
     pub(super) force_release: Text,
     pub(super) fence: Text,
+    pub(super) is_free: Text,
+    pub(super) make_row: Text,
+    pub(super) lock_row: Text,
+    pub(super) raise_token: Text,
     pub(super) piece: Text,
     pub(super) raise_floor: Text,
     pub(super) purge: [Text; SIZES.len()],
@@ -82,6 +86,10 @@ impl Texts {
             release: one(RELEASE),
             force_release: one(FORCE_RELEASE),
             fence: one(FENCE),
+            is_free: one(IS_FREE),
+            make_row: one(MAKE_ROW),
+            lock_row: one(LOCK_ROW),
+            raise_token: one(RAISE_TOKEN),
             piece: one(PIECE),
             raise_floor: one(RAISE_FLOOR),
             purge: sized(PURGE),
@@ -233,6 +241,33 @@ const FORCE_RELEASE: &str = "\
 const FENCE: &str = "\
     SELECT 1 FROM {locks} \
     WHERE id = ? AND claim = ? AND token <= ? AND ? < token + block AND until > {now} FOR UPDATE";
+
+/// Whether nobody holds a lease on the key; nothing if there is no row.
+///
+/// id
+const IS_FREE: &str =
+    "SELECT CAST(claim IS NULL OR until <= {now} AS SIGNED) FROM {locks} WHERE id = ?";
+
+/// Makes a row that nobody holds, unless there is one.
+///
+/// id, namespace, key
+const MAKE_ROW: &str = "\
+    INSERT IGNORE INTO {locks} (id, namespace, lock_key, claim, token, block, label, since, until) \
+    SELECT ?, ?, ?, NULL, GREATEST(clock.now, clock.floor + 1), 1, NULL, clock.now, clock.now \
+    FROM (SELECT {now} AS now, floor FROM {meta} WHERE id = 1) AS clock";
+
+/// Locks the row if nobody else has, and tells whether there is a lease on it, and the next token.
+///
+/// id
+const LOCK_ROW: &str = "\
+    SELECT CAST(claim IS NOT NULL AND until > {now} AS SIGNED), CAST(GREATEST({now}, token + block) AS SIGNED) \
+    FROM {locks} WHERE id = ? FOR UPDATE SKIP LOCKED";
+
+/// Writes the token of a grant that is as long as the transaction; for others, there is a free row behind it.
+///
+/// token, id
+const RAISE_TOKEN: &str = "\
+    UPDATE {locks} SET claim = NULL, token = ?, block = 1, label = NULL, since = {now}, until = {now} WHERE id = ?";
 
 /// The dead rows of a piece, with the largest of their tokens. A piece follows a place that is chosen at random: ids are hashes, so all
 /// rows are found equally often.

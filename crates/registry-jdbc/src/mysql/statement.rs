@@ -62,6 +62,24 @@ impl Statements {
         self.of_key(&self.texts.fence, claim.key()).bind(claim_bytes(claim)).bind(token).bind(token)
     }
 
+    pub(super) fn is_free(&self, key: &Key) -> Statement {
+        self.of_key(&self.texts.is_free, key)
+    }
+
+    pub(super) fn make_row(&self, key: &Key) -> Statement {
+        self.of_key(&self.texts.make_row, key)
+            .bind(self.namespace.clone().into_bytes())
+            .bind(key.as_str().as_bytes().to_vec())
+    }
+
+    pub(super) fn lock_row(&self, key: &Key) -> Statement {
+        self.of_key(&self.texts.lock_row, key)
+    }
+
+    pub(super) fn raise_token(&self, key: &Key, token: i64) -> Statement {
+        query(self.texts.raise_token.safe()).bind(token).bind(id_bytes(self.row(key)))
+    }
+
     /// All of the claims want the same lease.
     pub(super) fn renew(&self, claims: &[&Claim], lease: Duration) -> Statement {
         let statement = query(Texts::sized(&self.texts.renew, claims.len()).safe());

@@ -13,7 +13,7 @@ use sqlx::{Postgres, Row};
 
 use super::config::PostgresConfig;
 use super::ears::{Ears, hex};
-use super::error::{damaged, explain};
+use super::error::{self, damaged, explain};
 use super::link::{Link, Repeat};
 use super::open::{self, Opened};
 use super::sql::{self, Texts};
@@ -93,6 +93,34 @@ impl PostgresBackend {
         &self.config.namespace
     }
 
+    /// Whether releases are heard of.
+    pub(super) const fn hears(&self) -> bool {
+        self.ears.is_some()
+    }
+
+    /// What those need who lock by a session.
+    pub(super) fn for_session(&self) -> ForSession {
+        ForSession { texts: self.texts.clone(), channel: self.channel.clone() }
+    }
+
+    /// What those who wait in this namespace listen to.
+    pub(super) fn channel(&self) -> &str {
+        &self.channel
+    }
+
+    /// This moment, for [`heard_of`](Self::heard_of).
+    pub(super) fn moment(&self) -> u64 {
+        self.ears.as_ref().map_or(0, Ears::moment)
+    }
+
+    /// Returns when the lock may have been released after `moment`; never if nobody listens.
+    pub(super) async fn heard_of(&self, key: &Key, moment: u64) {
+        match &self.ears {
+            Some(ears) => ears.wait(self.row_id(key).short(), moment).await,
+            None => std::future::pending().await,
+        }
+    }
+
     pub(super) fn row_id(&self, key: &Key) -> RowId {
         RowId::of(&self.config.namespace, key)
     }
@@ -155,8 +183,18 @@ impl PostgresBackend {
     }
 
     /// What those who wait for the lock are told.
-    fn message(id: RowId) -> Value {
+    pub(super) fn message(id: RowId) -> Value {
         Value::Word(hex(&id.short()))
+    }
+
+    /// Busy, if it is a transaction [with this lock](crate::LockIn) that keeps the row.
+    async fn locked_in(&self, claim: &Claim, mark: u64) -> Result<Option<Attempt>, BackendError> {
+        let id = self.row_id(claim.key());
+        let statement = Statement::new(&self.texts.locked_in, [Value::Number(id.mark())]);
+        let rows = self.link.rows(Errand::Acquire, &statement, Repeat::Harmless).await?;
+        let row = rows.first().ok_or_else(|| damaged("a statement was not answered"))?;
+        let is_there: bool = column(row, 0)?;
+        Ok(is_there.then(|| Attempt::Busy(Busy::new().with_mark(mark))))
     }
 
     /// Reads the row of all, when an attempt was answered with nothing several times: without that row nothing is ever granted.
@@ -168,6 +206,12 @@ impl PostgresBackend {
         }
         Ok(())
     }
+}
+
+/// The same tables and the same channel, for [`PostgresSessionBackend`](crate::PostgresSessionBackend).
+pub(super) struct ForSession {
+    pub(super) texts: Texts,
+    pub(super) channel: String,
 }
 
 #[async_trait]
@@ -185,9 +229,14 @@ impl LockBackend for PostgresBackend {
         // is told "busy" without a name and comes back at once.
         const TRIES_MAX: u32 = 3;
         for _ in 0..TRIES_MAX {
-            let mark = self.ears.as_ref().map_or(0, Ears::moment);
-            if let Some(attempt) = self.ask_for(claim, mark).await? {
-                return Ok(attempt);
+            let mark = self.moment();
+            match self.ask_for(claim, mark).await {
+                Ok(Some(attempt)) => return Ok(attempt),
+                Ok(None) => {}
+                Err(error) if error::tells_of_locked_row(&error) => {
+                    return self.locked_in(claim, mark).await?.ok_or(error);
+                }
+                Err(error) => return Err(error),
             }
         }
         self.check_meta().await?;
@@ -217,10 +266,7 @@ impl LockBackend for PostgresBackend {
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
-        match &self.ears {
-            Some(ears) => ears.wait(self.row_id(claim.key()).short(), busy.mark).await,
-            None => std::future::pending().await,
-        }
+        self.heard_of(claim.key(), busy.mark).await;
     }
 
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {

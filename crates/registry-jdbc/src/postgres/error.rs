@@ -71,6 +71,17 @@ pub(super) fn is_busy(error: &sqlx::Error) -> bool {
     code_of(error).is_some_and(|code| matches!(code, "40001" | "40P01" | "55P03"))
 }
 
+/// Whether another transaction kept a row for longer than one wanted to wait.
+pub(super) fn is_row_locked(error: &sqlx::Error) -> bool {
+    code_of(error) == Some("55P03")
+}
+
+/// The same of an error that has been sorted.
+pub(super) fn tells_of_locked_row(error: &BackendError) -> bool {
+    let source = std::error::Error::source(error).and_then(|source| source.downcast_ref());
+    source.is_some_and(is_row_locked)
+}
+
 /// Whether the server refuses for want of a right.
 pub(super) fn is_denied(error: &sqlx::Error) -> bool {
     code_of(error) == Some("42501")

@@ -15,14 +15,18 @@ mod link;
 mod error;
 // Waiting for a release, whichever process makes it.
 mod ears;
+// Locks that live as long as a connection.
+mod session;
 // In the caller's own transaction.
 mod fence;
+mod lock_in;
 // Housekeeping.
 mod purge;
 mod diagnose;
 
 pub use backend::PostgresBackend;
 pub use config::PostgresConfig;
+pub use session::PostgresSessionBackend;
 
 #[cfg(test)]
 mod tests;

@@ -22,7 +22,7 @@ pub(super) const VERSION: i32 = 1;
 pub(super) const SCHEMA: &str = include_str!("schema.sql");
 
 /// The text of every statement, for tables of these names.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub(super) struct Texts {
     pub(super) meta: Text,
     pub(super) acquire: Text,
@@ -32,6 +32,10 @@ pub(super) struct Texts {
     pub(super) release: Text,
     pub(super) force_release: Text,
     pub(super) fence: Text,
+    pub(super) lock_in: Text,
+    pub(super) session_take: Text,
+    pub(super) session_give_back: Text,
+    pub(super) locked_in: Text,
     pub(super) purge: Text,
 }
 
@@ -53,6 +57,10 @@ impl Texts {
             release: text(RELEASE),
             force_release: text(FORCE_RELEASE),
             fence: text(FENCE),
+            lock_in: text(LOCK_IN),
+            session_take: text(SESSION_TAKE),
+            session_give_back: text(SESSION_GIVE_BACK),
+            locked_in: text(LOCKED_IN),
             purge: text(PURGE),
         }
     }
@@ -175,6 +183,87 @@ const FENCE: &str = "\
     SELECT true FROM {locks} \
     WHERE id = $1::bytea AND claim = $2::bytea AND token <= $3::bigint AND $3::bigint < token + block AND until > {now} \
     FOR KEY SHARE";
+
+/// Locks the row for the caller's transaction, unless somebody holds a lease on it; and tells how long that still lasts.
+///
+/// Like [`ACQUIRE`], but that it grants no lease: what is committed is a free row with a larger token, and those who wait are told then. The last
+/// two parts of what it says: whether the transaction would see the lease as it is now for ever, and nothing of interest. The advisory lock is a
+/// mark for others who find the row locked; nobody ever waits for it. The limit for the wait is put back, as it is the caller's.
+///
+/// id, namespace, key, store, lock_timeout, mark, channel, message
+const LOCK_IN: &str = "\
+    WITH patience AS MATERIALIZED ( \
+        SELECT current_setting('lock_timeout') AS was, set_config('lock_timeout', $5::text, true)), \
+    clock AS MATERIALIZED (SELECT {now} AS now), \
+    meta AS MATERIALIZED (SELECT floor FROM {meta} WHERE id = 1 AND store = $4::text::uuid), \
+    seen AS MATERIALIZED (SELECT claim, token, block, until FROM {locks} WHERE id = $1::bytea), \
+    held AS (SELECT seen.* FROM seen, clock WHERE claim IS NOT NULL AND until > now), \
+    marked AS MATERIALIZED ( \
+        SELECT pg_try_advisory_xact_lock_shared($6::bigint) FROM meta WHERE NOT EXISTS (SELECT FROM held)), \
+    taken AS ( \
+        INSERT INTO {locks} AS l (id, namespace, key, claim, token, block, label, since, until) \
+        SELECT $1::bytea, $2::bytea, $3::bytea, NULL, \
+            greatest(now, floor + 1, (SELECT token + block FROM seen)), 1, NULL, now, now \
+        FROM patience, clock, meta, marked \
+        ON CONFLICT (id) DO UPDATE SET \
+            id = excluded.id, \
+            claim = NULL, \
+            token = greatest(excluded.token, l.token + l.block, {now}), \
+            block = 1, \
+            label = NULL, \
+            since = {now}, \
+            until = {now} \
+        WHERE l.claim IS NULL OR l.until <= {now} \
+        RETURNING token) \
+    SELECT meta.floor IS NOT NULL, taken.token, held.until - now, \
+        current_setting('transaction_isolation') <> 'read committed', \
+        set_config('lock_timeout', patience.was, true), \
+        CASE WHEN taken.token IS NOT NULL THEN pg_notify($7::text, $8::text) IS NULL END \
+    FROM patience CROSS JOIN clock LEFT JOIN meta ON true LEFT JOIN taken ON true LEFT JOIN held ON true";
+
+/// Takes an advisory lock for the session and notes a larger token in the row, which is a free one for those who want a lease. No token is told if
+/// somebody holds a lease: then the lock must be given back, and so it must after an error, which takes back everything else.
+///
+/// Nothing waits for the disk: a session does not survive a crash, and a token that was lost in one is below the clock.
+///
+/// id, namespace, key, claim, block, label, number, lock_timeout
+const SESSION_TAKE: &str = "\
+    WITH ease AS MATERIALIZED ( \
+        SELECT set_config('lock_timeout', $8::text, true), set_config('synchronous_commit', 'off', true)), \
+    tried AS MATERIALIZED (SELECT pg_try_advisory_lock($7::bigint) AS got FROM ease), \
+    clock AS MATERIALIZED (SELECT {now} AS now FROM tried WHERE got), \
+    taken AS ( \
+        INSERT INTO {locks} AS l (id, namespace, key, claim, token, block, label, since, until) \
+        SELECT $1::bytea, $2::bytea, $3::bytea, $4::bytea, greatest(now, floor + 1), $5::bigint, $6::bytea, now, now \
+        FROM clock, {meta} AS meta WHERE meta.id = 1 \
+        ON CONFLICT (id) DO UPDATE SET \
+            id = excluded.id, \
+            claim = excluded.claim, \
+            token = greatest(excluded.token, l.token + l.block, {now}), \
+            block = excluded.block, \
+            label = excluded.label, \
+            since = {now}, \
+            until = {now} \
+        WHERE l.claim IS NULL OR l.until <= {now} \
+        RETURNING token) \
+    SELECT pg_backend_pid(), tried.got, taken.token FROM tried LEFT JOIN taken ON true";
+
+/// Gives an advisory lock back, and tells those who listen.
+///
+/// number, channel, message
+const SESSION_GIVE_BACK: &str = "\
+    WITH ease AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true)), \
+    freed AS MATERIALIZED (SELECT pg_advisory_unlock($1::bigint) AS was_held FROM ease) \
+    SELECT pg_backend_pid(), was_held, pg_notify($2::text, $3::text) IS NULL FROM freed";
+
+/// Whether a transaction has marked itself as one with this lock.
+///
+/// mark
+const LOCKED_IN: &str = "\
+    SELECT EXISTS ( \
+        SELECT FROM pg_locks WHERE locktype = 'advisory' AND objsubid = 1 AND granted \
+            AND database = (SELECT oid FROM pg_database WHERE datname = current_database()) \
+            AND classid::bigint = (($1::bigint >> 32) & 4294967295) AND objid::bigint = ($1::bigint & 4294967295))";
 
 /// Deletes the dead rows of a piece; a trigger keeps the largest of their tokens. The rows of a piece follow a place that is chosen at
 /// random: ids are hashes, so all rows are found equally often.

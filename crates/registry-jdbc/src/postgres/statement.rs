@@ -61,7 +61,7 @@ impl<'a> Statement<'a> {
     }
 
     /// With its values in it.
-    fn plain(&self) -> String {
+    pub(super) fn plain(&self) -> String {
         let mut plain = String::with_capacity(self.text.as_str().len() * 2);
         let mut parts = self.text.as_str().split('$');
         plain.push_str(parts.next().unwrap_or_default());

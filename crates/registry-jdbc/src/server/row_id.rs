@@ -26,6 +26,22 @@ impl RowId {
         short
     }
 
+    /// The number of an advisory lock.
+    #[cfg(feature = "postgres")]
+    pub(crate) fn number(self) -> i64 {
+        let mut number = [0; 8];
+        number.copy_from_slice(&self.0[..8]);
+        i64::from_be_bytes(number)
+    }
+
+    /// What a transaction marks itself with that has this lock, where a mistake costs a wait.
+    #[cfg(feature = "postgres")]
+    pub(crate) fn mark(self) -> i64 {
+        let mut mark = [0; 8];
+        mark.copy_from_slice(&self.0[8..16]);
+        i64::from_be_bytes(mark)
+    }
+
     pub(crate) const fn bytes(&self) -> &[u8] {
         &self.0
     }

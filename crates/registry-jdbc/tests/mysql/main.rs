@@ -7,13 +7,20 @@ mod shared;
 
 mod faults;
 mod fence;
+mod lock_in;
 mod opening;
 mod rows;
+mod session;
 mod trouble;
 
-use shared::keeps_its_promises;
+use shared::{Way, keeps_its_promises};
 
 #[test]
 fn a_server_keeps_all_promises() {
-    keeps_its_promises(210, 11);
+    keeps_its_promises(Way::ByLease, 210, 11);
+}
+
+#[test]
+fn locks_of_a_session_keep_the_promises_that_they_can() {
+    keeps_its_promises(Way::BySession, 186, 35);
 }

@@ -4,8 +4,10 @@
 
 mod fence;
 mod lab;
+mod lock_in;
 mod opening;
 mod rows;
+mod session;
 mod shared;
 mod trouble;
 
@@ -19,4 +21,9 @@ fn a_server_keeps_all_promises() {
 #[test]
 fn a_server_behind_pgbouncer_keeps_all_promises() {
     keeps_its_promises(Way::ThroughPgBouncer, 210, 11);
+}
+
+#[test]
+fn locks_of_a_session_keep_the_promises_that_they_can() {
+    keeps_its_promises(Way::BySession, 186, 35);
 }

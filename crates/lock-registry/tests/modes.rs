@@ -1,0 +1,55 @@
+//! What a lock in a database server is, by one word of the URL. Needs PostgreSQL and MariaDB.
+#![cfg(all(feature = "postgres", feature = "mysql", target_os = "linux"))]
+#![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
+
+use std::time::Duration;
+
+use lock_registry::sqlx::{Connection, PgConnection};
+use lock_registry::{GuaranteeClass, LockIn, LockInError, LockRegistry, Registry, connect};
+use registry_testkit::mariadb::MariaDbServer;
+use registry_testkit::postgres::PostgresServer;
+
+async fn works(url: &str, query: &str) -> Registry {
+    let (here, there) = (format!("{url}?{query}"), format!("{url}?{query}&label=other"));
+    let (here, there) = (connect(&here).await.unwrap(), connect(&there).await.unwrap());
+    let guard = here.obtain("orders/42").lock().await.unwrap();
+    assert!(there.obtain("orders/42").try_lock().await.unwrap().is_none());
+    let token = guard.fencing_token();
+    guard.unlock().await.unwrap();
+    let next = there.obtain("orders/42").lock().await.unwrap();
+    assert!(next.fencing_token() > token);
+    next.unlock().await.unwrap();
+    there.close(Duration::from_secs(5)).await;
+    here
+}
+
+#[tokio::test]
+async fn locks_in_postgresql_are_leases_or_end_with_a_connection() {
+    let server = PostgresServer::start().await.unwrap();
+    for (query, class) in [
+        ("namespace=a", GuaranteeClass::A),
+        ("mode=lease", GuaranteeClass::A),
+        ("mode=session&namespace=b", GuaranteeClass::C),
+    ] {
+        let registry = works(&server.url(), query).await;
+        assert_eq!(registry.capabilities().class, class, "{query}");
+        let mut data = PgConnection::connect(&server.url()).await.unwrap();
+        let mut tx = data.begin().await.unwrap();
+        let locked = registry.lock_in(&mut tx, "orders/42").await;
+        match class {
+            GuaranteeClass::A => assert_eq!(locked.unwrap().key(), "orders/42"),
+            _ => assert!(matches!(locked, Err(LockInError::Unsupported { .. })), "{locked:?}"),
+        }
+    }
+    let long = connect(&format!("{}?mode=session&lease=5m", server.url())).await;
+    assert!(long.is_err(), "the server would not wait that long for a sign of life");
+}
+
+#[tokio::test]
+async fn locks_in_mariadb_are_leases_or_end_with_a_connection() {
+    let server = MariaDbServer::start().await.unwrap();
+    for (query, class) in [("mode=lease", GuaranteeClass::A), ("mode=session", GuaranteeClass::C)] {
+        let registry = works(&server.url(), query).await;
+        assert_eq!(registry.capabilities().class, class, "{query}");
+    }
+}

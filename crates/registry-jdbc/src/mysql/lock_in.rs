@@ -1,0 +1,151 @@
+//! Locks in the caller's own transaction: its row, by the caller.
+//!
+//! InnoDB keeps whatever row a transaction has locked until it ends, savepoint or not, and has no limit for a wait that would be the statement's
+//! own. So the row is made, and looked at, by the store's own connections; the caller's only ever locks it when it looks free, and never waits.
+//!
+//! The caller's statements up to that lock open no snapshot: with `REPEATABLE READ` the transaction would go on reading what was there before it had
+//! the lock.
+
+use std::time::Duration;
+
+use registry_core::{FencingToken, Key, Registry};
+use sqlx::mysql::MySqlRow;
+use sqlx::{MySql, MySqlConnection, Row, Transaction};
+use tokio::time::{Instant, sleep};
+
+use super::backend::MySqlBackend;
+use super::error;
+use super::link::Repeat;
+use crate::lock_in::{LockIn, LockInError, Patience, TransactionLock};
+use crate::server::Errand;
+
+impl LockIn<MySql> for Registry {
+    async fn lock_in(
+        &self,
+        transaction: &mut Transaction<'_, MySql>,
+        key: &str,
+    ) -> Result<TransactionLock, LockInError> {
+        loop {
+            if let Some(lock) = self.try_lock_in_for(transaction, key, Duration::MAX).await? {
+                return Ok(lock);
+            }
+        }
+    }
+
+    async fn try_lock_in_for(
+        &self,
+        transaction: &mut Transaction<'_, MySql>,
+        key: &str,
+        wait: Duration,
+    ) -> Result<Option<TransactionLock>, LockInError> {
+        let Some(backend) = self.backend::<MySqlBackend>() else {
+            return Err(LockInError::unsupported(key, "MySQL"));
+        };
+        let key = Key::new(key).map_err(|source| LockInError::InvalidKey { source })?;
+        let (began, patience) = (Instant::now(), Patience::of(wait));
+        loop {
+            if let Some(token) = attempt(backend, transaction, &key).await? {
+                return Ok(Some(TransactionLock::new(key, token)));
+            }
+            let left = patience.left();
+            if left.is_zero() {
+                return Ok(None);
+            }
+            let pause = (began.elapsed() / PART_OF_WAIT).clamp(PAUSE_MIN, PAUSE_MAX);
+            sleep(pause.mul_f64(0.5 + fastrand::f64() / 2.0).min(left)).await;
+        }
+    }
+}
+
+/// `None` if somebody else has the lock. Then the transaction has locked nothing.
+async fn attempt(
+    backend: &MySqlBackend,
+    connection: &mut MySqlConnection,
+    key: &Key,
+) -> Result<Option<FencingToken>, LockInError> {
+    // Where all looks free at home but not in the transaction, that is elsewhere, or somebody just came or went. The second time it is asked.
+    for _ in 0..2 {
+        if !backend.is_free(key).await.map_err(|source| LockInError::backend(key, source))? {
+            return Ok(None);
+        }
+        if let Some(token) = take(backend, connection, key).await? {
+            check_store(backend, connection, key).await?;
+            return Ok(Some(token));
+        }
+        if backend.is_locked(key).await.map_err(|source| LockInError::backend(key, source))? {
+            return Ok(None);
+        }
+    }
+    check_store(backend, connection, key).await?;
+    Ok(None)
+}
+
+async fn take(
+    backend: &MySqlBackend,
+    connection: &mut MySqlConnection,
+    key: &Key,
+) -> Result<Option<FencingToken>, LockInError> {
+    let sort = |error| sort(key, error);
+    let lock = backend.statements.lock_row(key).fetch_optional(&mut *connection);
+    let Some(row) = lock.await.map_err(sort)? else { return Ok(None) };
+    // Since the look at it. Its holder cannot renew until this transaction ends, so better at once.
+    if row.try_get::<i64, _>(0).map_err(sort)? != 0 {
+        return Err(LockInError::conflict(key, None));
+    }
+    let token: i64 = row.try_get(1).map_err(sort)?;
+    let written = FencingToken::try_from(token);
+    let written = written.map_err(|error| sort(sqlx::Error::Decode(error.into())))?;
+    backend.statements.raise_token(key, token).execute(connection).await.map_err(sort)?;
+    Ok(Some(written))
+}
+
+/// Refuses the transaction if it is not where the store is.
+async fn check_store(
+    backend: &MySqlBackend,
+    connection: &mut MySqlConnection,
+    key: &Key,
+) -> Result<(), LockInError> {
+    let rows = backend.statements.meta().fetch_all(connection).await;
+    let rows: Vec<MySqlRow> = rows.map_err(|error| sort(key, error))?;
+    let store: Option<Vec<u8>> = rows.first().and_then(|row| row.try_get(1).ok());
+    if store.is_some_and(|store| backend.is_store(&store)) {
+        Ok(())
+    } else {
+        Err(LockInError::other_database(key))
+    }
+}
+
+fn sort(key: &Key, source: sqlx::Error) -> LockInError {
+    if error::is_no_such_table(&source) {
+        LockInError::other_database(key)
+    } else if error::is_busy(&source) {
+        LockInError::conflict(key, Some(source))
+    } else {
+        LockInError::database(key, source)
+    }
+}
+
+impl MySqlBackend {
+    /// Whether nobody holds a lease on the key. Afterwards there is a row for it.
+    async fn is_free(&self, key: &Key) -> Result<bool, registry_core::BackendError> {
+        let look = || self.statements.is_free(key);
+        let rows = self.link.rows(Errand::Acquire, look).await?;
+        if let Some(row) = rows.first() {
+            return Ok(self.column::<i64>(row, 0)? != 0);
+        }
+        let make = || self.statements.make_row(key);
+        self.link.change(Errand::Acquire, Repeat::Harmless, make).await?;
+        Ok(true)
+    }
+
+    /// Whether a transaction has locked the key's row, in this very moment.
+    async fn is_locked(&self, key: &Key) -> Result<bool, registry_core::BackendError> {
+        let look = || self.statements.lock_row(key);
+        Ok(self.link.rows(Errand::Acquire, look).await?.is_empty())
+    }
+}
+
+/// The pause between two looks is this part of the time that has been waited.
+const PART_OF_WAIT: u32 = 8;
+const PAUSE_MIN: Duration = Duration::from_millis(5);
+const PAUSE_MAX: Duration = Duration::from_millis(100);

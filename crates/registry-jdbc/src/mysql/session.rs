@@ -1,0 +1,318 @@
+//! Locks that live as long as a connection: `GET_LOCK` on one of its own.
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use registry_core::{
+    Attempt, BackendError, Busy, Capabilities, Claim, FencingToken, Finding, GuaranteeClass, Key,
+    LockBackend, LossHints, Reach, Release, Renewal,
+};
+use sqlx::mysql::MySqlRow;
+use sqlx::{Connection, MySqlConnection, Row, query};
+use tokio::time::{Instant, sleep, timeout};
+
+use super::backend::MySqlBackend;
+use super::config::MySqlConfig;
+use super::error::{self, Fate};
+use super::link::Link;
+use super::sql;
+use super::statement::Statements;
+use crate::server::{Errand, Failure, RowId, Session, Wire};
+
+/// Locks on a MariaDB or MySQL server that end with the connection of the one who holds them, not with a lease.
+///
+/// They are the server's named locks, `GET_LOCK(NAME, 0)`, where NAME is the SHA-256 of namespace and key in 64 small hexadecimal digits: as many as
+/// MySQL takes. (What is hashed is the length of the namespace in eight bytes, the namespace, the key.) Such locks are of the whole server, not of a
+/// database, and everybody who takes the same name is kept out, whatever the language. Leases of a [`MySqlBackend`] are respected, but
+/// do not respect these: all who lock in one namespace must do it in the same way. Servers that replicate each other do not replicate named locks: on Galera or a
+/// group only one of them may be written to.
+///
+/// All locks of a backend share one connection, which is neither the application's nor one of a pool. It is looked after several times a
+/// second while anything is held: when it is found broken, all holders are told at once. A process that dies frees its locks in that moment, without
+/// a lease to be waited for. Where the server cannot notice (the host is gone, the process stands still) it ends the session after
+/// [`SILENCE`](Self::SILENCE), and a lease is never longer than that: so the holder has given up by then.
+///
+/// But when the *server* ends the session (`KILL`, a restart, a failover, a firewall that cuts connections), the lock is free at
+/// once, while its holder learns of it up to a third of a second later, or when its lease is over if no word gets through. For that moment there can be two
+/// holders, which is why this store is of class C. Tokens grow as in a [`MySqlBackend`], in the same tables: fenced writes to other
+/// systems stay safe. [`Fence`](crate::Fence) and [`LockIn`](crate::LockIn) are for leases only.
+///
+/// What is behind such a lock the server does not know; so it cannot be listed or broken, but by `KILL`, which takes all locks of that process.
+///
+/// A proxy that gives each statement another connection would hand locks to strangers: where one is noticed, locking fails.
+pub struct MySqlSessionBackend {
+    /// For the tables, and for those who wait.
+    rows: MySqlBackend,
+    session: Session<MySqlWire>,
+}
+
+impl MySqlSessionBackend {
+    /// How long the server hears nothing of a session before it ends it; and the longest lease.
+    pub const SILENCE: Duration = Duration::from_secs(60);
+
+    /// Connects to the server, and makes the tables if they are absent.
+    ///
+    /// # Errors
+    /// As for [`MySqlBackend::open`].
+    ///
+    /// # Cancel safety
+    /// As for [`MySqlBackend::open`].
+    pub async fn open(config: MySqlConfig) -> Result<Self, BackendError> {
+        let rows = MySqlBackend::open(config.clone()).await?;
+        let (link, statements) = (Arc::clone(&rows.link), Arc::clone(&rows.statements));
+        Ok(Self { rows, session: Session::new(MySqlWire { config, link, statements }) })
+    }
+
+    /// The namespace that this backend's locks live in.
+    #[must_use]
+    pub fn namespace(&self) -> &str {
+        self.rows.namespace()
+    }
+
+    async fn is_free(&self, name: &str) -> Result<bool, BackendError> {
+        let look = || query("SELECT CAST(IS_FREE_LOCK(?) AS SIGNED)").bind(name.to_owned());
+        let rows = self.rows.link.rows(Errand::Acquire, look).await?;
+        let free = rows.first().map(|row| self.rows.column::<Option<i64>>(row, 0)).transpose()?;
+        Ok(free.flatten() != Some(0))
+    }
+}
+
+#[async_trait]
+impl LockBackend for MySqlSessionBackend {
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::new("mysql", GuaranteeClass::C, Reach::Network)
+            .with_fencing()
+            .with_wakes()
+            .with_tells_losses()
+            .with_leases(Capabilities::LEASE_MIN, Self::SILENCE)
+    }
+
+    async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        self.session.take(claim).await
+    }
+
+    async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
+        self.session.renew(claims).await
+    }
+
+    async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+        let released = self.session.release(claim).await;
+        self.rows.purge_by_chance(claim).await;
+        released
+    }
+
+    /// Looks, less often as the wait grows old: nobody is told of anything.
+    async fn wait(&self, claim: &Claim, _busy: &Busy) {
+        let name = name_of(self.rows.statements.row(claim.key()));
+        let began = Instant::now();
+        loop {
+            let pause = (began.elapsed() / PART_OF_WAIT).clamp(PAUSE_MIN, PAUSE_MAX);
+            sleep(pause.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
+            // Whoever wants the lock finds out about trouble better than this.
+            if matches!(self.is_free(&name).await, Ok(true)) {
+                return;
+            }
+        }
+    }
+
+    fn tell_losses(&self, hints: LossHints) {
+        self.session.tell_losses(hints);
+    }
+
+    async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
+        self.rows.diagnose().await
+    }
+
+    async fn close(&self) {
+        self.session.close().await;
+        self.rows.close().await;
+    }
+}
+
+impl fmt::Debug for MySqlSessionBackend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MySqlSessionBackend")
+            .field("config", &self.rows.config)
+            .finish_non_exhaustive()
+    }
+}
+
+/// What is said to the server of a session.
+struct MySqlWire {
+    config: MySqlConfig,
+    link: Arc<Link>,
+    statements: Arc<Statements>,
+}
+
+/// A connection and the server's number for it.
+struct Connected {
+    connection: MySqlConnection,
+    id: u64,
+}
+
+impl Connected {
+    /// Checks the first column: who mixes connections up is found out by the next answer.
+    fn is_the_same(&self, wire: &MySqlWire, row: &MySqlRow) -> Result<(), Failure> {
+        if wire.column::<u64>(row, 0)? == self.id {
+            return Ok(());
+        }
+        Err(Failure::Broken(super::config::unusable(
+            "session locks do not work through a proxy that gives each statement another connection; connect past it, or use leases",
+        )))
+    }
+}
+
+impl MySqlWire {
+    fn column<'r, T>(&self, row: &'r MySqlRow, index: usize) -> Result<T, Failure>
+    where
+        T: sqlx::Decode<'r, sqlx::MySql> + sqlx::Type<sqlx::MySql>,
+    {
+        row.try_get(index).map_err(|error| Failure::Broken(self.link.explain(error)))
+    }
+
+    fn sort(&self, error: sqlx::Error) -> Failure {
+        match error::fate(&error) {
+            Fate::Broken => Failure::Broken(self.link.explain(error)),
+            Fate::Answered | Fate::Undone => Failure::Answered(self.link.explain(error)),
+        }
+    }
+
+    fn row_name(&self, key: &Key) -> String {
+        name_of(self.statements.row(key))
+    }
+
+    async fn ask(
+        &self,
+        connected: &mut Connected,
+        text: &'static str,
+        name: Option<String>,
+    ) -> Result<Option<i64>, Failure> {
+        let asked = name.into_iter().fold(query(text), |query, name| query.bind(name));
+        let row = asked.fetch_one(&mut connected.connection).await;
+        let row = row.map_err(|error| self.sort(error))?;
+        connected.is_the_same(self, &row)?;
+        self.column(&row, 1)
+    }
+
+    /// Notes a larger token, unless somebody holds the key by a lease.
+    async fn note_token(
+        &self,
+        connected: &mut Connected,
+        claim: &Claim,
+    ) -> Result<Option<FencingToken>, Failure> {
+        // A grant that is over at once: for those who want a lease the row is free, and its token counts.
+        let lease_free = claim.clone().with_lease(Duration::ZERO);
+        let grant = self.statements.acquire(&lease_free).execute(&mut connected.connection);
+        let done = grant.await.map_err(|error| self.sort(error))?;
+        let token = i64::try_from(done.last_insert_id()).unwrap_or(-1);
+        if token == 0 {
+            return Ok(None);
+        }
+        let says = || error::damaged(self.link.place(), "a row's token is negative");
+        FencingToken::try_from(token).map(Some).map_err(|_| Failure::Broken(says()))
+    }
+}
+
+impl Wire for MySqlWire {
+    type Connection = Connected;
+
+    async fn connect(&self) -> Result<Connected, BackendError> {
+        let begin = async {
+            let mut connection = MySqlConnection::connect_with(&self.config.server).await?;
+            sqlx::raw_sql(sql::session(ROW_WAIT.as_secs())).execute(&mut connection).await?;
+            let silence = i64::try_from(MySqlSessionBackend::SILENCE.as_secs()).unwrap_or(60);
+            let set = query("SET SESSION wait_timeout = ?").bind(silence);
+            set.execute(&mut connection).await?;
+            let row = query(LOOK).fetch_one(&mut connection).await?;
+            Ok(Connected { id: row.try_get(0)?, connection })
+        };
+        match timeout(self.config.connect_timeout, begin).await {
+            Ok(begun) => begun.map_err(|error| self.link.explain(error)),
+            Err(_) => Err(error::silent(self.link.place(), self.config.connect_timeout)),
+        }
+    }
+
+    async fn take(
+        &self,
+        connected: &mut Connected,
+        claim: &Claim,
+    ) -> Result<Option<FencingToken>, Failure> {
+        const TAKE: &str = "SELECT CONNECTION_ID(), CAST(GET_LOCK(?, 0) AS SIGNED)";
+        let got = self.ask(connected, TAKE, Some(self.row_name(claim.key()))).await?;
+        if got != Some(1) {
+            return Ok(None);
+        }
+        match self.note_token(connected, claim).await {
+            Ok(Some(token)) => Ok(Some(token)),
+            Ok(None) => self.give_back(connected, claim.key()).await.map(|()| None),
+            Err(Failure::Answered(error)) => {
+                self.give_back(connected, claim.key()).await?;
+                Err(Failure::Answered(error))
+            }
+            Err(broken) => Err(broken),
+        }
+    }
+
+    async fn give_back(&self, connected: &mut Connected, key: &Key) -> Result<(), Failure> {
+        const GIVE_BACK: &str = "SELECT CONNECTION_ID(), CAST(RELEASE_LOCK(?) AS SIGNED)";
+        self.ask(connected, GIVE_BACK, Some(self.row_name(key))).await.map(drop)
+    }
+
+    async fn look(&self, connected: &mut Connected) -> Result<(), Failure> {
+        self.ask(connected, LOOK, None).await.map(drop)
+    }
+
+    fn name(&self, key: &Key) -> Vec<u8> {
+        self.statements.row(key).bytes().to_vec()
+    }
+
+    fn silent(&self) -> BackendError {
+        error::silent(self.link.place(), self.config.response_timeout)
+    }
+
+    fn closed(&self) -> BackendError {
+        let place = self.link.place();
+        BackendError::transient(format!("mysql at {place}: the store was closed meanwhile"))
+    }
+
+    fn answer_limit(&self) -> Duration {
+        self.config.response_timeout
+    }
+}
+
+/// What the server's lock is called.
+fn name_of(row: RowId) -> String {
+    use std::fmt::Write as _;
+    row.bytes().iter().fold(String::with_capacity(64), |mut name, byte| {
+        let _ = write!(name, "{byte:02x}");
+        name
+    })
+}
+
+const LOOK: &str = "SELECT CONNECTION_ID(), 1";
+
+/// How long all locks of a session wait for the row of one, which only a transaction with a fence or a purge can have locked. The server counts
+/// whole seconds.
+const ROW_WAIT: Duration = Duration::from_secs(1);
+
+/// The pause between two looks is this part of the time that has been waited.
+const PART_OF_WAIT: u32 = 8;
+const PAUSE_MIN: Duration = Duration::from_millis(5);
+const PAUSE_MAX: Duration = Duration::from_millis(250);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn locks_have_the_names_that_other_programs_take() {
+        let name = |namespace, key| name_of(RowId::of(namespace, &Key::new(key).unwrap()));
+        assert_eq!(
+            name("default", "orders/42"),
+            "03c4a6d03c53a5b0798ba12d99188f66cdd4889a81a1eee70b87671214fd83ff"
+        );
+        assert_ne!(name("a", "bc"), name("ab", "c"));
+    }
+}

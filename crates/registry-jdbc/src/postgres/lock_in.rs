@@ -1,0 +1,147 @@
+//! Locks in the caller's own transaction: its row, by the caller.
+
+use std::time::Duration;
+
+use registry_core::{FencingToken, Key, Registry};
+use sqlx::postgres::PgRow;
+use sqlx::{AssertSqlSafe, Executor as _, PgConnection, Postgres, Row, Transaction, raw_sql};
+use tokio::time::timeout;
+
+use super::backend::{PostgresBackend, bytes};
+use super::error;
+use super::statement::{Statement, Value};
+use crate::lock_in::{LockIn, LockInError, Patience, TransactionLock};
+
+impl LockIn<Postgres> for Registry {
+    async fn lock_in(
+        &self,
+        transaction: &mut Transaction<'_, Postgres>,
+        key: &str,
+    ) -> Result<TransactionLock, LockInError> {
+        loop {
+            if let Some(lock) = self.try_lock_in_for(transaction, key, Duration::MAX).await? {
+                return Ok(lock);
+            }
+        }
+    }
+
+    async fn try_lock_in_for(
+        &self,
+        transaction: &mut Transaction<'_, Postgres>,
+        key: &str,
+        wait: Duration,
+    ) -> Result<Option<TransactionLock>, LockInError> {
+        let Some(backend) = self.backend::<PostgresBackend>() else {
+            return Err(LockInError::unsupported(key, "PostgreSQL"));
+        };
+        let key = Key::new(key).map_err(|source| LockInError::InvalidKey { source })?;
+        let patience = Patience::of(wait);
+        loop {
+            let moment = backend.moment();
+            match attempt(backend, transaction, &key, patience.left()).await? {
+                Answer::Taken(token) => return Ok(Some(TransactionLock::new(key, token))),
+                _ if patience.left().is_zero() => return Ok(None),
+                // Somebody's transaction had the row for as long as a statement waits. The server wakes who waits for a row.
+                Answer::RowLocked | Answer::Overtaken => {}
+                Answer::Held { frozen: true, .. } => return Err(LockInError::conflict(&key, None)),
+                Answer::Held { left, .. } => {
+                    let limit = left.min(LOOK_AGAIN).min(patience.left());
+                    let _ = timeout(limit, backend.heard_of(&key, moment)).await;
+                }
+            }
+        }
+    }
+}
+
+/// What became of one attempt. Only the first leaves anything locked.
+enum Answer {
+    Taken(FencingToken),
+    /// By a lease with so much time left. `frozen`: this transaction will see it as long as it lasts.
+    Held {
+        left: Duration,
+        frozen: bool,
+    },
+    /// By another transaction.
+    RowLocked,
+    /// Somebody took a lease between look and lock.
+    Overtaken,
+}
+
+async fn attempt(
+    backend: &PostgresBackend,
+    connection: &mut PgConnection,
+    key: &Key,
+    wait: Duration,
+) -> Result<Answer, LockInError> {
+    let row_wait = wait.clamp(ROW_WAIT_MIN, backend.config.busy_timeout);
+    let text = backend.lock_in_statement(key, row_wait).plain();
+    // One message. The savepoint takes back what an attempt that comes to nothing has locked, and keeps an error from ending the transaction.
+    let answer = ask(connection, format!("SAVEPOINT {SAVEPOINT}; {text}")).await;
+    let answer = match answer {
+        Ok(rows) => read(&rows).map_err(|source| LockInError::database(key, source)),
+        Err(source) if error::is_row_locked(&source) => Ok(Some(Answer::RowLocked)),
+        Err(source) if error::is_no_such_table(&source) => Ok(None),
+        Err(source) if error::is_busy(&source) => Err(LockInError::conflict(key, Some(source))),
+        Err(source) => Err(LockInError::database(key, source)),
+    };
+    let end = match &answer {
+        Ok(Some(Answer::Taken(_))) => "",
+        _ => "ROLLBACK TO SAVEPOINT lock_registry_lock_in;",
+    };
+    let ended = ask(connection, format!("{end} RELEASE SAVEPOINT {SAVEPOINT}")).await;
+    let answer = answer?.ok_or_else(|| LockInError::other_database(key))?;
+    ended.map_err(|source| LockInError::database(key, source))?;
+    Ok(answer)
+}
+
+/// `None` if this is not the store's database.
+fn read(rows: &[PgRow]) -> Result<Option<Answer>, sqlx::Error> {
+    let row = rows.first().ok_or(sqlx::Error::RowNotFound)?;
+    if !row.try_get::<bool, _>(0)? {
+        return Ok(None);
+    }
+    if let Some(token) = row.try_get::<Option<i64>, _>(1)? {
+        let token = FencingToken::try_from(token);
+        return token
+            .map(Answer::Taken)
+            .map(Some)
+            .map_err(|error| sqlx::Error::Decode(error.into()));
+    }
+    Ok(Some(match row.try_get::<Option<i64>, _>(2)? {
+        None => Answer::Overtaken,
+        Some(left) => Answer::Held { left: super::backend::span(left), frozen: row.try_get(3)? },
+    }))
+}
+
+/// As text, so that it does not matter what was prepared on the connection, or which one it is.
+async fn ask(connection: &mut PgConnection, text: String) -> Result<Vec<PgRow>, sqlx::Error> {
+    connection.fetch_all(raw_sql(AssertSqlSafe(text))).await
+}
+
+impl PostgresBackend {
+    /// The statement that locks the row for the transaction that it is sent in, and waits for it this long.
+    fn lock_in_statement(&self, key: &Key, row_wait: Duration) -> Statement<'_> {
+        let id = self.row_id(key);
+        Statement::new(
+            &self.texts.lock_in,
+            [
+                bytes(id.bytes()),
+                bytes(self.namespace().as_bytes()),
+                bytes(key.as_str().as_bytes()),
+                Value::Word(self.store.replace('-', "")),
+                Value::Word(format!("{}ms", row_wait.as_millis().max(1))),
+                Value::Number(id.mark()),
+                Value::Word(self.channel().to_owned()),
+                Self::message(id),
+            ],
+        )
+    }
+}
+
+const SAVEPOINT: &str = "lock_registry_lock_in";
+
+/// Zero would be for ever.
+const ROW_WAIT_MIN: Duration = Duration::from_millis(1);
+
+/// How often one looks whether a lease is still there that nobody has told the end of.
+const LOOK_AGAIN: Duration = Duration::from_millis(500);

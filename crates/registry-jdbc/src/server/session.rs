@@ -1,0 +1,406 @@
+//! Locks that live as long as a connection: one of its own for a backend, in the hands of one task, for all of its locks.
+//!
+//! Speaks no SQL, see [`Wire`]. Whoever wants something says so to the task and gets an answer; so no caller that goes away leaves half an exchange
+//! on the connection. The server counts no lease here, so the task does: what is not renewed in time is given back. While anything is held the
+//! server is asked again and again whether the session is still there. If it is not, all is gone, and the holders are told at once.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::future::Future;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use registry_core::{
+    Attempt, BackendError, Busy, Claim, ClaimId, FencingToken, Grant, Holder, Key, LossHints,
+    Release, Renewal,
+};
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::{Instant, sleep_until, timeout};
+
+/// What a server is asked for.
+pub(crate) trait Wire: Send + Sync + 'static {
+    type Connection: Send;
+
+    /// Begins a session.
+    fn connect(&self) -> impl Future<Output = Result<Self::Connection, BackendError>> + Send;
+
+    /// Takes the lock if nobody has it. This session does not.
+    fn take(
+        &self,
+        connection: &mut Self::Connection,
+        claim: &Claim,
+    ) -> impl Future<Output = Result<Option<FencingToken>, Failure>> + Send;
+
+    /// Gives the lock back.
+    fn give_back(
+        &self,
+        connection: &mut Self::Connection,
+        key: &Key,
+    ) -> impl Future<Output = Result<(), Failure>> + Send;
+
+    /// Finds out whether the session is the same as ever.
+    fn look(
+        &self,
+        connection: &mut Self::Connection,
+    ) -> impl Future<Output = Result<(), Failure>> + Send;
+
+    /// What the server's lock goes by. Keys of which this is the same are never held at once.
+    fn name(&self, key: &Key) -> Vec<u8>;
+
+    /// The server did not answer in time.
+    fn silent(&self) -> BackendError;
+
+    /// Nobody takes care of the session any more.
+    fn closed(&self) -> BackendError;
+
+    /// How long an answer may take.
+    fn answer_limit(&self) -> Duration;
+}
+
+/// What became of a question that failed.
+#[derive(Debug)]
+pub(crate) enum Failure {
+    /// The server said no; nothing was taken or given back, and the session lives.
+    Answered(BackendError),
+    /// The session is over.
+    Broken(BackendError),
+}
+
+/// All locks of one backend.
+pub(crate) struct Session<W: Wire> {
+    wire: Arc<W>,
+    hints: Arc<Hints>,
+    task: Mutex<Option<mpsc::Sender<Command>>>,
+}
+
+#[derive(Default)]
+struct Hints(Mutex<Vec<LossHints>>);
+
+impl<W: Wire> Session<W> {
+    /// Connects to nothing yet.
+    pub(crate) fn new(wire: W) -> Self {
+        Self { wire: Arc::new(wire), hints: Arc::default(), task: Mutex::default() }
+    }
+
+    pub(crate) async fn take(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        let claim = claim.clone();
+        self.ask(|reply| Command::Take { claim, reply }).await?
+    }
+
+    pub(crate) async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
+        let wanted = claims.to_vec();
+        match self.ask(|reply| Command::Renew { claims: wanted, reply }).await {
+            Ok(answers) => answers.into_iter().map(Ok).collect(),
+            Err(_) => claims.iter().map(|_| Err(self.wire.closed())).collect(),
+        }
+    }
+
+    pub(crate) async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+        let claim = claim.clone();
+        self.ask(|reply| Command::Release { claim, reply }).await
+    }
+
+    pub(crate) fn tell_losses(&self, hints: LossHints) {
+        let mut all = self.hints.all();
+        all.retain(LossHints::is_live);
+        all.push(hints);
+    }
+
+    /// Ends the session, unless there are locks, which may be those of another registry. Another one begins if somebody asks for a lock.
+    pub(crate) async fn close(&self) {
+        let task = self.task().clone();
+        let Some(task) = task else { return };
+        let (reply, done) = oneshot::channel();
+        if task.send(Command::Close { reply }).await.is_ok() {
+            let _ = done.await;
+        }
+    }
+
+    async fn ask<T>(
+        &self,
+        command: impl FnOnce(oneshot::Sender<T>) -> Command,
+    ) -> Result<T, BackendError> {
+        let (reply, answer) = oneshot::channel();
+        let sent = self.begin().send(command(reply)).await;
+        sent.map_err(|_| self.wire.closed().as_refused())?;
+        answer.await.map_err(|_| self.wire.closed())
+    }
+
+    /// The way to the task; to a new one, if the runtime of the last one is gone, and all that it held with it.
+    fn begin(&self) -> mpsc::Sender<Command> {
+        let mut task = self.task();
+        if let Some(commands) = task.as_ref()
+            && !commands.is_closed()
+        {
+            return commands.clone();
+        }
+        let (commands, inbox) = mpsc::channel(QUEUE_MAX);
+        let (wire, hints) = (Arc::clone(&self.wire), Arc::clone(&self.hints));
+        let desk = Desk { wire, hints, connection: None, held: HashMap::new(), look_at: None };
+        tokio::spawn(desk.work(inbox));
+        *task = Some(commands.clone());
+        commands
+    }
+
+    fn task(&self) -> MutexGuard<'_, Option<mpsc::Sender<Command>>> {
+        self.task.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl<W: Wire> fmt::Debug for Session<W> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Session").finish_non_exhaustive()
+    }
+}
+
+impl Hints {
+    fn all(&self) -> MutexGuard<'_, Vec<LossHints>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn look_at<'a>(&self, keys: impl Iterator<Item = &'a Key>) {
+        let all = self.all().clone();
+        keys.for_each(|key| all.iter().for_each(|hints| hints.look_at(key)));
+    }
+}
+
+enum Command {
+    Take { claim: Claim, reply: oneshot::Sender<Result<Attempt, BackendError>> },
+    Renew { claims: Vec<Claim>, reply: oneshot::Sender<Vec<Renewal>> },
+    Release { claim: Claim, reply: oneshot::Sender<Release> },
+    Close { reply: oneshot::Sender<()> },
+}
+
+/// The task that has the connection.
+struct Desk<W: Wire> {
+    wire: Arc<W>,
+    hints: Arc<Hints>,
+    connection: Option<W::Connection>,
+    /// Nothing is held without a connection.
+    held: HashMap<Vec<u8>, Held>,
+    /// When the server is asked whether the session is still there, if anything is held.
+    look_at: Option<Instant>,
+}
+
+struct Held {
+    key: Key,
+    claim: ClaimId,
+    token: FencingToken,
+    label: Option<String>,
+    since: Instant,
+    /// Given back then, unless it is renewed.
+    until: Instant,
+}
+
+impl<W: Wire> Desk<W> {
+    /// Until nobody can ask any more. What is held then ends with the connection.
+    async fn work(mut self, mut inbox: mpsc::Receiver<Command>) {
+        loop {
+            let next = self.next_errand();
+            let errand = async {
+                match next {
+                    Some(moment) => sleep_until(moment).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                biased;
+                () = errand => self.tend().await,
+                command = inbox.recv() => match command {
+                    Some(command) => self.obey(command).await,
+                    None => return,
+                },
+            }
+        }
+    }
+
+    async fn obey(&mut self, command: Command) {
+        // Whoever asked may be gone. A grant that nobody hears of ends with its lease.
+        match command {
+            Command::Take { claim, reply } => {
+                let answer = self.take(&claim).await;
+                let _ = reply.send(answer);
+            }
+            Command::Renew { claims, reply } => {
+                let answer = self.renew(&claims).await;
+                let _ = reply.send(answer);
+            }
+            Command::Release { claim, reply } => {
+                let answer = self.release(&claim).await;
+                let _ = reply.send(answer);
+            }
+            Command::Close { reply } => {
+                self.end_overdue().await;
+                if self.held.is_empty() {
+                    self.lose();
+                }
+                let _ = reply.send(());
+            }
+        }
+    }
+
+    async fn take(&mut self, claim: &Claim) -> Result<Attempt, BackendError> {
+        let name = self.wire.name(claim.key());
+        self.end_overdue().await;
+        if let Some(held) = self.held.get(&name) {
+            let left = held.until.saturating_duration_since(Instant::now());
+            return Ok(if held.claim == claim.id() {
+                Attempt::Granted(Grant::new(Some(held.token), left.min(claim.lease())))
+            } else {
+                Attempt::Busy(held.told(left))
+            });
+        }
+        let was_connected = self.connection.is_some();
+        let taken = match self.ask_to_take(claim).await {
+            // It broke while nothing was held, so it was looked after by nobody, and nothing is lost.
+            Err(Failure::Broken(_)) if was_connected && self.held.is_empty() => {
+                self.lose();
+                self.ask_to_take(claim).await
+            }
+            taken => taken,
+        };
+        let Some(token) = self.sort(taken)? else { return Ok(Attempt::Busy(Busy::new())) };
+        let now = Instant::now();
+        let held = Held {
+            key: claim.key().clone(),
+            claim: claim.id(),
+            token,
+            label: claim.label().map(str::to_owned),
+            since: now,
+            until: now + claim.lease(),
+        };
+        self.held.insert(name, held);
+        self.look_at.get_or_insert(now + LOOK_EVERY);
+        Ok(Attempt::Granted(Grant::new(Some(token), claim.lease())))
+    }
+
+    async fn ask_to_take(&mut self, claim: &Claim) -> Result<Option<FencingToken>, Failure> {
+        let limit = self.wire.answer_limit();
+        let connection = match &mut self.connection {
+            Some(connection) => connection,
+            none => {
+                let connected = self.wire.connect().await;
+                none.insert(connected.map_err(|error| Failure::Answered(error.as_refused()))?)
+            }
+        };
+        let taken = timeout(limit, self.wire.take(connection, claim)).await;
+        taken.unwrap_or_else(|_| Err(Failure::Broken(self.wire.silent())))
+    }
+
+    /// One look at the session answers for all of its locks.
+    async fn renew(&mut self, claims: &[Claim]) -> Vec<Renewal> {
+        if !self.held.is_empty() {
+            self.look().await;
+        }
+        let now = Instant::now();
+        let answers = claims.iter().map(|claim| {
+            let held = self.held.get_mut(&self.wire.name(claim.key()));
+            match held.filter(|held| held.claim == claim.id() && held.until > now) {
+                Some(held) => {
+                    held.until = held.until.max(now + claim.lease());
+                    Renewal::Renewed(held.until - now)
+                }
+                None => Renewal::Gone,
+            }
+        });
+        answers.collect()
+    }
+
+    async fn release(&mut self, claim: &Claim) -> Release {
+        let name = self.wire.name(claim.key());
+        self.end_overdue().await;
+        if self.held.get(&name).is_none_or(|held| held.claim != claim.id()) {
+            return Release::NotHeld;
+        }
+        // Where the session broke nobody knows whether the lock had lasted until now, and there is nothing to be tried again.
+        if self.give_back(&name).await { Release::Freed } else { Release::NotHeld }
+    }
+
+    /// Whether the server has it back. Otherwise the session is over.
+    async fn give_back(&mut self, name: &[u8]) -> bool {
+        let (Some(held), Some(connection)) = (self.held.get(name), &mut self.connection) else {
+            return false;
+        };
+        let key = held.key.clone();
+        let limit = self.wire.answer_limit();
+        let given = timeout(limit, self.wire.give_back(connection, &key)).await;
+        self.held.remove(name);
+        let given = matches!(given, Ok(Ok(())));
+        if !given {
+            // A lock that cannot be given back is only freed by the end of the session.
+            self.lose();
+        }
+        given
+    }
+
+    /// What has its time: leases that have run out, and the look at the session.
+    async fn tend(&mut self) {
+        self.end_overdue().await;
+        if self.held.is_empty() {
+            self.look_at = None;
+        } else if self.look_at.is_some_and(|moment| moment <= Instant::now()) {
+            self.look().await;
+        }
+    }
+
+    async fn end_overdue(&mut self) {
+        let now = Instant::now();
+        let overdue = self.held.iter().filter(|(_, held)| held.until <= now);
+        let overdue: Vec<Vec<u8>> = overdue.map(|(name, _)| name.clone()).collect();
+        for name in overdue {
+            // If it fails the session is over, and the lock with it.
+            self.give_back(&name).await;
+        }
+    }
+
+    async fn look(&mut self) {
+        let Some(connection) = &mut self.connection else { return };
+        let limit = self.wire.answer_limit();
+        match timeout(limit, self.wire.look(connection)).await {
+            Ok(Ok(()) | Err(Failure::Answered(_))) => {
+                self.look_at = Some(Instant::now() + LOOK_EVERY);
+            }
+            Ok(Err(Failure::Broken(_))) | Err(_) => self.lose(),
+        }
+    }
+
+    fn next_errand(&self) -> Option<Instant> {
+        let ends = self.held.values().map(|held| held.until);
+        ends.chain(self.look_at).min()
+    }
+
+    fn sort<T>(&mut self, answer: Result<T, Failure>) -> Result<T, BackendError> {
+        answer.map_err(|failure| match failure {
+            Failure::Answered(error) => error,
+            Failure::Broken(error) => {
+                self.lose();
+                error
+            }
+        })
+    }
+
+    /// The session is over. Those who held something are told.
+    fn lose(&mut self) {
+        // Closed before anybody is told: by then the server can know.
+        self.connection = None;
+        self.look_at = None;
+        let held = std::mem::take(&mut self.held);
+        self.hints.look_at(held.values().map(|held| &held.key));
+    }
+}
+
+impl Held {
+    fn told(&self, left: Duration) -> Busy {
+        let holder = Holder::new(self.key.clone())
+            .with_label(self.label.clone())
+            .with_token(Some(self.token))
+            .with_times(Some(self.since.elapsed()), Some(left));
+        Busy::new().with_retry_after(left).with_holder(holder)
+    }
+}
+
+/// So many questions may wait for the task; whoever comes then waits for a place.
+const QUEUE_MAX: usize = 1024;
+
+/// How often the server is asked whether the session is still there, as long as anything is held.
+const LOOK_EVERY: Duration = Duration::from_millis(300);

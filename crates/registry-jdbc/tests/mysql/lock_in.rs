@@ -1,0 +1,201 @@
+//! A lock that lasts as long as the caller's transaction.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use registry_core::{LockBackend, LockOptions, LockRegistry, Registry, Renewal};
+use registry_jdbc::sqlx::{AssertSqlSafe, Connection, Executor, Row};
+use registry_jdbc::{LockIn, LockInError, MySqlBackend};
+use tokio::time::timeout;
+
+use crate::lab::{SOON, backend, claim, config, data, grant, lock, registry, run, server};
+
+#[tokio::test]
+async fn two_transactions_exclude_each_other_until_commit_or_rollback() {
+    let server = server().await;
+    let registry = registry(config(&server)).await;
+    let (mut one, mut two) = (data(&server).await, data(&server).await);
+    let mut last = None;
+    for commits in [true, false, true] {
+        let mut tx = one.begin().await.unwrap();
+        let held = registry.lock_in(&mut tx, "orders/42").await.unwrap();
+        assert_eq!(held.key(), "orders/42");
+        assert!(Some(held.fencing_token()) > last, "tokens grow");
+        last = Some(held.fencing_token());
+
+        let mut other = two.begin().await.unwrap();
+        assert_eq!(registry.try_lock_in(&mut other, "orders/42").await.unwrap(), None);
+        let mut waiting = Box::pin(registry.lock_in(&mut other, "orders/42"));
+        assert!(timeout(Duration::from_millis(300), &mut waiting).await.is_err());
+        if commits {
+            tx.commit().await.unwrap()
+        } else {
+            tx.rollback().await.unwrap()
+        }
+        let next = timeout(SOON, waiting).await.unwrap().unwrap();
+        assert!(Some(next.fencing_token()) > last, "tokens grow");
+        last = Some(next.fencing_token());
+        // Again, in the same transaction.
+        let again = registry.lock_in(&mut other, "orders/42").await.unwrap();
+        assert!(Some(again.fencing_token()) > last, "tokens grow");
+        last = Some(again.fencing_token());
+        other.commit().await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_lease_keeps_a_transaction_out_and_goes_on_being_renewed() {
+    let server = server().await;
+    let backend = Arc::new(backend(config(&server)).await);
+    let registry = Registry::builder(Arc::<MySqlBackend>::clone(&backend)).build().unwrap();
+    let mut data = data(&server).await;
+    let mine = claim("orders/42");
+    let token = grant(&backend, &mine).await.token.unwrap();
+    let mut tx = data.begin().await.unwrap();
+    let limit = Duration::from_millis(300);
+    assert_eq!(registry.try_lock_in(&mut tx, "orders/42").await.unwrap(), None);
+    assert_eq!(registry.try_lock_in_for(&mut tx, "orders/42", limit).await.unwrap(), None);
+    let renewed = backend.renew(std::slice::from_ref(&mine)).await;
+    assert!(matches!(renewed[0], Ok(Renewal::Renewed(_))), "{renewed:?}");
+    let mut waiting = Box::pin(registry.lock_in(&mut tx, "orders/42"));
+    assert!(timeout(Duration::from_millis(200), &mut waiting).await.is_err());
+    backend.release(&mine).await.unwrap();
+    let held = timeout(SOON, waiting).await.unwrap().unwrap();
+    assert!(held.fencing_token() > token);
+    tx.commit().await.unwrap();
+    let next = lock(&registry, "orders/42").await;
+    assert!(next.fencing_token().unwrap() > held.fencing_token());
+}
+
+#[tokio::test]
+async fn a_transaction_keeps_leases_out_until_it_ends() {
+    let server = server().await;
+    let registry = registry(config(&server)).await;
+    let mut data = data(&server).await;
+    for commits in [true, false, true] {
+        let mut tx = data.begin().await.unwrap();
+        let held = registry.lock_in(&mut tx, "orders/42").await.unwrap();
+        let other = registry.obtain("orders/43").try_lock().await.unwrap();
+        other.expect("another lock is nobody's").unlock().await.unwrap();
+        let waiting = registry.obtain("orders/42");
+        let mut waiting = Box::pin(waiting.lock());
+        assert!(timeout(Duration::from_millis(300), &mut waiting).await.is_err());
+        if commits {
+            tx.commit().await.unwrap()
+        } else {
+            tx.rollback().await.unwrap()
+        }
+        let guard = timeout(SOON, waiting).await.unwrap().unwrap();
+        assert!(guard.fencing_token().unwrap() > held.fencing_token());
+        guard.unlock().await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_lease_that_has_run_out_is_taken_over() {
+    let server = server().await;
+    let (a, b) = (registry(config(&server)).await, registry(config(&server)).await);
+    let options = LockOptions::new().lease(Duration::from_millis(500)).renew(false);
+    let stale = a.obtain("orders/42").lock_with(options).await.unwrap().unwrap();
+    let mut data = data(&server).await;
+    let mut tx = data.begin().await.unwrap();
+    let held = timeout(SOON, b.lock_in(&mut tx, "orders/42")).await.unwrap().unwrap();
+    assert!(!stale.is_held(), "the holder was told first");
+    assert!(held.fencing_token() > stale.fencing_token().unwrap());
+    tx.commit().await.unwrap();
+}
+
+#[tokio::test]
+async fn what_is_read_behind_the_lock_is_what_the_one_before_has_written() {
+    let server = server().await;
+    server.sql("CREATE TABLE counter (n BIGINT); INSERT INTO counter VALUES (0)").await.unwrap();
+    let registry = registry(config(&server)).await;
+    let (mut one, mut two) = (data(&server).await, data(&server).await);
+    for level in ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"] {
+        for connection in [&mut one, &mut two] {
+            run(connection, &format!("SET SESSION TRANSACTION ISOLATION LEVEL {level}")).await;
+        }
+        let mut tx = one.begin().await.unwrap();
+        registry.lock_in(&mut tx, "counter").await.unwrap();
+        let mut other = two.begin().await.unwrap();
+        // It has waited, and was told so, before the other one wrote.
+        assert_eq!(registry.try_lock_in(&mut other, "counter").await.unwrap(), None);
+        let mut waiting = Box::pin(registry.lock_in(&mut other, "counter"));
+        assert!(timeout(Duration::from_millis(200), &mut waiting).await.is_err());
+        tx.execute("UPDATE counter SET n = n + 1").await.unwrap();
+        let wrote: i64 = tx.fetch_one("SELECT n FROM counter").await.unwrap().get(0);
+        tx.commit().await.unwrap();
+        timeout(SOON, waiting).await.unwrap().unwrap();
+        let reads: i64 = other.fetch_one("SELECT n FROM counter").await.unwrap().get(0);
+        assert_eq!(reads, wrote, "{level}");
+        other.commit().await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn what_cannot_be_locked_is_refused() {
+    let (here, there) = (server().await, server().await);
+    let registry = registry(config(&here)).await;
+    let mut elsewhere = data(&there).await;
+    let mut tx = elsewhere.begin().await.unwrap();
+    let error = registry.lock_in(&mut tx, "").await.unwrap_err();
+    assert!(matches!(error, LockInError::InvalidKey { .. }), "{error:?}");
+    let error = Registry::in_memory().unwrap().lock_in(&mut tx, "a").await.unwrap_err();
+    assert!(matches!(error, LockInError::Unsupported { database: "MySQL", .. }), "{error:?}");
+    let error = registry.lock_in(&mut tx, "a").await.unwrap_err();
+    assert!(matches!(error, LockInError::OtherDatabase { .. }), "{error:?}");
+    tx.rollback().await.unwrap();
+    // With tables of the same names, without and with a row of that key.
+    let other = backend(config(&there)).await;
+    for _ in 0..2 {
+        let mut tx = elsewhere.begin().await.unwrap();
+        let error = registry.lock_in(&mut tx, "a").await.unwrap_err();
+        assert!(matches!(error, LockInError::OtherDatabase { .. }), "{error:?}");
+        tx.rollback().await.unwrap();
+        let theirs = claim("a");
+        grant(&other, &theirs).await;
+        other.release(&theirs).await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn counters_of_transactions_and_leases_come_out_exact() {
+    const EACH: i64 = 40;
+    let server = server().await;
+    server.sql("CREATE TABLE counter (n BIGINT); INSERT INTO counter VALUES (0)").await.unwrap();
+    let mut workers = tokio::task::JoinSet::new();
+    for worker in 0..4 {
+        let (registry, mut data) = (registry(config(&server)).await, data(&server).await);
+        workers.spawn(async move {
+            for _ in 0..EACH {
+                let guard = match worker % 2 {
+                    0 => Some(lock(&registry, "counter").await),
+                    _ => None,
+                };
+                loop {
+                    let mut tx = data.begin().await.unwrap();
+                    if guard.is_none() {
+                        match registry.lock_in(&mut tx, "counter").await {
+                            Ok(_) => {}
+                            Err(error) if error.is_retryable() => {
+                                tx.rollback().await.unwrap();
+                                continue;
+                            }
+                            Err(error) => panic!("{error:?}"),
+                        }
+                    }
+                    let n: i64 = tx.fetch_one("SELECT n FROM counter").await.unwrap().get(0);
+                    let write = AssertSqlSafe(format!("UPDATE counter SET n = {}", n + 1));
+                    tx.execute(write).await.unwrap();
+                    tx.commit().await.unwrap();
+                    break;
+                }
+                if let Some(guard) = guard {
+                    guard.unlock().await.unwrap();
+                }
+            }
+        });
+    }
+    workers.join_all().await;
+    assert_eq!(server.sql("SELECT n FROM counter").await.unwrap().trim(), (4 * EACH).to_string());
+}

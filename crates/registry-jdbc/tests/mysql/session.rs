@@ -1,0 +1,180 @@
+//! Locks that end with the connection of their holder.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use registry_core::{Attempt, Claim, LockBackend, LockRegistry, Registry, Release, Renewal};
+use registry_jdbc::sqlx::{AssertSqlSafe, Executor, MySqlConnection, Row};
+use registry_jdbc::{MySqlConfig, MySqlSessionBackend};
+use registry_testkit::mariadb::MariaDbServer;
+use tokio::time::timeout;
+
+use crate::lab::{SOON, backend, claim, config, cut_all, data, grant, key, lock, server};
+
+/// What a holder must be told in.
+const AT_ONCE: Duration = Duration::from_secs(1);
+
+/// What the lock of `orders/42` is called: the SHA-256 of 00 00 00 00 00 00 00 07 "default" "orders/42".
+const NAME: &str = "03c4a6d03c53a5b0798ba12d99188f66cdd4889a81a1eee70b87671214fd83ff";
+
+async fn session(server: &MariaDbServer) -> Arc<MySqlSessionBackend> {
+    Arc::new(MySqlSessionBackend::open(config(server)).await.unwrap())
+}
+
+fn registry(backend: &Arc<MySqlSessionBackend>) -> Registry {
+    Registry::builder(Arc::<MySqlSessionBackend>::clone(backend)).build().unwrap()
+}
+
+async fn attempt(backend: &MySqlSessionBackend, claim: &Claim) -> Attempt {
+    backend.try_acquire(claim).await.unwrap()
+}
+
+async fn number(connection: &mut MySqlConnection, expression: &str) -> Option<i64> {
+    let text = format!("SELECT CAST({expression} AS SIGNED)");
+    connection.fetch_one(AssertSqlSafe(text)).await.unwrap().get(0)
+}
+
+#[tokio::test]
+async fn a_holder_is_told_at_once_that_its_connection_was_cut_and_the_lock_is_free() {
+    let server = server().await;
+    let (first, second) = (registry(&session(&server).await), registry(&session(&server).await));
+    let guards = [lock(&first, "orders/42").await, lock(&first, "orders/43").await];
+    let token = guards[0].fencing_token();
+    let began = Instant::now();
+    cut_all(&server).await;
+    for guard in &guards {
+        timeout(SOON, guard.lost()).await.unwrap();
+    }
+    assert!(began.elapsed() < AT_ONCE, "after {:?}", began.elapsed());
+    let next = timeout(SOON, second.obtain("orders/42").lock()).await.unwrap().unwrap();
+    assert!(next.fencing_token() > token);
+    let other = lock(&first, "orders/43").await;
+    assert!(other.is_held() && first.obtain("orders/42").try_lock().await.unwrap().is_none());
+}
+
+#[tokio::test]
+async fn a_server_that_is_started_anew_has_no_locks_and_their_holders_know() {
+    let mut server = server().await;
+    let registry = registry(&session(&server).await);
+    let guard = lock(&registry, "orders/42").await;
+    server.stop().await.unwrap();
+    timeout(SOON, guard.lost()).await.unwrap();
+    server.start_again().await.unwrap();
+    let next = timeout(SOON, registry.obtain("orders/42").lock()).await.unwrap().unwrap();
+    assert!(next.fencing_token() > guard.fencing_token());
+}
+
+#[tokio::test]
+async fn a_lock_ends_with_its_process_and_not_with_a_lease() {
+    let server = server().await;
+    let other = session(&server).await;
+    // A runtime that is shut down stands for a process that dies: the socket is closed, and nobody says good-bye.
+    let url = server.url();
+    let mine = claim("orders/42");
+    let dead = mine.clone();
+    tokio::task::spawn_blocking(move || {
+        let runtime = tokio::runtime::Runtime::new().unwrap();
+        runtime.block_on(async {
+            let config = MySqlConfig::from_url(&url).unwrap();
+            let backend = MySqlSessionBackend::open(config).await.unwrap();
+            assert!(matches!(attempt(&backend, &dead).await, Attempt::Granted(_)));
+        });
+        runtime.shutdown_background();
+    })
+    .await
+    .unwrap();
+    let began = Instant::now();
+    let guard = timeout(SOON, registry(&other).obtain("orders/42").lock()).await.unwrap().unwrap();
+    assert!(began.elapsed() < mine.lease() / 2, "after {:?}", began.elapsed());
+    assert!(guard.is_held());
+}
+
+#[tokio::test]
+async fn all_locks_of_a_process_share_one_connection() {
+    let server = server().await;
+    let backend = session(&server).await;
+    let registry = registry(&backend);
+    let first = lock(&registry, "orders/42").await;
+    let mut data = data(&server).await;
+    let holder = number(&mut data, &format!("IS_USED_LOCK('{NAME}')")).await;
+    assert!(holder.is_some());
+    let mut guards = Vec::new();
+    for n in 0..30 {
+        guards.push(lock(&registry, &format!("orders/many/{n}")).await);
+    }
+    assert_eq!(registry.held(), 31);
+    // The session would grant it again, and again.
+    let twin = Registry::builder(Arc::<MySqlSessionBackend>::clone(&backend)).build().unwrap();
+    assert!(twin.obtain("orders/42").try_lock().await.unwrap().is_none());
+    let connection = holder.unwrap();
+    server.sql(&format!("KILL CONNECTION {connection}")).await.unwrap();
+    for guard in guards.iter().chain([&first]) {
+        timeout(SOON, guard.lost()).await.unwrap();
+    }
+    assert_eq!(number(&mut data, &format!("IS_USED_LOCK('{NAME}')")).await, None);
+}
+
+#[tokio::test]
+async fn other_programs_keep_it_out_by_the_name_of_the_lock() {
+    let server = server().await;
+    let backend = session(&server).await;
+    let mut other = data(&server).await;
+    assert_eq!(number(&mut other, &format!("GET_LOCK('{NAME}', 0)")).await, Some(1));
+    assert!(matches!(attempt(&backend, &claim("orders/42")).await, Attempt::Busy(_)));
+    assert_eq!(number(&mut other, &format!("RELEASE_LOCK('{NAME}')")).await, Some(1));
+    let mine = claim("orders/42");
+    assert!(matches!(attempt(&backend, &mine).await, Attempt::Granted(_)));
+    assert_eq!(number(&mut other, &format!("GET_LOCK('{NAME}', 0)")).await, Some(0));
+    assert_eq!(backend.release(&mine).await.unwrap(), Release::Freed);
+    assert_eq!(number(&mut other, &format!("GET_LOCK('{NAME}', 0)")).await, Some(1));
+}
+
+#[tokio::test]
+async fn cancelled_waits_leave_no_lock_behind() {
+    let server = server().await;
+    let (a, b) = (registry(&session(&server).await), registry(&session(&server).await));
+    let guard = lock(&a, "orders/42").await;
+    for n in 1..20 {
+        let waiting = b.obtain("orders/42");
+        assert!(timeout(Duration::from_millis(n), waiting.lock()).await.is_err());
+    }
+    guard.unlock().await.unwrap();
+    for n in 1..20 {
+        let free = b.obtain("orders/42");
+        let _ = timeout(Duration::from_micros(100 * n), free.lock()).await;
+    }
+    b.idle().await;
+    let mut data = data(&server).await;
+    assert_eq!(number(&mut data, &format!("IS_USED_LOCK('{NAME}')")).await, None);
+    lock(&a, "orders/42").await.unlock().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_lock_that_nobody_renews_is_given_back_when_its_lease_is_over() {
+    let server = server().await;
+    let (a, b) = (session(&server).await, session(&server).await);
+    let short = Claim::new(key("orders/42"), Duration::from_millis(300));
+    assert!(matches!(attempt(&a, &short).await, Attempt::Granted(_)));
+    assert!(matches!(attempt(&b, &claim("orders/42")).await, Attempt::Busy(_)));
+    let guard = timeout(SOON, registry(&b).obtain("orders/42").lock()).await.unwrap().unwrap();
+    assert!(guard.is_held());
+    assert!(matches!(a.renew(std::slice::from_ref(&short)).await[0], Ok(Renewal::Gone)));
+    assert_eq!(a.release(&short).await.unwrap(), Release::NotHeld);
+}
+
+#[tokio::test]
+async fn a_lease_in_the_same_place_is_respected_and_tokens_grow_from_one_to_the_other() {
+    let server = server().await;
+    let (leases, sessions) = (backend(config(&server)).await, session(&server).await);
+    let lease = claim("orders/42");
+    let first = grant(&leases, &lease).await.token;
+    assert!(matches!(attempt(&sessions, &claim("orders/42")).await, Attempt::Busy(_)));
+    let mut data = data(&server).await;
+    assert_eq!(number(&mut data, &format!("IS_USED_LOCK('{NAME}')")).await, None);
+    leases.release(&lease).await.unwrap();
+    let held = claim("orders/42");
+    let Attempt::Granted(second) = attempt(&sessions, &held).await else { panic!("busy") };
+    sessions.release(&held).await.unwrap();
+    let third = grant(&leases, &lease).await.token;
+    assert!(first < second.token && second.token < third);
+}

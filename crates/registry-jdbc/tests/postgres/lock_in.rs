@@ -1,0 +1,294 @@
+//! A lock that lasts as long as the caller's transaction.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use registry_core::{Attempt, LockBackend, LockOptions, LockRegistry, Registry};
+use registry_jdbc::sqlx::{AssertSqlSafe, Connection, Executor, PgConnection, Row};
+use registry_jdbc::{LockIn, LockInError, PostgresBackend, PostgresConfig};
+use registry_testkit::pgbouncer::PgBouncer;
+use tokio::time::timeout;
+
+use crate::lab::{
+    SOON, backend, busy, claim, config, data, grant, lock, registry, run, server, told,
+};
+
+#[tokio::test]
+async fn two_transactions_exclude_each_other_until_commit_or_rollback() {
+    let server = server().await;
+    let registry = registry(config(&server)).await;
+    let (mut one, mut two) = (data(&server).await, data(&server).await);
+    let mut last = None;
+    for commits in [true, false, true] {
+        let mut tx = one.begin().await.unwrap();
+        let held = registry.lock_in(&mut tx, "orders/42").await.unwrap();
+        assert_eq!(held.key(), "orders/42");
+        assert!(Some(held.fencing_token()) > last, "tokens grow");
+        last = Some(held.fencing_token());
+
+        let mut other = two.begin().await.unwrap();
+        assert_eq!(registry.try_lock_in(&mut other, "orders/42").await.unwrap(), None);
+        // A transaction that was told "busy" goes on.
+        other.execute("SELECT 1").await.unwrap();
+        let mut waiting = Box::pin(registry.lock_in(&mut other, "orders/42"));
+        assert!(timeout(Duration::from_millis(300), &mut waiting).await.is_err());
+        if commits {
+            tx.commit().await.unwrap()
+        } else {
+            tx.rollback().await.unwrap()
+        }
+        let next = timeout(SOON, waiting).await.unwrap().unwrap();
+        assert!(Some(next.fencing_token()) > last, "tokens grow");
+        last = Some(next.fencing_token());
+        other.commit().await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_lease_keeps_a_transaction_out_and_its_release_lets_it_in_at_once() {
+    let server = server().await;
+    let registry = registry(config(&server)).await;
+    let mut data = data(&server).await;
+    let guard = lock(&registry, "orders/42").await;
+    let mut tx = data.begin().await.unwrap();
+    let limit = Duration::from_millis(300);
+    assert_eq!(registry.try_lock_in(&mut tx, "orders/42").await.unwrap(), None);
+    assert_eq!(registry.try_lock_in_for(&mut tx, "orders/42", limit).await.unwrap(), None);
+    assert!(guard.is_held());
+    let token = guard.fencing_token().unwrap();
+    let mut waiting = Box::pin(registry.lock_in(&mut tx, "orders/42"));
+    assert!(timeout(Duration::from_millis(200), &mut waiting).await.is_err());
+    guard.unlock().await.unwrap();
+    let held = timeout(SOON, waiting).await.unwrap().unwrap();
+    assert!(held.fencing_token() > token);
+    tx.commit().await.unwrap();
+    let next = lock(&registry, "orders/42").await;
+    assert!(next.fencing_token().unwrap() > held.fencing_token());
+}
+
+#[tokio::test]
+async fn a_transaction_keeps_leases_out_and_they_are_told_that_it_is_busy() {
+    let server = server().await;
+    let config = config(&server).with_busy_timeout(Duration::from_millis(50));
+    let backend = Arc::new(backend(config).await);
+    let registry = Registry::builder(Arc::<PostgresBackend>::clone(&backend)).build().unwrap();
+    let mut data = data(&server).await;
+    // Before and after there is a row.
+    for commits in [true, false, true] {
+        let mut tx = data.begin().await.unwrap();
+        let held = registry.lock_in(&mut tx, "orders/42").await.unwrap();
+        assert_eq!(busy(&backend, &claim("orders/42")).await.holder, None);
+        assert!(registry.obtain("orders/42").try_lock().await.unwrap().is_none());
+        grant(&backend, &claim("orders/43")).await;
+        let waiting = registry.obtain("orders/42");
+        let waiting = waiting.lock();
+        tokio::pin!(waiting);
+        assert!(timeout(Duration::from_millis(300), &mut waiting).await.is_err());
+        if commits {
+            tx.commit().await.unwrap()
+        } else {
+            tx.rollback().await.unwrap()
+        }
+        let guard = timeout(SOON, waiting).await.unwrap().unwrap();
+        assert!(guard.fencing_token().unwrap() > held.fencing_token());
+        guard.unlock().await.unwrap();
+        server.sql("DELETE FROM lock_registry_locks WHERE key = 'orders/43'").await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_row_that_a_stranger_has_locked_is_trouble_and_not_busy() {
+    let server = server().await;
+    let backend = backend(config(&server).with_busy_timeout(Duration::from_millis(50))).await;
+    let mine = claim("orders/42");
+    grant(&backend, &mine).await;
+    backend.release(&mine).await.unwrap();
+    let mut stranger = data(&server).await;
+    run(&mut stranger, "BEGIN; SELECT * FROM lock_registry_locks FOR UPDATE").await;
+    let error = backend.try_acquire(&claim("orders/42")).await.unwrap_err();
+    assert!(error.is_retryable() && error.refused(), "{}", told(&error));
+    run(&mut stranger, "ROLLBACK").await;
+    assert!(matches!(backend.try_acquire(&claim("orders/42")).await, Ok(Attempt::Granted(_))));
+}
+
+#[tokio::test]
+async fn a_lease_that_has_run_out_is_taken_over() {
+    let server = server().await;
+    let (a, b) = (registry(config(&server)).await, registry(config(&server)).await);
+    let options = LockOptions::new().lease(Duration::from_millis(500)).renew(false);
+    let stale = a.obtain("orders/42").lock_with(options).await.unwrap().unwrap();
+    let mut data = data(&server).await;
+    let mut tx = data.begin().await.unwrap();
+    let held = timeout(SOON, b.lock_in(&mut tx, "orders/42")).await.unwrap().unwrap();
+    assert!(!stale.is_held(), "the holder was told first");
+    assert!(held.fencing_token() > stale.fencing_token().unwrap());
+    tx.commit().await.unwrap();
+}
+
+#[tokio::test]
+async fn what_the_transaction_had_set_and_saved_stays_as_it_was() {
+    let server = server().await;
+    let registry = registry(config(&server)).await;
+    let (mut one, mut two) = (data(&server).await, data(&server).await);
+    let mut blocker = two.begin().await.unwrap();
+    registry.lock_in(&mut blocker, "b").await.unwrap();
+    let mut tx = one.begin().await.unwrap();
+    tx.execute("SET LOCAL lock_timeout = '4321ms'; CREATE TEMP TABLE note (n int)").await.unwrap();
+    for (key, had) in [("a", true), ("a", true), ("b", false)] {
+        assert_eq!(registry.try_lock_in(&mut tx, key).await.unwrap().is_some(), had);
+        let setting = tx.fetch_one("SHOW lock_timeout").await.unwrap();
+        assert_eq!(setting.get::<String, _>(0), "4321ms");
+        tx.execute("INSERT INTO note VALUES (1)").await.unwrap();
+    }
+    let mut inner = tx.begin().await.unwrap();
+    registry.lock_in(&mut inner, "c").await.unwrap();
+    inner.rollback().await.unwrap();
+    // It lasted as long as the transaction that it was taken in.
+    registry.lock_in(&mut blocker, "c").await.unwrap();
+    assert_eq!(registry.try_lock_in(&mut blocker, "a").await.unwrap(), None);
+    let notes = tx.fetch_one("SELECT count(*) FROM note").await.unwrap();
+    assert_eq!(notes.get::<i64, _>(0), 3);
+    tx.commit().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_busy_attempt_leaves_the_holder_to_renew() {
+    let server = server().await;
+    let backend = Arc::new(backend(config(&server)).await);
+    let registry = Registry::builder(Arc::<PostgresBackend>::clone(&backend)).build().unwrap();
+    let mine = claim("orders/42");
+    grant(&backend, &mine).await;
+    let mut data = data(&server).await;
+    let mut tx = data.begin().await.unwrap();
+    assert_eq!(registry.try_lock_in(&mut tx, "orders/42").await.unwrap(), None);
+    let renewed = backend.renew(std::slice::from_ref(&mine)).await;
+    assert!(matches!(renewed[0], Ok(registry_core::Renewal::Renewed(_))), "{renewed:?}");
+    tx.commit().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_transaction_that_looks_at_the_past_is_not_deceived() {
+    let server = server().await;
+    let registry = registry(config(&server)).await;
+    let mut data = data(&server).await;
+    for level in ["REPEATABLE READ", "SERIALIZABLE"] {
+        let guard = lock(&registry, "orders/42").await;
+        let begin = || AssertSqlSafe(format!("BEGIN ISOLATION LEVEL {level}"));
+        let mut tx = data.begin_with(begin()).await.unwrap();
+        assert_eq!(registry.try_lock_in(&mut tx, "orders/42").await.unwrap(), None);
+        let error = timeout(SOON, registry.lock_in(&mut tx, "orders/42")).await.unwrap();
+        let error = error.unwrap_err();
+        assert!(matches!(error, LockInError::Conflict { .. }) && error.is_retryable(), "{error:?}");
+        tx.rollback().await.unwrap();
+        guard.unlock().await.unwrap();
+        // Free when it began to read, and again now; but somebody was there meanwhile.
+        let mut tx = data.begin_with(begin()).await.unwrap();
+        tx.execute("SELECT 1 FROM lock_registry_locks").await.unwrap();
+        lock(&registry, "orders/42").await.unlock().await.unwrap();
+        let error = registry.lock_in(&mut tx, "orders/42").await.unwrap_err();
+        assert!(matches!(error, LockInError::Conflict { .. }), "{error:?}");
+        tx.rollback().await.unwrap();
+        let mut tx = data.begin_with(begin()).await.unwrap();
+        registry.lock_in(&mut tx, "orders/42").await.unwrap();
+        tx.commit().await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn transactions_that_wait_for_each_other_are_told() {
+    let server = server().await;
+    let config = config(&server).with_busy_timeout(Duration::from_secs(5));
+    let registry = registry(config).await;
+    let (mut one, mut two) = (data(&server).await, data(&server).await);
+    let (mut one, mut two) = (one.begin().await.unwrap(), two.begin().await.unwrap());
+    registry.lock_in(&mut one, "a").await.unwrap();
+    registry.lock_in(&mut two, "b").await.unwrap();
+    let crossed = async {
+        tokio::select! {
+            ended = registry.lock_in(&mut one, "b") => ended,
+            ended = registry.lock_in(&mut two, "a") => ended,
+        }
+    };
+    let error = timeout(SOON, crossed).await.unwrap().unwrap_err();
+    assert!(matches!(error, LockInError::Conflict { .. }), "{error:?}");
+}
+
+#[tokio::test]
+async fn it_works_through_a_pooler_that_mixes_connections_up() {
+    let server = server().await;
+    let bouncer = PgBouncer::start(&server).await.unwrap();
+    let config = PostgresConfig::from_url(&bouncer.url()).unwrap().with_prepared(false);
+    let registry = registry(config).await;
+    let connect = async || PgConnection::connect(&bouncer.url()).await.unwrap();
+    let (mut one, mut two) = (connect().await, connect().await);
+    let mut tx = one.begin().await.unwrap();
+    registry.lock_in(&mut tx, "orders/42").await.unwrap();
+    let mut other = two.begin().await.unwrap();
+    assert_eq!(registry.try_lock_in(&mut other, "orders/42").await.unwrap(), None);
+    let mut waiting = Box::pin(registry.lock_in(&mut other, "orders/42"));
+    assert!(timeout(Duration::from_millis(200), &mut waiting).await.is_err());
+    tx.commit().await.unwrap();
+    timeout(SOON, waiting).await.unwrap().unwrap();
+    other.commit().await.unwrap();
+}
+
+#[tokio::test]
+async fn what_cannot_be_locked_is_refused_and_the_transaction_goes_on() {
+    let server = server().await;
+    server.sql("CREATE DATABASE branch").await.unwrap();
+    let registry = registry(config(&server)).await;
+    let mut data = data(&server).await;
+    let mut tx = data.begin().await.unwrap();
+    let error = registry.lock_in(&mut tx, "").await.unwrap_err();
+    assert!(matches!(error, LockInError::InvalidKey { .. }), "{error:?}");
+    let error = Registry::in_memory().unwrap().lock_in(&mut tx, "a").await.unwrap_err();
+    assert!(matches!(error, LockInError::Unsupported { database: "PostgreSQL", .. }), "{error:?}");
+    tx.execute("SELECT 1").await.unwrap();
+
+    let url = server.url();
+    let branch = format!("{}/branch", url.strip_suffix("/postgres").unwrap());
+    let mut data = PgConnection::connect(&branch).await.unwrap();
+    for _ in 0..2 {
+        let mut tx = data.begin().await.unwrap();
+        let error = registry.lock_in(&mut tx, "a").await.unwrap_err();
+        assert!(matches!(error, LockInError::OtherDatabase { .. }), "{error:?}");
+        tx.execute("SELECT 1").await.unwrap();
+        tx.commit().await.unwrap();
+        // Once without tables, once with others.
+        backend(PostgresConfig::from_url(&branch).unwrap()).await;
+    }
+}
+
+#[tokio::test]
+async fn counters_of_transactions_and_leases_come_out_exact() {
+    const EACH: i64 = 40;
+    let server = server().await;
+    server.sql("CREATE TABLE counter AS SELECT 0::bigint AS n").await.unwrap();
+    let began = Instant::now();
+    let mut workers = tokio::task::JoinSet::new();
+    for worker in 0..4 {
+        let (registry, mut data) = (registry(config(&server)).await, data(&server).await);
+        workers.spawn(async move {
+            for _ in 0..EACH {
+                let guard = match worker % 2 {
+                    0 => Some(lock(&registry, "counter").await),
+                    _ => None,
+                };
+                let mut tx = data.begin().await.unwrap();
+                if guard.is_none() {
+                    registry.lock_in(&mut tx, "counter").await.unwrap();
+                }
+                let n: i64 = tx.fetch_one("SELECT n FROM counter").await.unwrap().get(0);
+                let write = AssertSqlSafe(format!("UPDATE counter SET n = {}", n + 1));
+                tx.execute(write).await.unwrap();
+                tx.commit().await.unwrap();
+                if let Some(guard) = guard {
+                    guard.unlock().await.unwrap();
+                }
+            }
+        });
+    }
+    workers.join_all().await;
+    assert_eq!(server.sql("SELECT n FROM counter").await.unwrap(), (4 * EACH).to_string());
+    assert!(began.elapsed() < SOON * 4);
+}
