@@ -5,7 +5,6 @@
 mod lab;
 mod shared;
 
-mod faults;
 mod fence;
 mod opening;
 mod rows;
