@@ -14,11 +14,9 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, sleep_until};
 
-use crate::server::{Server, registry};
+use crate::server::{LONG, Server, registry};
 use crate::verdict::Outcome;
 
-/// Long enough for any machine; reached only by a test that fails.
-pub(crate) const LONG: Duration = Duration::from_secs(60);
 /// Short, so that a test of a lease that ends does not take long.
 pub(crate) const LEASE: Duration = Duration::from_secs(2);
 /// How often a holder looks at its guard and writes.

@@ -2,6 +2,7 @@
 //! the checkers of the testkit decide. Needs PostgreSQL and MariaDB.
 #![cfg(all(feature = "postgres", feature = "mysql", target_os = "linux"))]
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
+#![expect(clippy::print_stdout, reason = "figures, for those who want to see them")]
 
 /// Makes two tests of each promise, one for each server.
 macro_rules! on_both_servers {

@@ -9,7 +9,7 @@ use std::time::Duration;
 use registry_core::{Attempt, Claim, Key, LockBackend, Release};
 use registry_jdbc::sqlx::mysql::MySqlPoolOptions;
 use registry_jdbc::sqlx::postgres::PgPoolOptions;
-use registry_jdbc::sqlx::{self};
+use registry_jdbc::sqlx::{self, Connection as _};
 use tokio::time::timeout;
 
 use crate::server::{Kind, Opening, Server, backend, backend_with};
@@ -89,10 +89,11 @@ async fn what_the_pool_of_sqlx_does_is_told(kind: Kind) {
     macro_rules! increment_after_a_timeout {
         ($options:expr) => {{
             let pool = $options.max_connections(1).connect(&server.url()).await.unwrap();
-            sqlx::query("SELECT 1").execute(&pool).await.unwrap();
+            let mut connection = pool.acquire().await.unwrap();
             server.pause();
-            assert!(timeout(SHORT, pool.begin()).await.is_err());
+            assert!(timeout(SHORT, connection.begin()).await.is_err());
             server.resume();
+            drop(connection);
             let update = sqlx::query("UPDATE counter SET n = n + 1").execute(&pool).await.unwrap();
             assert_eq!(update.rows_affected(), 1);
             let seen = server.sql("SELECT n FROM counter").await.unwrap();

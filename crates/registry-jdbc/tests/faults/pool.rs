@@ -7,8 +7,8 @@ use registry_testkit::{eventually, within};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
-use crate::contest::{LEASE, LONG};
-use crate::server::{ANSWER_LIMIT, Kind, Opening, backend, backend_with, registry};
+use crate::contest::LEASE;
+use crate::server::{ANSWER_LIMIT, Kind, LONG, Opening, backend, backend_with, registry};
 
 const CONNECTIONS: u32 = 2;
 const WAITERS: usize = 50;

@@ -6,8 +6,8 @@ use registry_core::{Key, LockError, LockRegistry};
 use registry_testkit::proxy::{FaultProxy, Mode};
 use registry_testkit::{eventually, within};
 
-use crate::contest::{Contest, LEASE, LONG};
-use crate::server::{Kind, backend, registry};
+use crate::contest::{Contest, LEASE};
+use crate::server::{Kind, LONG, backend, registry};
 
 /// So long that only giving back can free the key in time.
 const ENDLESS: Duration = Duration::from_secs(600);
@@ -28,7 +28,7 @@ async fn a_grant_whose_reply_was_lost_is_taken_up_or_given_back(kind: Kind) {
         let lock = ours.obtain(&key);
         let taking = tokio::spawn(async move { lock.lock().await });
         // The server has granted it, and nobody was told.
-        let key = Key::new(&*key).unwrap();
+        let key = Key::new(&key).unwrap();
         eventually(LONG, async || watcher.inspect(&key).await.unwrap().is_some()).await;
         if round % 2 == 0 {
             proxy.set_mode(Mode::Pass).await.unwrap();

@@ -8,11 +8,15 @@ use std::time::Duration;
 use registry_core::{LockBackend, Registry};
 use registry_jdbc::{MySqlBackend, MySqlConfig, PostgresBackend, PostgresConfig};
 use registry_testkit::clock::ClockShim;
+use registry_testkit::eventually;
 use registry_testkit::mariadb::{MariaDbOptions, MariaDbServer};
 use registry_testkit::postgres::{PostgresOptions, PostgresServer};
 
 /// How long a question may stay unanswered. A lease of two seconds has no time for the engine's own three.
 pub(crate) const ANSWER_LIMIT: Duration = Duration::from_secs(1);
+
+/// Long enough for any machine; reached only by a test that fails.
+pub(crate) const LONG: Duration = Duration::from_secs(60);
 
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Kind {
@@ -181,11 +185,14 @@ pub(crate) async fn backend_with(url: &str, opening: Opening) -> Arc<dyn LockBac
     if url.starts_with("postgres") {
         let config = PostgresConfig::from_url(url).unwrap().with_connections(connections);
         let config = config.with_connect_timeout(answer).with_response_timeout(answer);
-        Arc::new(PostgresBackend::open(config.with_busy_timeout(busy)).await.unwrap())
+        let config = config.with_busy_timeout(busy);
+        // On a machine that has other things to do, so short a time may not be enough for the first connection.
+        Arc::new(eventually(LONG, async || PostgresBackend::open(config.clone()).await).await)
     } else {
         let config = MySqlConfig::from_url(url).unwrap().with_connections(connections);
         let config = config.with_connect_timeout(answer).with_response_timeout(answer);
-        Arc::new(MySqlBackend::open(config.with_busy_timeout(busy)).await.unwrap())
+        let config = config.with_busy_timeout(busy);
+        Arc::new(eventually(LONG, async || MySqlBackend::open(config.clone()).await).await)
     }
 }
 

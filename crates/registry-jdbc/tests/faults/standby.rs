@@ -15,8 +15,8 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
-use crate::contest::{Contest, LEASE, LONG};
-use crate::server::{Server, registry};
+use crate::contest::{Contest, LEASE};
+use crate::server::{LONG, Server, registry};
 
 /// The address by which clients know the primary, whichever server that is.
 struct Address {
