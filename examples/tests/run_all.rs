@@ -43,7 +43,7 @@ programs! {
         "did you mean \"sqlite\"?",
         "did you mean \"lease\"?",
         "which has no unit",
-        "the postgres store is not built in",
+        "the etcd store is not built in",
     ],
     code [] [] says ["held as Some(\"nightly report\")", "still taken: true", "free: true"],
     leases [] [] says [

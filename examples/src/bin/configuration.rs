@@ -37,7 +37,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         "sqllite:locks.db",
         "sqlite:locks.db?leese=10s",
         "sqlite:locks.db?lease=10",
-        "postgres://app:secret@db/locks",
+        "etcd://app:secret@db/locks",
     ] {
         match lock_registry::connect(url).await {
             Ok(_) => println!("opened"),

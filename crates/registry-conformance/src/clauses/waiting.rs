@@ -64,13 +64,15 @@ pub async fn waits_of_many_keys_end_each_with_its_own_release(lab: &Lab) {
     let (first, second) = (lab.client().await, lab.client().await);
     let holders: Vec<_> =
         (0..5).map(|n| Claim::new(key(&format!("orders/{n}")), lab.long())).collect();
-    let waits = join_all(holders.iter().map(async |holder| {
+    let mut waiters = Vec::new();
+    for holder in &holders {
         granted(&*first, holder).await;
         let waiter = Claim::new(holder.key().clone(), lab.long());
         let refusal = busy(&*second, &waiter).await;
-        timeout(lab.patience(), second.wait(&waiter, &refusal))
-            .await
-            .expect("its key was released");
+        waiters.push((waiter, refusal));
+    }
+    let waits = join_all(waiters.iter().map(async |(waiter, refusal)| {
+        timeout(lab.patience(), second.wait(waiter, refusal)).await.expect("its key was released");
     }));
     let releases = async {
         sleep(Duration::from_millis(50)).await;

@@ -45,13 +45,11 @@ pub(super) fn explain(error: sqlx::Error, place: &str) -> BackendError {
                 (Transient, "nobody listens at this address", true)
             }
             std::io::ErrorKind::NotFound => (Misconfigured, "there is no such socket", true),
+            // So the client tells of certificates. While it connects nothing was done; that is said by whoever connects.
+            std::io::ErrorKind::InvalidData => (Misconfigured, NOT_ENCRYPTED, false),
             _ => (Transient, "the connection was lost", false),
         },
-        sqlx::Error::Tls(_) => (
-            Misconfigured,
-            "the connection cannot be encrypted: the server does not encrypt, or its certificate is not trusted",
-            true,
-        ),
+        sqlx::Error::Tls(_) => (Misconfigured, NOT_ENCRYPTED, true),
         sqlx::Error::Configuration(_)
         | sqlx::Error::InvalidArgument(_)
         | sqlx::Error::Encode(_) => (Misconfigured, "the configuration cannot be used", true),
@@ -72,6 +70,8 @@ pub(super) fn explain(error: sqlx::Error, place: &str) -> BackendError {
     let error = BackendError::new(kind, format!("mysql at {place}: {says}")).with_source(error);
     if refused { error.as_refused() } else { error }
 }
+
+const NOT_ENCRYPTED: &str = "the connection cannot be encrypted: the server does not encrypt, or its certificate is not trusted";
 
 /// Why there is no connection. Nothing was sent, so nothing was done.
 pub(super) fn not_connected(refusal: Refusal, place: &str) -> BackendError {
@@ -282,6 +282,7 @@ mod tests {
         let cases = [
             (io(std::io::ErrorKind::ConnectionRefused), Transient, true),
             (io(std::io::ErrorKind::NotFound), Misconfigured, true),
+            (io(std::io::ErrorKind::InvalidData), Misconfigured, false),
             (io(std::io::ErrorKind::UnexpectedEof), Transient, false),
             (io(std::io::ErrorKind::ConnectionReset), Transient, false),
             (sqlx::Error::Tls("x".into()), Misconfigured, true),

@@ -1,7 +1,7 @@
 //! Every statement of the store. Each is a transaction of its own and one round trip, so nothing that is dropped half-way can leave one open.
 //!
 //! A row is held when it has a claim and `until` lies ahead. All times are the server's, as of the moment when it began the statement: that is what
-//! it also tells its replicas, and what `UTC_TIMESTAMP` gives, whatever the session's time zone. While the statement waits for a row this
+//! it also tells its replicas, and what `UTC_TIMESTAMP` gives wherever it stands in a statement, whatever the session's time zone. While the statement waits for a row this
 //! moment grows old, which errs on the safe side each time:
 //!
 //! - a lease that is granted or renewed is counted from the past, so it ends no later than its holder thinks;
@@ -150,11 +150,10 @@ static ACQUIRE: LazyLock<String> = LazyLock::new(|| {
     format!(
         "INSERT INTO {{locks}} (id, namespace, lock_key, claim, token, block, label, since, until) \
          SELECT ?, ?, ?, ?, \
-             LAST_INSERT_ID(GREATEST(clock.now, clock.floor + 1, COALESCE(seen.token + seen.block, 0))), \
-             ?, ?, clock.now, clock.now + ? \
-         FROM (SELECT {{now}} AS now, floor FROM {{meta}} WHERE id = 1) AS clock \
-         LEFT JOIN {{locks}} AS seen ON seen.id = ? \
-         WHERE seen.claim IS NULL OR seen.until <= clock.now \
+             LAST_INSERT_ID(GREATEST({{now}}, meta.floor + 1, COALESCE(seen.token + seen.block, 0))), \
+             ?, ?, {{now}}, {{now}} + ? \
+         FROM {{meta}} AS meta LEFT JOIN {{locks}} AS seen ON seen.id = ? \
+         WHERE meta.id = 1 AND (seen.claim IS NULL OR seen.until <= {{now}}) \
          ON DUPLICATE KEY UPDATE \
              token = IF({{free}}, \
                  LAST_INSERT_ID(GREATEST(VALUES(token), {{locks}}.token + {{locks}}.block)), \
@@ -171,17 +170,17 @@ static ACQUIRE: LazyLock<String> = LazyLock::new(|| {
 
 /// id
 const LOOK: &str = "\
-    SELECT lock_key, claim, token, label, clock.now - since, until - clock.now \
-    FROM {locks} JOIN (SELECT {now} AS now) AS clock \
-    WHERE id = ? AND claim IS NOT NULL AND until > clock.now";
+    SELECT lock_key, claim, token, label, {now} - since, until - {now} \
+    FROM {locks} \
+    WHERE id = ? AND claim IS NOT NULL AND until > {now}";
 
 /// Like [`LOOK`], for every held key of a namespace.
 ///
 /// namespace
 const LIST: &str = "\
-    SELECT lock_key, claim, token, label, clock.now - since, until - clock.now \
-    FROM {locks} JOIN (SELECT {now} AS now) AS clock \
-    WHERE namespace = ? AND claim IS NOT NULL AND until > clock.now";
+    SELECT lock_key, claim, token, label, {now} - since, until - {now} \
+    FROM {locks} \
+    WHERE namespace = ? AND claim IS NOT NULL AND until > {now}";
 
 /// Prolongs the grants that are still alive.
 ///
@@ -204,8 +203,8 @@ const RENEW: &str = "\
 ///
 /// ids
 const LASTING: &str = "\
-    SELECT claim, until - clock.now FROM {locks} JOIN (SELECT {now} AS now) AS clock \
-    WHERE id IN ({items}) AND claim IS NOT NULL AND until > clock.now";
+    SELECT claim, until - {now} FROM {locks} \
+    WHERE id IN ({items}) AND claim IS NOT NULL AND until > {now}";
 
 /// Those of the keys that are held, with the token of the grant.
 ///

@@ -135,9 +135,11 @@ impl PostgresBackend {
             return Ok(Some(Attempt::Granted(grant)));
         }
         let Some(holder) = column::<Option<Vec<u8>>>(row, 1)? else { return Ok(None) };
-        let held = Holder::new(claim.key().clone());
-        let held = told_of(held, row, 2)?;
+        let held = told_of(Holder::new(claim.key().clone()), row, 2)?;
         let left = held.lease_left.unwrap_or_default();
+        if left.is_zero() {
+            return Ok(None);
+        }
         if holder == claim.id().to_bytes() {
             return Ok(Some(Attempt::Granted(Grant::new(held.token, left.min(claim.lease())))));
         }

@@ -315,7 +315,8 @@ mod tests {
         let moment = table.heard().count;
         (0..=RELEASES_MAX).for_each(|_| table.release(B));
         assert!(table.heard().may_be_free(&A, moment), "more than can be remembered");
-        assert!(!table.heard().may_be_free(&A, table.heard().count));
+        let moment = table.heard().count;
+        assert!(!table.heard().may_be_free(&A, moment));
     }
 
     #[test]

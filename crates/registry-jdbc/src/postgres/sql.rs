@@ -4,7 +4,7 @@
 //! transaction, and so while a statement waits for a row.
 //!
 //! Nothing may be left to the session: behind a pooler every statement may meet another one. What a statement needs it sets for itself,
-//! by `set_config(…, true)`, which lasts until its own end. A function that nobody reads from is not called, so all of them are joined.
+//! by `set_config(…, true)`, which lasts until its own end; where it stands decides when it is called.
 //!
 //! Whoever makes a key somebody else's locks its row FOR UPDATE, whoever renews or releases only FOR NO KEY UPDATE. Between the two stands
 //! FOR KEY SHARE, by which a fenced transaction keeps out the former and lets the latter through.
@@ -41,7 +41,7 @@ impl Texts {
             let text = template
                 .replace("{locks}", &tables.locks())
                 .replace("{meta}", &tables.meta())
-                .replace("{now}", "(extract(epoch FROM clock_timestamp()) * 1000000)::bigint");
+                .replace("{now}", NOW);
             Text::new(&text)
         };
         Self {
@@ -79,40 +79,41 @@ impl Text {
     }
 }
 
+/// Microseconds since 1970. Not by `extract`, whose decimal numbers cost more than the rest of an expression.
+const NOW: &str = "(date_part('epoch', clock_timestamp()) * 1000000)::bigint";
+
 const META: &str = "SELECT version, store::text FROM {meta} WHERE id = 1";
 
-/// Grants the key, unless somebody holds it, the claim itself included; and tells who.
+/// Grants the key, unless somebody holds it, the claim itself included; and tells what was seen of the row.
 ///
 /// Who sees in its snapshot that the key is held does not touch the row, so a busy attempt costs no write and no flush. Who sees it free
 /// locks the row, in the strongest way: that is what the assignment of `id` to itself is for. If somebody was faster, the row is
-/// found held now; neither a grant nor a holder is told then, and one has to ask again. The clock is read anew behind that lock.
+/// found held now; there is neither a grant nor a holder then, and one has to ask again. The clock is read anew behind that lock.
 ///
 /// The new token is above those of this row as it was seen and as it is, and above those of all deleted rows.
 ///
 /// id, namespace, key, claim, block, label, lease, lock_timeout
 const ACQUIRE: &str = "\
-    WITH patience AS MATERIALIZED (SELECT set_config('lock_timeout', $8::text, true)), \
-    clock AS MATERIALIZED (SELECT {now} AS now), \
-    seen AS MATERIALIZED (SELECT claim, token, block, label, since, until FROM {locks} WHERE id = $1::bytea), \
-    held AS (SELECT seen.* FROM seen, clock WHERE claim IS NOT NULL AND until > now), \
+    WITH seen AS MATERIALIZED ( \
+        SELECT clock.now, l.claim, l.token, l.block, l.label, l.since, l.until \
+        FROM (SELECT {now} AS now, set_config('lock_timeout', $8::text, true)) AS clock \
+        LEFT JOIN {locks} AS l ON l.id = $1::bytea), \
     granted AS ( \
         INSERT INTO {locks} AS l (id, namespace, key, claim, token, block, label, since, until) \
-        SELECT $1::bytea, $2::bytea, $3::bytea, $4::bytea, \
-            greatest(now, floor + 1, (SELECT token + block FROM seen)), $5::bigint, $6::bytea, now, now + $7::bigint \
-        FROM patience, clock, {meta} AS meta \
-        WHERE meta.id = 1 AND NOT EXISTS (SELECT FROM held) \
+        SELECT $1::bytea, $2::bytea, $3::bytea, $4::bytea, greatest(now, floor + 1, token + block), $5::bigint, $6::bytea, \
+            now, now + $7::bigint \
+        FROM seen, {meta} AS meta WHERE meta.id = 1 AND (claim IS NULL OR until <= now) \
         ON CONFLICT (id) DO UPDATE SET \
             id = excluded.id, \
             claim = excluded.claim, \
-            token = greatest(excluded.token, l.token + l.block, {now}), \
+            token = greatest(excluded.token, l.token + l.block), \
             block = excluded.block, \
             label = excluded.label, \
             since = {now}, \
             until = {now} + $7::bigint \
         WHERE l.claim IS NULL OR l.until <= {now} \
         RETURNING token) \
-    SELECT granted.token, held.claim, held.token, held.label, now - held.since, held.until - now \
-    FROM clock LEFT JOIN granted ON true LEFT JOIN held ON true";
+    SELECT (SELECT token FROM granted), claim, token, label, now - since, until - now FROM seen";
 
 /// id
 const LOOK: &str = "\
@@ -155,22 +156,17 @@ const RENEW: &str = "\
 ///
 /// id, claim, lock_timeout, channel, message
 const RELEASE: &str = "\
-    WITH ease AS MATERIALIZED ( \
-        SELECT set_config('lock_timeout', $3::text, true), set_config('synchronous_commit', 'off', true)), \
-    freed AS ( \
-        UPDATE {locks} AS l SET claim = NULL, until = {now} FROM ease \
-        WHERE l.id = $1::bytea AND l.claim = $2::bytea AND l.until > {now} RETURNING l.id) \
-    SELECT pg_notify($4::text, $5::text) IS NULL FROM freed";
+    UPDATE {locks} SET claim = NULL, until = {now} \
+    WHERE id = $1::bytea AND claim = $2::bytea AND until > {now} AND set_config('lock_timeout', $3::text, true) IS NOT NULL \
+    RETURNING pg_notify($4::text, $5::text) IS NULL, set_config('synchronous_commit', 'off', true)";
 
 /// Ends the grant of whoever holds the key, and tells those who listen.
 ///
 /// id, lock_timeout, channel, message
 const FORCE_RELEASE: &str = "\
-    WITH patience AS MATERIALIZED (SELECT set_config('lock_timeout', $2::text, true)), \
-    freed AS ( \
-        UPDATE {locks} AS l SET claim = NULL, until = {now} FROM patience \
-        WHERE l.id = $1::bytea AND l.claim IS NOT NULL AND l.until > {now} RETURNING l.id) \
-    SELECT pg_notify($3::text, $4::text) IS NULL FROM freed";
+    UPDATE {locks} SET claim = NULL, until = {now} \
+    WHERE id = $1::bytea AND claim IS NOT NULL AND until > {now} AND set_config('lock_timeout', $2::text, true) IS NOT NULL \
+    RETURNING pg_notify($3::text, $4::text) IS NULL";
 
 /// Finds the grant as it was made, and keeps the row from becoming anybody else's until the caller's transaction ends.
 ///

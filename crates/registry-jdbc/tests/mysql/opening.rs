@@ -157,8 +157,13 @@ async fn encrypted_connections_are_verified_if_that_is_wanted() {
     }
     let error = refused(config(&server).with_encryption(Encryption::Off)).await;
     assert_eq!(error.kind(), BackendErrorKind::Denied, "{}", told(&error));
-    refused(config(&server).with_encryption(Encryption::VerifyHost)).await;
-    refused(config(&server).with_certificate_authority(ca(&other))).await;
     let plain = MariaDbServer::start().await.unwrap();
-    refused(config(&plain).with_encryption(Encryption::Required)).await;
+    for config in [
+        config(&server).with_encryption(Encryption::VerifyHost),
+        config(&server).with_certificate_authority(ca(&other)),
+        config(&plain).with_encryption(Encryption::Required),
+    ] {
+        let error = refused(config).await;
+        assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{}", told(&error));
+    }
 }

@@ -1,6 +1,6 @@
 //! The program `lock-holder`: takes locks on orders, for tests that need another process. See `registry_testkit::holder`.
 //!
-//! Its one argument is a store (`memory:`, `sqlite:PATH`) or the options as a JSON object.
+//! Its one argument is a store (`memory:`, `sqlite:PATH`, `mysql://…`) or the options as a JSON object.
 
 use std::env;
 use std::error::Error;
@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use registry_core::{LockBackend, MemoryBackend, Registry};
-use registry_jdbc::{SqliteBackend, SqliteConfig};
+use registry_jdbc::{MySqlBackend, MySqlConfig, SqliteBackend, SqliteConfig};
 use registry_testkit::holder::{HolderOptions, Report, say, serve};
 
 #[tokio::main]
@@ -53,6 +53,10 @@ async fn open(store: &str) -> Result<Arc<dyn LockBackend>, Box<dyn Error>> {
     match store.split_once(':') {
         Some(("memory", "")) => Ok(Arc::new(MemoryBackend::new())),
         Some(("sqlite", path)) => Ok(Arc::new(SqliteBackend::open(SqliteConfig::new(path)).await?)),
-        _ => Err(format!("{store:?} is no store: give `memory:` or `sqlite:PATH`").into()),
+        Some(("mysql", _)) => {
+            Ok(Arc::new(MySqlBackend::open(MySqlConfig::from_url(store)?).await?))
+        }
+        // Not repeated: it may hold a password.
+        _ => Err("this is no store: give `memory:`, `sqlite:PATH` or `mysql://…`".into()),
     }
 }

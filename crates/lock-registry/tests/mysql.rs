@@ -1,0 +1,89 @@
+//! MariaDB servers by their URL: real servers, and what is said when they cannot be used.
+#![cfg(all(feature = "mysql", target_os = "linux"))]
+
+use lock_registry::{
+    BackendErrorKind, ConfigError, Fence as _, GuaranteeClass, LockRegistry, connect, sqlx,
+};
+use registry_testkit::error_text;
+use registry_testkit::mariadb::{MariaDbOptions, MariaDbServer};
+#[cfg(feature = "mysql-tls")]
+use registry_testkit::tls::TlsFolder;
+use sqlx::{Connection as _, MySqlConnection};
+
+const CANARY: &str = "canary";
+
+/// Why `url` cannot be opened. The password is nowhere in it.
+async fn refused(url: &str) -> BackendErrorKind {
+    let error = connect(url).await.expect_err("it cannot be opened");
+    assert!(!error_text(&error).contains(CANARY), "{}", error_text(&error));
+    let ConfigError::Open { store: "mysql", source, .. } = &error else { panic!("{error:?}") };
+    source.kind()
+}
+
+#[tokio::test]
+async fn a_server_is_locked_in_by_its_url_and_fences_what_is_written_beside() {
+    let server = MariaDbServer::start_with(MariaDbOptions::new().password(CANARY)).await.unwrap();
+    let options =
+        "namespace=shop&lease=20s&table_prefix=shop_locks&pool=2&busy_timeout=1s&purge_after=1day";
+    let first = connect(&format!("{}?{options}", server.url())).await.unwrap();
+    let url = server.url().replace("mysql://", "mariadb://");
+    let second = connect(&format!("{url}?{options}")).await.unwrap();
+    let capabilities = first.capabilities();
+    assert_eq!((capabilities.store, capabilities.class), ("mysql", GuaranteeClass::A));
+    assert!(!format!("{first:?}").contains(CANARY));
+
+    let guard = first.obtain("orders/42").lock().await.unwrap();
+    assert!(second.obtain("orders/42").try_lock().await.unwrap().is_none());
+    server.sql("CREATE TABLE orders (id INT PRIMARY KEY) ENGINE = InnoDB").await.unwrap();
+    let mut data = MySqlConnection::connect(&server.url()).await.unwrap();
+    let mut transaction = data.begin().await.unwrap();
+    guard.fence(&mut transaction).await.unwrap();
+    sqlx::query("INSERT INTO orders VALUES (42)").execute(&mut *transaction).await.unwrap();
+    transaction.commit().await.unwrap();
+    guard.unlock().await.unwrap();
+    second.obtain("orders/42").lock().await.unwrap().unlock().await.unwrap();
+    let names = server.sql("SELECT namespace FROM shop_locks_locks").await.unwrap();
+    assert_eq!(names, "shop");
+}
+
+#[tokio::test]
+async fn what_cannot_be_used_is_refused_with_its_kind_and_without_its_password() {
+    let server = MariaDbServer::start_with(MariaDbOptions::new().password(CANARY)).await.unwrap();
+    let addr = server.addr();
+    for (url, kind) in [
+        (format!("mysql://root:wrong-{CANARY}@{addr}/app"), BackendErrorKind::Denied),
+        (format!("mysql://root:{CANARY}@{addr}/missing"), BackendErrorKind::Misconfigured),
+        (
+            format!("mysql://root:{CANARY}@{addr}/app?create_schema=false"),
+            BackendErrorKind::Misconfigured,
+        ),
+        (format!("mysql://root:{CANARY}@127.0.0.1:1/app"), BackendErrorKind::Transient),
+        (format!("mysql://root:{CANARY}@%2Fmissing%2Fsocket/app"), BackendErrorKind::Misconfigured),
+        (
+            format!("mysql://root:{CANARY}@{addr}/app?sslmode=require"),
+            BackendErrorKind::Misconfigured,
+        ),
+    ] {
+        assert_eq!(refused(&url).await, kind);
+    }
+    for option in ["schema=locks", "prepared=false", "listen=off", "replicas=1"] {
+        let error = connect(&format!("{}?{option}", server.url())).await.unwrap_err();
+        assert!(matches!(&error, ConfigError::Invalid(says) if says.contains("is for")), "{error}");
+    }
+}
+
+#[cfg(feature = "mysql-tls")]
+#[tokio::test]
+async fn an_authority_is_believed_that_a_file_names_and_no_other() {
+    let (ours, theirs) = (TlsFolder::new().unwrap(), TlsFolder::new().unwrap());
+    let options = MariaDbOptions::new().password(CANARY).tls(&ours);
+    let server = MariaDbServer::start_with(options).await.unwrap();
+    let with = |folder: &TlsFolder| format!("{}?ca={}", server.url(), folder.ca_file().display());
+    let registry = connect(&with(&ours)).await.unwrap();
+    registry.obtain("k").lock().await.unwrap().unlock().await.unwrap();
+    assert_eq!(refused(&with(&theirs)).await, BackendErrorKind::Misconfigured);
+    assert_eq!(
+        refused(&format!("{}?sslmode=disable", server.url())).await,
+        BackendErrorKind::Denied
+    );
+}

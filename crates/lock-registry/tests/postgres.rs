@@ -1,0 +1,72 @@
+//! PostgreSQL servers by their URL: real ones, and what is said when they cannot be reached.
+#![cfg(all(feature = "postgres", target_os = "linux"))]
+
+use std::time::Duration;
+
+use lock_registry::{BackendErrorKind, ConfigError, GuaranteeClass, LockRegistry, connect};
+use registry_testkit::error_text;
+use registry_testkit::postgres::{PostgresOptions, PostgresServer};
+
+#[tokio::test]
+async fn a_database_excludes_two_registries_and_tells_who_holds() {
+    let server = PostgresServer::start().await.unwrap();
+    server.sql("CREATE SCHEMA locks").await.unwrap();
+    let options = "label=worker%201&lease=60s&timeout=60s&poll=1h&pool=2&schema=locks&table_prefix=app&busy_timeout=2s\
+                   &connect_timeout=5s&purge_after=2h&sslmode=disable";
+    let url = format!("{}?{options}", server.url());
+    let one = connect(&url).await.unwrap();
+    let other = connect(&url.replace("postgres:", "postgresql:")).await.unwrap();
+    assert_eq!(one.capabilities().class, GuaranteeClass::A);
+    assert!(one.capabilities().wakes);
+    let guard = one.obtain("key").try_lock().await.unwrap().unwrap();
+    assert!(other.obtain("key").try_lock().await.unwrap().is_none());
+    let holder = other.obtain("key").holder().await.unwrap().unwrap();
+    assert_eq!(holder.label.as_deref(), Some("worker 1"));
+    assert!(holder.lease_left.is_some_and(|left| left > Duration::from_secs(30)), "{holder:?}");
+    assert_eq!(server.sql("SELECT count(*) FROM locks.app_locks").await.unwrap(), "1");
+    // The message of the release ends the wait long before the poll.
+    let waiter = tokio::spawn(async move {
+        other.obtain("key").lock().await.unwrap().unlock().await.unwrap();
+        other
+    });
+    guard.unlock().await.unwrap();
+    assert!(waiter.await.unwrap().list().await.unwrap().is_empty());
+}
+
+#[tokio::test]
+async fn who_listens_elsewhere_or_not_at_all_says_so() {
+    let server = PostgresServer::start().await.unwrap();
+    let url = server.url();
+    let elsewhere = url.replace(':', "%3A").replace('/', "%2F").replace('@', "%40");
+    for (options, wakes) in [
+        (String::new(), true),
+        ("?listen=off".to_owned(), false),
+        ("?prepared=false".to_owned(), false),
+        (format!("?prepared=false&listen={elsewhere}"), true),
+    ] {
+        let registry = connect(&format!("{url}{options}")).await.unwrap();
+        assert_eq!(registry.capabilities().wakes, wakes, "{options}");
+        registry.obtain("key").lock().await.unwrap().unlock().await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn who_is_not_let_in_is_told_why_and_no_password_is_shown() {
+    let options = PostgresOptions::new().password("right");
+    let server = PostgresServer::start_with(options).await.unwrap();
+    let right = server.url();
+    connect(&right).await.unwrap();
+    for (url, kind) in [
+        (right.replace(":right@", ":canary@"), BackendErrorKind::Denied),
+        (format!("{right}?sslmode=require"), BackendErrorKind::Misconfigured),
+        (format!("{right}?create_schema=false&table_prefix=x"), BackendErrorKind::Misconfigured),
+        ("postgres://u:canary@127.0.0.1:1/x".to_owned(), BackendErrorKind::Transient),
+    ] {
+        let error = connect(&url).await.unwrap_err();
+        assert!(!error_text(&error).contains("canary"), "{}", error_text(&error));
+        let ConfigError::Open { store: "postgres", source, .. } = &error else {
+            panic!("{error:?}")
+        };
+        assert_eq!(source.kind(), kind, "{}", error_text(&error));
+    }
+}
