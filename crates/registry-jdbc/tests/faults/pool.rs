@@ -36,9 +36,12 @@ async fn renewals_go_on_while_many_wait_for_two_connections(kind: Kind) {
     let until = Instant::now() + LEASE * 3;
     for guard in mine.iter().cycle() {
         let key = Key::new(guard.key()).unwrap();
-        let left = async || watcher.inspect(&key).await.unwrap().unwrap().lease_left.unwrap();
-        let before = left().await;
-        eventually(LONG, async || left().await > before).await;
+        let end = async || {
+            let holder = watcher.inspect(&key).await.unwrap().unwrap();
+            Instant::now() + holder.lease_left.unwrap()
+        };
+        let before = end().await;
+        eventually(LONG, async || end().await > before + LEASE / 4).await;
         assert!(guard.is_held());
         if Instant::now() > until {
             break;

@@ -2,9 +2,9 @@
 
 use std::time::Duration;
 
-use registry_core::{Key, LockError, LockRegistry};
+use registry_core::{Attempt, Claim, Key, LockError, LockRegistry, Release};
 use registry_testkit::proxy::{FaultProxy, Mode};
-use registry_testkit::{eventually, within};
+use registry_testkit::{error_text, eventually, within};
 
 use crate::contest::{Contest, LEASE};
 use crate::server::{Kind, LONG, backend, registry};
@@ -41,6 +41,23 @@ async fn a_grant_whose_reply_was_lost_is_taken_up_or_given_back(kind: Kind) {
         let next = within(LONG, theirs.obtain(key.as_str()).lock()).await.unwrap();
         next.unlock().await.unwrap();
     }
+}
+
+/// It is repeated over a new connection, which breaks before anything is asked: that alone would have been a refusal.
+async fn an_attempt_that_may_have_got_through_is_never_called_refused(kind: Kind) {
+    let server = kind.start().await;
+    let proxy = FaultProxy::start(server.addr()).unwrap();
+    let far = backend(&server.url_by(proxy.addr())).await;
+    let claim = |key: &str| Claim::new(Key::new(key).unwrap(), ENDLESS);
+    // So that the statement is prepared, and the next request is the attempt itself.
+    assert!(matches!(far.try_acquire(&claim("other")).await.unwrap(), Attempt::Granted(_)));
+    proxy.set_mode(Mode::ResetAfterRequest).await.unwrap();
+    let held = claim("k");
+    let error = far.try_acquire(&held).await.unwrap_err();
+    assert!(error.is_retryable() && !error.refused(), "{}", error_text(&error));
+    proxy.set_mode(Mode::Pass).await.unwrap();
+    assert!(far.inspect(held.key()).await.unwrap().is_some(), "the attempt had arrived");
+    assert_eq!(far.release(&held).await.unwrap(), Release::Freed);
 }
 
 async fn a_release_whose_reply_was_lost_frees_the_key_and_is_no_loss(kind: Kind) {
@@ -98,6 +115,7 @@ async fn replies_that_are_lost_cut_or_late_break_no_promise(kind: Kind) {
 
 on_both_servers! {
     a_grant_whose_reply_was_lost_is_taken_up_or_given_back,
+    an_attempt_that_may_have_got_through_is_never_called_refused,
     a_release_whose_reply_was_lost_frees_the_key_and_is_no_loss,
     replies_that_are_lost_cut_or_late_break_no_promise,
 }
