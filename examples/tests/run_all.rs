@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::process::Command;
 
+use registry_testkit::postgres::PostgresServer;
 use registry_testkit::redis::RedisServer;
 
 /// One test per program, and the list that `every_program_is_run` holds against the folder.
@@ -88,10 +89,18 @@ programs! {
         "refused, the newest is that of the other: true",
         "booked, 15 are left",
     ],
+    fenced_sql [POSTGRES] [] says ["paid", "late: stopped by the fence, nothing was written", "15 are left"],
+    versions [POSTGRES] [] says [
+        "theirs was written: true",
+        "ours was written: false",
+        "15 and 20 are 35",
+    ],
 }
 
 /// Stands for the URL of a server that is started for the program.
 const REDIS: &str = "a Redis server";
+/// The same, of another server.
+const POSTGRES: &str = "a PostgreSQL server";
 
 /// Runs a program in a folder of its own and looks for `lines` in what it prints.
 fn run(program: &str, args: &[&str], variables: &[(&str, &str)], lines: &[&str]) {
@@ -100,8 +109,16 @@ fn run(program: &str, args: &[&str], variables: &[(&str, &str)], lines: &[&str])
     let wants_redis = args.contains(&REDIS);
     let redis = wants_redis.then(|| runtime.block_on(RedisServer::start(&[])));
     let redis = redis.transpose().expect("a Redis server can be started");
-    let url = redis.as_ref().map(RedisServer::url).unwrap_or_default();
-    let args = args.iter().map(|arg| if *arg == REDIS { &*url } else { arg });
+    let wants_postgres = args.contains(&POSTGRES);
+    let postgres = wants_postgres.then(|| runtime.block_on(PostgresServer::start()));
+    let postgres = postgres.transpose().expect("a PostgreSQL server can be started");
+    let redis_url = redis.as_ref().map(RedisServer::url).unwrap_or_default();
+    let postgres_url = postgres.as_ref().map(PostgresServer::url).unwrap_or_default();
+    let args = args.iter().map(|arg| match *arg {
+        REDIS => &*redis_url,
+        POSTGRES => &*postgres_url,
+        arg => arg,
+    });
     let mut command = Command::new(program);
     command.args(args).current_dir(folder.path());
     for (name, _) in std::env::vars_os() {

@@ -172,6 +172,13 @@ impl BackendError {
         self
     }
 
+    /// Takes [`as_refused`](Self::as_refused) back: an earlier try of the same request may have got through, so the outcome is unknown.
+    #[must_use]
+    pub fn as_unknown(mut self) -> Self {
+        self.refused = false;
+        self
+    }
+
     /// What kind of trouble it is.
     #[must_use]
     pub fn kind(&self) -> BackendErrorKind {

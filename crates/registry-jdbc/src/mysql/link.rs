@@ -90,13 +90,16 @@ impl Link {
         ask: Ask<T>,
     ) -> Result<T, BackendError> {
         let (mut conflicts, mut anew) = (0, false);
+        // Once a try may have got through, the outcome is open, whatever is known of later ones.
+        let mut is_open = false;
+        let told = |error: BackendError, is_open| if is_open { error.as_unknown() } else { error };
         loop {
             let seat = if anew {
                 self.pool.enter_anew(errand).await
             } else {
                 self.pool.enter(errand).await
             };
-            let mut seat = seat.map_err(|refusal| self.refused(refusal))?;
+            let mut seat = seat.map_err(|refusal| told(self.refused(refusal), is_open))?;
             let was_idle = seat.was_idle();
             let answer = timeout(self.response_timeout, ask(make(), &mut seat)).await;
             let error = match answer {
@@ -111,13 +114,13 @@ impl Link {
             match error::fate(&error) {
                 Fate::Answered => {
                     seat.leave();
-                    return Err(self.explain(error));
+                    return Err(told(self.explain(error), is_open));
                 }
                 Fate::Undone => {
                     seat.leave();
                     conflicts += 1;
                     if conflicts >= CONFLICTS_MAX {
-                        return Err(self.explain(error));
+                        return Err(told(self.explain(error), is_open));
                     }
                     let pause = CONFLICT_PAUSE * 2_u32.pow(conflicts - 1);
                     sleep(pause.mul_f64(0.5 + 0.5 * fastrand::f64())).await;
@@ -125,10 +128,12 @@ impl Link {
                 Fate::Broken => {
                     drop(seat);
                     // It broke while nobody used it, as all do when the server is started anew.
+                    let error = self.explain(error);
                     if !was_idle || anew || repeat == Repeat::Never {
-                        return Err(self.explain(error));
+                        return Err(told(error, is_open));
                     }
                     anew = true;
+                    is_open = !error.refused();
                 }
             }
         }

@@ -38,6 +38,10 @@ pub(super) fn explain(error: sqlx::Error) -> BackendError {
             Protocol,
             "the lock tables hold what no version of this program writes",
         ),
+        // sqlx does not notice that the connection ends there, and takes the byte that it did not get for the server's answer.
+        sqlx::Error::Protocol(says) if says.contains("response from SSLRequest: 0x00") => {
+            Verdict::of(Transient, "the server hung up before it said anything").refused()
+        }
         sqlx::Error::Protocol(_) => {
             Verdict::of(Protocol, "the server answered what no PostgreSQL server answers")
         }

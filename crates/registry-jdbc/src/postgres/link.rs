@@ -58,9 +58,10 @@ impl Link {
         let was_idle = seat.was_idle();
         match self.ask(seat, statement).await {
             // It broke while nobody used it, as all do when the server is started anew.
-            Err(Trouble::Broken(_)) if was_idle && repeat == Repeat::Harmless => {
-                let seat = self.pool.enter_anew(errand).await.map_err(refused)?;
-                self.ask(seat, statement).await.map_err(Trouble::told)
+            Err(Trouble::Broken(first)) if was_idle && repeat == Repeat::Harmless => {
+                let again = self.ask_anew(errand, statement).await;
+                // Whatever is known of the second try, the first one may have got through before the connection broke.
+                again.map_err(|error| if first.refused() { error } else { error.as_unknown() })
             }
             Err(trouble) => {
                 if matches!(trouble, Trouble::Broken(_)) {
@@ -70,6 +71,15 @@ impl Link {
             }
             Ok(rows) => Ok(rows),
         }
+    }
+
+    async fn ask_anew(
+        &self,
+        errand: Errand,
+        statement: &Statement<'_>,
+    ) -> Result<Vec<PgRow>, BackendError> {
+        let seat = self.pool.enter_anew(errand).await.map_err(refused)?;
+        self.ask(seat, statement).await.map_err(Trouble::told)
     }
 
     async fn ask(

@@ -5,7 +5,6 @@
 mod lab;
 mod shared;
 
-mod faults;
 mod fence;
 mod lock_in;
 mod opening;

@@ -1,0 +1,207 @@
+//! What the engine and the stores in PostgreSQL and MariaDB cost on top of the two statements that a lock cannot do without.
+//!
+//! A grant must be on the disk before it is told, a release need not be. PostgreSQL can be told so for each statement, MariaDB cannot: there
+//! every statement is flushed, the reference's and ours.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use lock_registry_benches::in_turns;
+use registry_core::{DistributedLock, LockBackend, LockRegistry, Registry};
+use registry_jdbc::{MySqlBackend, MySqlConfig, PostgresBackend, PostgresConfig};
+use registry_testkit::mariadb::MariaDbServer;
+use registry_testkit::postgres::PostgresServer;
+use sqlx::mysql::{MySqlConnectOptions, MySqlConnection};
+use sqlx::postgres::{PgConnectOptions, PgConnection};
+use sqlx::{ConnectOptions as _, Executor as _};
+use tokio::sync::Mutex;
+
+/// How many tasks lock at once, each a key of its own, over as many connections.
+const TASKS: u8 = 16;
+
+fn main() {
+    lock_registry_benches::stay_on_one_processor();
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    runtime.block_on(async {
+        postgres().await;
+        mariadb().await;
+    });
+}
+
+async fn postgres() {
+    let server = PostgresServer::start().await.unwrap();
+    let config = PostgresConfig::from_url(&server.url()).unwrap();
+    let config = config.with_connections(TASKS.into());
+    let ours = Ours::new(PostgresBackend::open(config).await.unwrap());
+    let mut pairs = Vec::new();
+    for number in 0..TASKS {
+        pairs.push(PostgresPair::connect(&server, number).await);
+    }
+    let pairs = &pairs;
+
+    let same = async || pairs[0].once(Flush::Grants).await;
+    in_turns("uncontended pair on PostgreSQL", same, OURS, async || ours.once().await).await;
+    let flushed = async || pairs[0].once(Flush::All).await;
+    let group = "uncontended pair on PostgreSQL, both of the reference's statements flushed";
+    in_turns(group, flushed, OURS, async || ours.once().await).await;
+    let same = async || _ = join_all(pairs.iter().map(|pair| pair.once(Flush::Grants))).await;
+    let group = "16 uncontended pairs at once on PostgreSQL";
+    in_turns(group, same, OURS, async || ours.all_at_once().await).await;
+    ours.registry.close(Duration::from_secs(1)).await;
+}
+
+async fn mariadb() {
+    let server = MariaDbServer::start().await.unwrap();
+    let config = MySqlConfig::from_url(&server.url()).unwrap();
+    let config = config.with_connections(TASKS.into());
+    let ours = Ours::new(MySqlBackend::open(config).await.unwrap());
+    let mut pairs = Vec::new();
+    for number in 0..TASKS {
+        pairs.push(MariaDbPair::connect(&server, number).await);
+    }
+    let pairs = &pairs;
+
+    let same = async || pairs[0].once().await;
+    in_turns("uncontended pair on MariaDB", same, OURS, async || ours.once().await).await;
+    let same = async || _ = join_all(pairs.iter().map(MariaDbPair::once)).await;
+    let group = "16 uncontended pairs at once on MariaDB";
+    in_turns(group, same, OURS, async || ours.all_at_once().await).await;
+    ours.registry.close(Duration::from_secs(1)).await;
+}
+
+const OURS: &str = "lock and unlock";
+
+/// The engine over a store.
+struct Ours {
+    registry: Registry,
+    locks: Vec<DistributedLock>,
+}
+
+impl Ours {
+    fn new(backend: impl LockBackend + 'static) -> Self {
+        let registry = Registry::builder(Arc::new(backend)).build().unwrap();
+        let locks = (0..TASKS).map(|key| registry.obtain(&format!("orders/{key}"))).collect();
+        Self { registry, locks }
+    }
+
+    async fn once(&self) {
+        self.locks[0].lock().await.unwrap().unlock().await.unwrap();
+    }
+
+    async fn all_at_once(&self) {
+        let pairs = self.locks.iter().map(async |lock| {
+            lock.lock().await.unwrap().unlock().await.unwrap();
+        });
+        join_all(pairs).await;
+    }
+}
+
+/// Which of the statements wait for the disk.
+#[derive(Clone, Copy)]
+enum Flush {
+    All,
+    Grants,
+}
+
+const BLOCK: i64 = 33;
+const LEASE_MICROS: i64 = 30_000_000;
+const CLAIM: [u8; 16] = [7; 16];
+
+/// A lease row as the store keeps it, taken if it is free or over, with a token above all earlier ones; and given back by its owner.
+/// Nobody is woken. Two connections, so that what is flushed is a matter of which one is used.
+struct PostgresPair {
+    flushing: Mutex<PgConnection>,
+    easy: Mutex<PgConnection>,
+    id: [u8; 32],
+}
+
+impl PostgresPair {
+    async fn connect(server: &PostgresServer, number: u8) -> Self {
+        let options: PgConnectOptions = server.url().parse().unwrap();
+        let flushing = Mutex::new(options.connect().await.unwrap());
+        let easy = Mutex::new(options.connect().await.unwrap());
+        easy.lock().await.execute("SET synchronous_commit = off").await.unwrap();
+        Self { flushing, easy, id: [number; 32] }
+    }
+
+    async fn once(&self, flush: Flush) {
+        const ACQUIRE: &str = "\
+            INSERT INTO lock_registry_locks AS l (id, namespace, key, claim, token, block, label, since, until) \
+            SELECT $1, $2, $3, $4, greatest(now, floor + 1), $5, $6, now, now + $7 \
+            FROM lock_registry_meta, (SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint AS now) AS clock \
+            ON CONFLICT (id) DO UPDATE SET claim = excluded.claim, token = greatest(excluded.token, l.token + l.block), \
+                block = excluded.block, label = excluded.label, since = excluded.since, until = excluded.until \
+            WHERE l.claim IS NULL OR l.until <= excluded.since \
+            RETURNING token";
+        const RELEASE: &str = "\
+            UPDATE lock_registry_locks SET claim = NULL, until = (extract(epoch FROM clock_timestamp()) * 1000000)::bigint \
+            WHERE id = $1 AND claim = $2 AND until > (extract(epoch FROM clock_timestamp()) * 1000000)::bigint";
+
+        let acquire = sqlx::query_scalar(ACQUIRE)
+            .bind(self.id.as_slice())
+            .bind(b"default".as_slice())
+            .bind(b"orders/42".as_slice())
+            .bind(CLAIM.as_slice())
+            .bind(BLOCK)
+            .bind(None::<Vec<u8>>)
+            .bind(LEASE_MICROS);
+        let token: i64 = acquire.fetch_one(&mut *self.flushing.lock().await).await.unwrap();
+        assert!(token > 0);
+        let release = sqlx::query(RELEASE).bind(self.id.as_slice()).bind(CLAIM.as_slice());
+        let connection = match flush {
+            Flush::All => &self.flushing,
+            Flush::Grants => &self.easy,
+        };
+        let freed = release.execute(&mut *connection.lock().await).await.unwrap();
+        assert_eq!(freed.rows_affected(), 1);
+    }
+}
+
+/// The same in MariaDB, over one connection.
+struct MariaDbPair {
+    connection: Mutex<MySqlConnection>,
+    id: [u8; 32],
+}
+
+impl MariaDbPair {
+    async fn connect(server: &MariaDbServer, number: u8) -> Self {
+        let options: MySqlConnectOptions = server.url().parse().unwrap();
+        let mut connection = options.connect().await.unwrap();
+        connection.execute("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED").await.unwrap();
+        Self { connection: Mutex::new(connection), id: [number; 32] }
+    }
+
+    async fn once(&self) {
+        const ACQUIRE: &str = "\
+            INSERT INTO lock_registry_locks (id, namespace, lock_key, claim, token, block, label, since, until) \
+            SELECT ?, ?, ?, ?, LAST_INSERT_ID(GREATEST(now, floor + 1)), ?, ?, now, now + ? \
+            FROM (SELECT TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)) AS now, floor \
+                FROM lock_registry_meta WHERE id = 1) AS clock \
+            ON DUPLICATE KEY UPDATE \
+                token = IF(claim IS NULL OR until <= VALUES(since), \
+                    LAST_INSERT_ID(GREATEST(VALUES(token), lock_registry_locks.token + lock_registry_locks.block)), token), \
+                block = VALUES(block), label = VALUES(label), since = VALUES(since), \
+                until = IF(claim IS NULL OR until <= VALUES(since), VALUES(until), until), \
+                claim = IF(until = VALUES(until), VALUES(claim), claim)";
+        const RELEASE: &str = "\
+            UPDATE lock_registry_locks SET claim = NULL, until = TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)) \
+            WHERE id = ? AND claim = ? AND until > TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))";
+
+        let mut connection = self.connection.lock().await;
+        let acquire = sqlx::query(ACQUIRE)
+            .bind(self.id.as_slice())
+            .bind(b"default".as_slice())
+            .bind(b"orders/42".as_slice())
+            .bind(CLAIM.as_slice())
+            .bind(BLOCK)
+            .bind(None::<Vec<u8>>)
+            .bind(LEASE_MICROS);
+        let granted = acquire.execute(&mut *connection).await.unwrap();
+        assert!(granted.last_insert_id() > 0);
+        let release = sqlx::query(RELEASE).bind(self.id.as_slice()).bind(CLAIM.as_slice());
+        let freed = release.execute(&mut *connection).await.unwrap();
+        assert_eq!(freed.rows_affected(), 1);
+    }
+}

@@ -1,0 +1,242 @@
+//! Eight processes update one account under a lock, by reading, thinking and writing, while those who hold the lock are paused beyond their lease.
+//! With the fence no update is lost; without it some are, although everybody has taken the lock.
+
+use std::env;
+use std::io::BufRead;
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use registry_core::{Key, LockGuard, LockOptions, LockRegistry, Registry};
+use registry_jdbc::sqlx::mysql::MySqlConnection;
+use registry_jdbc::sqlx::postgres::PgConnection;
+use registry_jdbc::sqlx::{self, AssertSqlSafe, Connection};
+use registry_jdbc::{Fence, FenceError};
+use registry_testkit::eventually;
+use registry_testkit::process::HelperProcess;
+use tokio::time::sleep;
+
+use crate::server::{Kind, LONG, Opening, Server, backend, backend_with};
+
+const CLERKS: usize = 8;
+/// Short, because whoever is paused is paused for longer.
+const LEASE: Duration = Duration::from_millis(600);
+const ANSWER_LIMIT: Duration = Duration::from_millis(300);
+/// How many holders are paused in a round.
+const PAUSES: usize = 4;
+/// How many rounds a test has. The measurement has [more](MANY_ROUNDS).
+const ROUNDS: usize = 3;
+const MANY_ROUNDS: usize = 20;
+const KEY: &str = "account/1";
+
+const URL_VARIABLE: &str = "LOCK_REGISTRY_TEST_ACCOUNTS";
+const NAME_VARIABLE: &str = "LOCK_REGISTRY_TEST_CLERK";
+const FENCE_VARIABLE: &str = "LOCK_REGISTRY_TEST_FENCE";
+
+/// What became of the updates of one round.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+struct Round {
+    /// Transactions of which the database said that they are committed. Each adds one.
+    committed: i64,
+    /// Transactions that the fence stopped.
+    stopped: i64,
+    balance: i64,
+}
+
+#[test]
+#[ignore = "started by the other tests, as another process"]
+fn a_clerk() {
+    let Ok(url) = env::var(URL_VARIABLE) else { return };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let round = runtime.block_on(async {
+        let opening = Opening { connections: 2, busy: ANSWER_LIMIT / 2, answer: ANSWER_LIMIT };
+        let builder = Registry::builder(backend_with(&url, opening).await).lease(LEASE);
+        let registry = builder.timeout(ANSWER_LIMIT).build().unwrap();
+        work(&registry, Data::connect(&url).await).await
+    });
+    println!("\ncounted {} {}", round.committed, round.stopped);
+    std::process::exit(0);
+}
+
+async fn work(registry: &Registry, mut data: Data) -> Round {
+    let is_fenced = env::var(FENCE_VARIABLE).unwrap() == "yes";
+    let name = env::var(NAME_VARIABLE).unwrap();
+    let is_over = Arc::new(AtomicBool::new(false));
+    let over = Arc::clone(&is_over);
+    // A word, or the end of the test.
+    std::thread::spawn(move || {
+        drop(std::io::stdin().lock().read_line(&mut String::new()));
+        over.store(true, Ordering::Relaxed);
+    });
+    let lock = registry.obtain(KEY);
+    let mut round = Round::default();
+    while !is_over.load(Ordering::Relaxed) {
+        let options = LockOptions::new().wait(LEASE).label(&*name);
+        // While a fenced transaction stands still, nobody is granted the lock, and callers are told of it.
+        let Ok(Some(guard)) = lock.lock_with(options).await else { continue };
+        match data.add_one(&guard, is_fenced).await {
+            Ok(()) => round.committed += 1,
+            Err(FenceError::Lost { .. } | FenceError::Busy { .. }) => round.stopped += 1,
+            Err(error) => panic!("{error:?}"),
+        }
+        drop(guard.unlock().await);
+    }
+    round
+}
+
+/// The clerk's way to the account.
+enum Data {
+    Postgres(PgConnection),
+    MySql(MySqlConnection),
+}
+
+impl Data {
+    async fn connect(url: &str) -> Self {
+        if url.starts_with("postgres") {
+            Self::Postgres(PgConnection::connect(url).await.unwrap())
+        } else {
+            Self::MySql(MySqlConnection::connect(url).await.unwrap())
+        }
+    }
+
+    async fn add_one(&mut self, guard: &LockGuard, is_fenced: bool) -> Result<(), FenceError> {
+        // The same for both, whose types have nothing in common that could be used.
+        macro_rules! add_one {
+            ($connection:expr) => {{
+                let connection = $connection;
+                let balance: i64 = sqlx::query_scalar("SELECT balance FROM account")
+                    .fetch_one(&mut *connection)
+                    .await
+                    .unwrap();
+                // Most pauses hit here.
+                think(20).await;
+                let mut transaction = connection.begin().await.unwrap();
+                if is_fenced && let Err(error) = guard.fence(&mut transaction).await {
+                    transaction.rollback().await.unwrap();
+                    return Err(error);
+                }
+                think(5).await;
+                let update = format!("UPDATE account SET balance = {}", balance + 1);
+                let update = sqlx::query(AssertSqlSafe(update)).persistent(false);
+                update.execute(&mut *transaction).await.unwrap();
+                think(5).await;
+                transaction.commit().await.unwrap();
+            }};
+        }
+        match self {
+            Self::Postgres(connection) => add_one!(connection),
+            Self::MySql(connection) => add_one!(connection),
+        }
+        Ok(())
+    }
+}
+
+/// Takes its time, so that pauses hit everywhere.
+async fn think(millis_max: u64) {
+    sleep(Duration::from_millis(fastrand::u64(1..=millis_max))).await;
+}
+
+async fn bank(kind: Kind) -> Server {
+    let server = kind.start().await;
+    // Who comes first makes the tables.
+    drop(backend(&server.url()).await);
+    server.sql("CREATE TABLE account (balance bigint)").await.unwrap();
+    server.sql("INSERT INTO account VALUES (0)").await.unwrap();
+    server
+}
+
+/// Lets the clerks work while one after the other is paused while it has the lock.
+async fn round(server: &Server, is_fenced: bool) -> Round {
+    server.sql("UPDATE account SET balance = 0").await.unwrap();
+    let watcher = backend(&server.url()).await;
+    let key = Key::new(KEY).unwrap();
+    let clerk = |name: usize| {
+        let mut program = Command::new(env::current_exe().unwrap());
+        program.args(["accounts::a_clerk", "--exact", "--ignored", "--nocapture"]);
+        program.env(URL_VARIABLE, server.url()).env(NAME_VARIABLE, name.to_string());
+        program.env(FENCE_VARIABLE, if is_fenced { "yes" } else { "no" });
+        HelperProcess::spawn(program).unwrap()
+    };
+    let mut clerks: Vec<HelperProcess> = (0..CLERKS).map(clerk).collect();
+    for _ in 0..PAUSES {
+        let before = balance(server).await;
+        eventually(LONG, async || balance(server).await > before).await;
+        let holder =
+            async || -> Option<usize> { watcher.inspect(&key).await.unwrap()?.label?.parse().ok() };
+        // Whoever has it may have let go when it is stopped. Then it was the wrong one.
+        let holder = eventually(LONG, async || {
+            let name = holder().await?;
+            sleep(Duration::from_millis(fastrand::u64(0..10))).await;
+            clerks[name].pause().await.unwrap();
+            if holder().await == Some(name) {
+                return Some(name);
+            }
+            clerks[name].resume().unwrap();
+            None
+        })
+        .await;
+        sleep(LEASE + Duration::from_millis(fastrand::u64(100..600))).await;
+        clerks[holder].resume().unwrap();
+    }
+    let mut round = Round::default();
+    for clerk in &mut clerks {
+        // That is the end of its input.
+        clerk.close_stdin();
+    }
+    for mut clerk in clerks {
+        let counted = |line: &str| {
+            let mut numbers = line.strip_prefix("counted ")?.split(' ').map(str::parse::<i64>);
+            Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
+        };
+        let (committed, stopped) = clerk.expect_map(counted, LONG).await.unwrap();
+        round.committed += committed;
+        round.stopped += stopped;
+    }
+    round.balance = balance(server).await;
+    round
+}
+
+async fn balance(server: &Server) -> i64 {
+    server.sql("SELECT balance FROM account").await.unwrap().parse().unwrap()
+}
+
+async fn fenced(kind: Kind, rounds: usize) {
+    let server = bank(kind).await;
+    let mut stopped = 0;
+    for number in 1..=rounds {
+        let round = round(&server, true).await;
+        println!("round {number}: {round:?}");
+        assert_eq!(round.balance, round.committed, "updates were lost");
+        assert!(round.committed >= 5, "that was too little: {round:?}");
+        stopped += round.stopped;
+    }
+    println!("{kind:?}: {rounds} rounds, the fence stopped {stopped}");
+    assert!(stopped > 0, "no pause hit anybody");
+}
+
+async fn with_the_fence_no_update_is_lost(kind: Kind) {
+    fenced(kind, ROUNDS).await;
+}
+
+async fn with_the_fence_no_update_is_lost_in_many_rounds(kind: Kind) {
+    fenced(kind, MANY_ROUNDS).await;
+}
+
+async fn without_the_fence_updates_are_lost(kind: Kind) {
+    let server = bank(kind).await;
+    let mut rounds = Vec::new();
+    for _ in 0..ROUNDS {
+        let round = round(&server, false).await;
+        println!("{kind:?}: {round:?}, {} lost", round.committed - round.balance);
+        rounds.push(round);
+    }
+    assert!(rounds.iter().any(|round| round.balance < round.committed), "{rounds:?}");
+}
+
+on_both_servers! {
+    with_the_fence_no_update_is_lost,
+    without_the_fence_updates_are_lost,
+    #[ignore = "a measurement, which takes minutes: cargo test -p registry-jdbc --all-features --test faults -- --ignored --nocapture many_rounds"]
+    with_the_fence_no_update_is_lost_in_many_rounds,
+}

@@ -1,0 +1,41 @@
+//! What locks in PostgreSQL and MariaDB are worth while something goes wrong: clients contend meanwhile, all that happens to them is recorded, and
+//! the checkers of the testkit decide. Needs PostgreSQL and MariaDB.
+#![cfg(all(feature = "postgres", feature = "mysql", target_os = "linux"))]
+#![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
+#![expect(clippy::print_stdout, reason = "figures, for those who want to see them")]
+
+/// Makes two tests of each promise, one for each server.
+macro_rules! on_both_servers {
+    ($($(#[$attribute:meta])* $name:ident,)*) => {
+        mod postgres {
+            $(
+                $(#[$attribute])*
+                #[tokio::test]
+                async fn $name() {
+                    super::$name(crate::server::Kind::Postgres).await;
+                }
+            )*
+        }
+
+        mod mariadb {
+            $(
+                $(#[$attribute])*
+                #[tokio::test]
+                async fn $name() {
+                    super::$name(crate::server::Kind::MariaDb).await;
+                }
+            )*
+        }
+    };
+}
+
+mod accounts;
+mod clocks;
+mod contest;
+mod durable;
+mod poison;
+mod pool;
+mod replies;
+mod server;
+mod standby;
+mod verdict;

@@ -1,0 +1,209 @@
+//! The servers, and what can be done to either of them.
+
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use registry_core::{LockBackend, Registry};
+use registry_jdbc::{MySqlBackend, MySqlConfig, PostgresBackend, PostgresConfig};
+use registry_testkit::clock::ClockShim;
+use registry_testkit::eventually;
+use registry_testkit::mariadb::{MariaDbOptions, MariaDbServer};
+use registry_testkit::postgres::{PostgresOptions, PostgresServer};
+
+/// How long a question may stay unanswered. A lease of two seconds has no time for the engine's own three.
+pub(crate) const ANSWER_LIMIT: Duration = Duration::from_secs(1);
+
+/// Long enough for any machine; reached only by a test that fails.
+pub(crate) const LONG: Duration = Duration::from_secs(60);
+
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Kind {
+    Postgres,
+    MariaDb,
+}
+
+impl Kind {
+    pub(crate) async fn start(self) -> Server {
+        match self {
+            Self::Postgres => Server::Postgres(PostgresServer::start().await.unwrap()),
+            Self::MariaDb => Server::MariaDb(MariaDbServer::start().await.unwrap()),
+        }
+    }
+
+    pub(crate) async fn start_by(self, clock: &ClockShim) -> Server {
+        match self {
+            Self::Postgres => {
+                let options = PostgresOptions::new().clock(clock);
+                Server::Postgres(PostgresServer::start_with(options).await.unwrap())
+            }
+            Self::MariaDb => {
+                let options = MariaDbOptions::new().clock(clock);
+                Server::MariaDb(MariaDbServer::start_with(options).await.unwrap())
+            }
+        }
+    }
+}
+
+/// One server that writes all to its disk before it answers.
+#[derive(Debug)]
+pub(crate) enum Server {
+    Postgres(PostgresServer),
+    MariaDb(MariaDbServer),
+}
+
+impl Server {
+    pub(crate) fn url(&self) -> String {
+        match self {
+            Self::Postgres(server) => server.url(),
+            Self::MariaDb(server) => server.url(),
+        }
+    }
+
+    pub(crate) fn addr(&self) -> SocketAddr {
+        match self {
+            Self::Postgres(server) => server.addr(),
+            Self::MariaDb(server) => server.addr(),
+        }
+    }
+
+    /// Its URL, by another way.
+    pub(crate) fn url_by(&self, way: SocketAddr) -> String {
+        self.url().replace(&self.addr().to_string(), &way.to_string())
+    }
+
+    pub(crate) fn pause(&self) {
+        match self {
+            Self::Postgres(server) => server.pause().unwrap(),
+            Self::MariaDb(server) => server.pause().unwrap(),
+        }
+    }
+
+    pub(crate) fn resume(&self) {
+        match self {
+            Self::Postgres(server) => server.resume().unwrap(),
+            Self::MariaDb(server) => server.resume().unwrap(),
+        }
+    }
+
+    pub(crate) fn kill(&mut self) {
+        match self {
+            Self::Postgres(server) => server.kill(),
+            Self::MariaDb(server) => server.kill(),
+        }
+    }
+
+    pub(crate) async fn start_again(&mut self) {
+        match self {
+            Self::Postgres(server) => server.start_again().await.unwrap(),
+            Self::MariaDb(server) => server.start_again().await.unwrap(),
+        }
+    }
+
+    pub(crate) async fn sql(&self, statements: &str) -> io::Result<String> {
+        match self {
+            Self::Postgres(server) => server.sql(statements).await,
+            Self::MariaDb(server) => server.sql(statements).await,
+        }
+    }
+
+    /// Ends all connections of the store.
+    pub(crate) async fn cut_all(&self) {
+        match self {
+            Self::Postgres(server) => {
+                let all = "SELECT count(pg_terminate_backend(pid)) FROM pg_stat_activity \
+                    WHERE application_name = 'lock-registry'";
+                server.sql(all).await.unwrap();
+            }
+            Self::MariaDb(server) => {
+                // The testkit asks through a socket.
+                let all =
+                    "SELECT id FROM information_schema.processlist WHERE host LIKE '127.0.0.1:%'";
+                for id in server.sql(all).await.unwrap().lines() {
+                    // It may just have gone.
+                    server.sql(&format!("KILL CONNECTION {id}")).await.ok();
+                }
+            }
+        }
+    }
+
+    /// How many transactions are open.
+    pub(crate) async fn open_transactions(&self) -> String {
+        let question = match self {
+            Self::Postgres(_) => {
+                "SELECT count(*) FROM pg_stat_activity WHERE state LIKE 'idle in transaction%'"
+            }
+            Self::MariaDb(_) => "SELECT count(*) FROM information_schema.innodb_trx",
+        };
+        self.sql(question).await.unwrap()
+    }
+
+    /// How many connections the stores have.
+    pub(crate) async fn connections(&self) -> usize {
+        let question = match self {
+            Self::Postgres(_) => {
+                "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'lock-registry'"
+            }
+            Self::MariaDb(_) => {
+                "SELECT count(*) FROM information_schema.processlist WHERE host LIKE '127.0.0.1:%'"
+            }
+        };
+        self.sql(question).await.unwrap().parse().unwrap()
+    }
+
+    /// How many keys are held, by a look at the table.
+    pub(crate) async fn held(&self) -> String {
+        let now = match self {
+            Self::Postgres(_) => "extract(epoch FROM clock_timestamp()) * 1000000",
+            Self::MariaDb(_) => "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))",
+        };
+        let held = format!(
+            "SELECT count(*) FROM lock_registry_locks WHERE claim IS NOT NULL AND until > {now}"
+        );
+        self.sql(&held).await.unwrap()
+    }
+}
+
+/// How the store behind a URL is opened.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Opening {
+    pub(crate) connections: u32,
+    pub(crate) busy: Duration,
+    pub(crate) answer: Duration,
+}
+
+impl Default for Opening {
+    fn default() -> Self {
+        Self { connections: 8, busy: ANSWER_LIMIT / 2, answer: ANSWER_LIMIT }
+    }
+}
+
+/// Opens the store with connections of its own, as another process would have them.
+pub(crate) async fn backend_with(url: &str, opening: Opening) -> Arc<dyn LockBackend> {
+    let Opening { connections, busy, answer } = opening;
+    if url.starts_with("postgres") {
+        let config = PostgresConfig::from_url(url).unwrap().with_connections(connections);
+        let config = config.with_connect_timeout(answer).with_response_timeout(answer);
+        let config = config.with_busy_timeout(busy);
+        // On a machine that has other things to do, so short a time may not be enough for the first connection.
+        Arc::new(eventually(LONG, async || PostgresBackend::open(config.clone()).await).await)
+    } else {
+        let config = MySqlConfig::from_url(url).unwrap().with_connections(connections);
+        let config = config.with_connect_timeout(answer).with_response_timeout(answer);
+        let config = config.with_busy_timeout(busy);
+        Arc::new(eventually(LONG, async || MySqlBackend::open(config.clone()).await).await)
+    }
+}
+
+pub(crate) async fn backend(url: &str) -> Arc<dyn LockBackend> {
+    backend_with(url, Opening::default()).await
+}
+
+/// How many times in a row a client hands a lock over between its callers.
+pub(crate) const HAND_OVERS: u32 = 2;
+
+pub(crate) async fn registry(url: &str, lease: Duration) -> Registry {
+    let builder = Registry::builder(backend(url).await).lease(lease).handoff(HAND_OVERS);
+    builder.timeout(ANSWER_LIMIT).build().unwrap()
+}

@@ -1,0 +1,166 @@
+//! What is to be said of a contest: the checks of the testkit, and how much of a violation the fault explains.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use registry_testkit::check::{Checked, check};
+use registry_testkit::history::{Ending, Grant, History, Window, WriteAnswer};
+
+use crate::server::HAND_OVERS;
+
+/// How late a holder may hear of the end of its lease on a machine that has other things to do.
+const LATE: u64 = 2_000_000_000;
+
+/// What a contest has left.
+pub(crate) struct Outcome {
+    pub(crate) history: History,
+    /// How many holds ended against their holders' will.
+    pub(crate) losses: u64,
+}
+
+/// Two guards of one key that were valid at once.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Overlap {
+    pub(crate) key: String,
+    pub(crate) from: u64,
+    pub(crate) to: u64,
+    first: usize,
+}
+
+impl Outcome {
+    /// All promises were kept.
+    ///
+    /// # Panics
+    /// With the first that was not.
+    pub(crate) fn assert_flawless(&self) -> Checked {
+        self.losses_were_told();
+        self.writes_were_refused_with_reason();
+        let checked = check(&self.history).unwrap_or_else(|violation| panic!("{violation}"));
+        assert!(checked.grants >= 20 && checked.writes >= 20, "that was too little: {checked:?}");
+        println!("{checked:?}, {} losses", self.losses);
+        checked
+    }
+
+    /// All promises were kept, but that two guards of a key may have been valid at once in one of `windows`: the later one was granted
+    /// after its beginning, and the earlier one had ended by its end. Tells where that was so.
+    ///
+    /// # Panics
+    /// With the first that was not.
+    pub(crate) fn assert_flawless_but_between(mut self, windows: &[(u64, u64)]) -> Vec<Overlap> {
+        // Who was granted a lock before, or was about to be told so, may have given back what was not his any more.
+        for grant in &mut self.history.grants {
+            let (asked, end) = (grant.acquire.from, valid(grant).1);
+            if let Some(release) = &mut grant.release
+                && windows.iter().any(|(from, to)| asked <= *to && end >= *from)
+            {
+                release.ending = Ending::Unknown;
+            }
+        }
+        let overlaps = overlaps(&self.history);
+        for overlap in &overlaps {
+            let first = &mut self.history.grants[overlap.first];
+            let excused = |(from, to): &(u64, u64)| overlap.from >= *from && overlap.to <= *to;
+            assert!(windows.iter().any(excused), "{overlap:?} is not in {windows:?}: {first:?}");
+            // From here on its holder was wrong, and what it gave back was not the lock.
+            first.lost = Some(first.lost.map_or(overlap.from, |lost| lost.min(overlap.from)));
+            if let Some(release) = &mut first.release {
+                release.ending = Ending::Unknown;
+            }
+        }
+        let stale = self.forgive_stale_hand_overs(windows);
+        self.assert_flawless();
+        if stale > 0 {
+            println!("{stale} hand-overs of locks that others had had since");
+        }
+        for overlap in &overlaps {
+            let length = Duration::from_nanos(overlap.to - overlap.from);
+            println!("{}: two valid guards for {length:?}", overlap.key);
+        }
+        overlaps
+    }
+
+    /// Forgives answers of "busy" in `windows`: a crash, or a failover, may take a release back. The lock is free when its lease is over.
+    pub(crate) fn with_releases_taken_back(mut self, windows: &[(u64, u64)]) -> Self {
+        let is_outside =
+            |asked: &Window| !windows.iter().any(|w| asked.from <= w.1 && asked.to >= w.0);
+        self.history.busy.retain(|busy| is_outside(&busy.window));
+        self
+    }
+
+    /// A client that does not know yet that its lock is lost may hand it over between its callers, even after somebody else had it. Takes
+    /// these grants out, if they ended in one of `windows`, and counts them.
+    fn forgive_stale_hand_overs(&mut self, windows: &[(u64, u64)]) -> usize {
+        let before = self.history.grants.clone();
+        self.history.grants.retain(|grant| {
+            let of_key = || before.iter().filter(|other| other.key == grant.key);
+            let (token, ended) = (grant.token.unwrap_or(0), valid(grant).1);
+            let handed_over = |newer: &Grant| {
+                of_key().any(|first| {
+                    let first_token = first.token.unwrap_or(0);
+                    first.client / 100 == grant.client / 100
+                        && (first_token + 1..=first_token + u64::from(HAND_OVERS)).contains(&token)
+                        && first.acquire.from < newer.acquire.to
+                })
+            };
+            let in_window =
+                |newer: &Grant| windows.iter().any(|w| newer.acquire.to >= w.0 && ended <= w.1);
+            let mut newer = of_key()
+                .filter(|newer| newer.token > grant.token && newer.acquire.to < grant.acquire.from);
+            !newer.any(|newer| handed_over(newer) && in_window(newer))
+        });
+        before.len() - self.history.grants.len()
+    }
+
+    /// Whoever lost a lock heard of it, by the end of its lease at the latest.
+    fn losses_were_told(&self) {
+        for grant in &self.history.grants {
+            let until = grant.valid_until.expect("the stores have leases").saturating_add(LATE);
+            let released = grant.release.map_or(u64::MAX, |release| release.window.from);
+            let end = released.min(grant.lost.unwrap_or(u64::MAX));
+            assert!(end <= until, "not told in time: {grant:?}");
+        }
+    }
+
+    /// Nobody was refused but for somebody newer.
+    fn writes_were_refused_with_reason(&self) {
+        for write in &self.history.writes {
+            let newer = |grant: &Grant| {
+                grant.key == write.key
+                    && grant.token > Some(write.token)
+                    && grant.acquire.from < write.window.to
+            };
+            assert!(
+                write.answer != WriteAnswer::Rejected || self.history.grants.iter().any(newer),
+                "{write:?} was refused, and nobody had a newer token"
+            );
+        }
+    }
+}
+
+/// When the holder could believe that it held the lock.
+fn valid(grant: &Grant) -> (u64, u64) {
+    let released = grant.release.map(|release| release.window.from);
+    let ends = [released, grant.lost, grant.valid_until];
+    (grant.acquire.to, ends.into_iter().flatten().min().unwrap_or(u64::MAX))
+}
+
+/// All pairs of guards that were valid at once.
+fn overlaps(history: &History) -> Vec<Overlap> {
+    let mut by_key: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
+    for (number, grant) in history.grants.iter().enumerate() {
+        by_key.entry(&grant.key).or_default().push(number);
+    }
+    let mut found = Vec::new();
+    for (key, mut grants) in by_key {
+        grants.sort_by_key(|grant| valid(&history.grants[*grant]).0);
+        for (at, &first) in grants.iter().enumerate() {
+            let (_, to) = valid(&history.grants[first]);
+            let later = grants[at + 1..].iter().map(|&later| valid(&history.grants[later]));
+            let at_once = later.take_while(|(from, _)| *from < to);
+            found.extend(at_once.filter(|(from, until)| from < until).map(|(from, until)| {
+                Overlap { key: key.to_owned(), from, to: to.min(until), first }
+            }));
+        }
+    }
+    found
+}

@@ -1,0 +1,65 @@
+//! Data in PostgreSQL beside its locks: `fenced_sql postgres://HOST/DATABASE`.
+//!
+//! A clerk looks at an account under a lock, is away for longer than the lease, and comes back with what was true before. The fence is part of
+//! the transaction that writes, so the late write cannot be committed. In MariaDB and MySQL it is the same.
+
+use std::time::Duration;
+
+use lock_registry::{Fence, FenceError, LockGuard, LockOptions, LockRegistry};
+use sqlx::{Connection, PgConnection};
+
+type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+
+#[tokio::main]
+async fn main() -> Result<()> {
+    let url = std::env::args().nth(1).unwrap_or_else(|| "postgres://127.0.0.1/shop".to_owned());
+    // The locks and the accounts live in the same database: that is what makes the fence possible.
+    let locks = lock_registry::connect(&url).await?;
+    let mut data = PgConnection::connect(&url).await?;
+    sqlx::raw_sql(
+        "CREATE TABLE account (id bigint, balance bigint); INSERT INTO account VALUES (42, 20)",
+    )
+    .execute(&mut data)
+    .await?;
+
+    // Away for longer than the lease: nothing is renewed.
+    let away = LockOptions::new().lease(Duration::from_millis(300)).renew(false);
+    let slow = locks.obtain("account/42").lock_with(away).await?.ok_or("nobody has it")?;
+    let seen = balance(&mut data).await?;
+    slow.lost().await;
+
+    let guard = locks.obtain("account/42").lock().await?;
+    let now = balance(&mut data).await?;
+    println!("{}", pay(&guard, &mut data, now - 5).await?);
+    guard.unlock().await?;
+
+    // The first clerk is back, and writes what would undo the payment.
+    println!("late: {}", pay(&slow, &mut data, seen - 1).await?);
+    println!("{} are left", balance(&mut data).await?);
+    locks.close(Duration::from_secs(1)).await;
+    Ok(())
+}
+
+// ANCHOR: pay
+async fn pay(guard: &LockGuard, data: &mut PgConnection, balance: i64) -> Result<&'static str> {
+    let mut tx = data.begin().await?;
+    match guard.fence(&mut tx).await {
+        Ok(()) => {}
+        Err(FenceError::Lost { .. }) => {
+            tx.rollback().await?;
+            return Ok("stopped by the fence, nothing was written");
+        }
+        Err(error) => return Err(error.into()),
+    }
+    sqlx::query("UPDATE account SET balance = $1 WHERE id = 42")
+        .bind(balance)
+        .execute(&mut *tx)
+        .await?;
+    tx.commit().await?; // cannot happen after somebody else was granted the lock
+    Ok("paid")
+}
+// ANCHOR_END: pay
+
+async fn balance(data: &mut PgConnection) -> Result<i64> {
+    Ok(sqlx::query_scalar("SELECT balance FROM account WHERE id = 42").fetch_one(data).await?)
+}

@@ -1,0 +1,75 @@
+//! The optimistic lock: `versions postgres://HOST/DATABASE`. Nobody locks anything; who writes says which version was read.
+//!
+//! Good where two rarely want the same row: nobody waits, and no lock can be lost. Where they often do, most of the work is done in
+//! vain, and a lock in front saves it. Both together are safe too: the version then is the fence.
+
+use sqlx::{Connection, PgConnection};
+
+type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+
+#[tokio::main]
+async fn main() -> Result<()> {
+    let url = std::env::args().nth(1).unwrap_or_else(|| "postgres://127.0.0.1/shop".to_owned());
+    let mut data = PgConnection::connect(&url).await?;
+    let make = "CREATE TABLE account (id bigint PRIMARY KEY, balance bigint NOT NULL, version bigint NOT NULL);
+                INSERT INTO account VALUES (42, 20, 1)";
+    sqlx::raw_sql(make).execute(&mut data).await?;
+
+    // Two have read the same, and both write.
+    let (ours, theirs) = (read(&mut data, 42).await?, read(&mut data, 42).await?);
+    println!("theirs was written: {}", write(&mut data, &theirs, theirs.balance - 5).await?);
+    println!("ours was written: {}", write(&mut data, &ours, ours.balance - 1).await?);
+
+    // Many at once: whoever was too late begins again with what is true now.
+    let mut clerks = tokio::task::JoinSet::new();
+    for _ in 0..4 {
+        let url = url.clone();
+        clerks.spawn(async move {
+            let mut data = PgConnection::connect(&url).await.map_err(|error| error.to_string())?;
+            for _ in 0..5 {
+                let paid = update(&mut data, 42, |balance| balance + 1).await;
+                paid.map_err(|error| error.to_string())?;
+            }
+            Ok::<(), String>(())
+        });
+    }
+    while let Some(clerk) = clerks.join_next().await {
+        clerk??;
+    }
+    println!("15 and 20 are {}", read(&mut data, 42).await?.balance);
+    Ok(())
+}
+
+// ANCHOR: versions
+struct Account {
+    id: i64,
+    balance: i64,
+    version: i64,
+}
+
+async fn read(data: &mut PgConnection, id: i64) -> Result<Account> {
+    let row = sqlx::query_as("SELECT balance, version FROM account WHERE id = $1").bind(id);
+    let (balance, version) = row.fetch_one(data).await?;
+    Ok(Account { id, balance, version })
+}
+
+/// Writes unless somebody else has written since `read`. Tells whether it did.
+async fn write(data: &mut PgConnection, read: &Account, balance: i64) -> Result<bool> {
+    let update =
+        "UPDATE account SET balance = $3, version = version + 1 WHERE id = $1 AND version = $2";
+    let update = sqlx::query(update).bind(read.id).bind(read.version).bind(balance);
+    Ok(update.execute(data).await?.rows_affected() == 1)
+}
+
+/// Reads, changes and writes, and begins again if somebody else was faster.
+async fn update(data: &mut PgConnection, id: i64, change: impl Fn(i64) -> i64) -> Result<()> {
+    const TRIES_MAX: u32 = 100;
+    for _ in 0..TRIES_MAX {
+        let account = read(data, id).await?;
+        if write(data, &account, change(account.balance)).await? {
+            return Ok(());
+        }
+    }
+    Err("so many want this row that it needs a lock".into())
+}
+// ANCHOR_END: versions
