@@ -57,11 +57,11 @@ pub use config::SqliteConfig;
 #[cfg(any(feature = "sqlite", feature = "postgres", feature = "mysql"))]
 pub use fence::{Fence, FenceError};
 #[cfg(feature = "mysql")]
-pub use mysql::{MySqlBackend, MySqlConfig};
+pub use mysql::{MySqlBackend, MySqlConfig, MySqlSpringBackend};
 #[cfg(feature = "postgres")]
-pub use postgres::{PostgresBackend, PostgresConfig};
+pub use postgres::{PostgresBackend, PostgresConfig, PostgresSpringBackend};
 #[cfg(any(feature = "postgres", feature = "mysql"))]
-pub use server::Encryption;
+pub use server::{Encryption, SpringTable};
 #[cfg(feature = "sqlite")]
 pub use sqlite::SqliteBackend;
 

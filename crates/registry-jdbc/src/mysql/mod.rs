@@ -17,12 +17,15 @@ mod error;
 mod wake;
 // The other half of a token.
 mod fence;
+// Locks that look like those of another program.
+mod spring;
 // Housekeeping.
 mod purge;
 mod diagnose;
 
 pub use backend::MySqlBackend;
 pub use config::MySqlConfig;
+pub use spring::MySqlSpringBackend;
 
 #[cfg(test)]
 mod tests;

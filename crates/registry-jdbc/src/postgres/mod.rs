@@ -17,12 +17,15 @@ mod error;
 mod ears;
 // In the caller's own transaction.
 mod fence;
+// Locks that look like those of another program.
+mod spring;
 // Housekeeping.
 mod purge;
 mod diagnose;
 
 pub use backend::PostgresBackend;
 pub use config::PostgresConfig;
+pub use spring::PostgresSpringBackend;
 
 #[cfg(test)]
 mod tests;

@@ -3,7 +3,10 @@
 mod encryption;
 mod pool;
 mod row_id;
+// Locks that look like those of another program.
+pub(crate) mod spring;
 
 pub use encryption::Encryption;
 pub(crate) use pool::{Errand, Pool, PoolLimits, Refusal, Seat};
 pub(crate) use row_id::RowId;
+pub use spring::SpringTable;

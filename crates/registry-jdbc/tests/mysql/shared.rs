@@ -7,21 +7,25 @@ use std::sync::{Arc, PoisonError};
 use async_trait::async_trait;
 use registry_conformance::{Clause, Harness, Need, Store, all_clauses, run};
 use registry_core::LockBackend;
-use registry_jdbc::{MySqlBackend, MySqlConfig};
+use registry_jdbc::{MySqlBackend, MySqlConfig, MySqlSpringBackend, SpringTable};
 use registry_testkit::mariadb::MariaDbServer;
 use tokio::sync::RwLock;
 
 /// How many clauses run at a time: they mostly wait.
 const AT_ONCE: usize = 8;
 
-/// Runs all clauses that the store can keep: `runs` and `skips` count them, so that none is forgotten.
+/// Runs all clauses that the store can keep, perhaps with locks that look like Spring's, in a region for each namespace: `runs` and `skips` count them, so that none is forgotten.
 ///
 /// # Panics
 /// With the names of the clauses that were not kept.
-pub(crate) fn keeps_its_promises(runs: usize, skips: usize) {
+pub(crate) fn keeps_its_promises(spring: Option<SpringTable>, runs: usize, skips: usize) {
     let runtime = tokio::runtime::Runtime::new().unwrap();
     let server = Arc::new(RwLock::new(runtime.block_on(MariaDbServer::start()).unwrap()));
-    let can = |need: &Need| !matches!(need, Need::Remote | Need::Fair | Need::TellsLosses);
+    let can = |need: &Need| match need {
+        Need::Remote | Need::Fair | Need::TellsLosses => false,
+        Need::Wakes => spring.is_none(),
+        _ => true,
+    };
     let (kept, skipped): (Vec<&'static Clause>, Vec<_>) =
         all_clauses().iter().partition(|clause| clause.needs.iter().all(can));
     assert_eq!((kept.len(), skipped.len()), (runs, skips), "skipped: {skipped:?}");
@@ -32,7 +36,11 @@ pub(crate) fn keeps_its_promises(runs: usize, skips: usize) {
         for _ in 0..AT_ONCE {
             scope.spawn(|| {
                 while let Some(&clause) = kept.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let harness = SharedServer { server: Arc::clone(&server), clause };
+                    let harness = SharedServer {
+                        server: Arc::clone(&server),
+                        spring: spring.clone(),
+                        clause,
+                    };
                     let kept =
                         catch_unwind(AssertUnwindSafe(|| run(harness, clause.theme, clause.name)));
                     if kept.is_err() {
@@ -51,6 +59,7 @@ pub(crate) fn keeps_its_promises(runs: usize, skips: usize) {
 #[derive(Debug)]
 struct SharedServer {
     server: Arc<RwLock<MariaDbServer>>,
+    spring: Option<SpringTable>,
     clause: &'static Clause,
 }
 
@@ -64,13 +73,14 @@ impl Harness for SharedServer {
             Arc::clone(&self.server)
         };
         let namespace = format!("{}-{}", self.clause.theme, self.clause.name);
-        Box::new(InNamespace { server, namespace })
+        Box::new(InNamespace { server, spring: self.spring.clone(), namespace })
     }
 }
 
 #[derive(Debug)]
 struct InNamespace {
     server: Arc<RwLock<MariaDbServer>>,
+    spring: Option<SpringTable>,
     namespace: String,
 }
 
@@ -78,6 +88,10 @@ impl InNamespace {
     async fn open(&self, namespace: &str) -> Arc<dyn LockBackend> {
         let url = self.server.read().await.url();
         let config = MySqlConfig::from_url(&url).unwrap().with_namespace(namespace);
+        if let Some(table) = &self.spring {
+            let table = table.clone().with_region(namespace);
+            return Arc::new(MySqlSpringBackend::open(config, table).await.unwrap());
+        }
         Arc::new(MySqlBackend::open(config).await.unwrap())
     }
 }
@@ -101,6 +115,7 @@ impl Store for InNamespace {
     async fn wipe(&self) -> bool {
         let tables = "DROP TABLE lock_registry_locks, lock_registry_meta";
         self.server.read().await.sql(tables).await.unwrap();
+        self.server.read().await.sql("DROP TABLE IF EXISTS INT_LOCK").await.unwrap();
         true
     }
 }

@@ -7,7 +7,7 @@ use std::sync::{Arc, PoisonError};
 use async_trait::async_trait;
 use registry_conformance::{Clause, Harness, Need, Store, all_clauses, run};
 use registry_core::LockBackend;
-use registry_jdbc::{PostgresBackend, PostgresConfig};
+use registry_jdbc::{PostgresBackend, PostgresConfig, PostgresSpringBackend, SpringTable};
 use registry_testkit::pgbouncer::PgBouncer;
 use registry_testkit::postgres::PostgresServer;
 use tokio::sync::RwLock;
@@ -16,10 +16,12 @@ use tokio::sync::RwLock;
 const AT_ONCE: usize = 8;
 
 /// How the server is reached.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(crate) enum Way {
     Directly,
     ThroughPgBouncer,
+    /// Directly, with locks that look like Spring's, in a region for each namespace.
+    AsSpring(SpringTable),
 }
 
 /// Runs all clauses that the store can keep: `runs` and `skips` count them, so that none is forgotten.
@@ -28,7 +30,7 @@ pub(crate) enum Way {
 /// With the names of the clauses that were not kept.
 pub(crate) fn keeps_its_promises(way: Way, runs: usize, skips: usize) {
     let runtime = tokio::runtime::Runtime::new().unwrap();
-    let servers = Arc::new(RwLock::new(runtime.block_on(Servers::begin(way))));
+    let servers = Arc::new(RwLock::new(runtime.block_on(Servers::begin(&way))));
     let can = |need: &Need| !matches!(need, Need::Remote | Need::Fair | Need::TellsLosses);
     let (kept, skipped): (Vec<&'static Clause>, Vec<_>) =
         all_clauses().iter().partition(|clause| clause.needs.iter().all(can));
@@ -40,7 +42,8 @@ pub(crate) fn keeps_its_promises(way: Way, runs: usize, skips: usize) {
         for _ in 0..AT_ONCE {
             scope.spawn(|| {
                 while let Some(&clause) = kept.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let harness = SharedServers { way, servers: Arc::clone(&servers), clause };
+                    let harness =
+                        SharedServers { way: way.clone(), servers: Arc::clone(&servers), clause };
                     let kept =
                         catch_unwind(AssertUnwindSafe(|| run(harness, clause.theme, clause.name)));
                     if kept.is_err() {
@@ -57,18 +60,19 @@ pub(crate) fn keeps_its_promises(way: Way, runs: usize, skips: usize) {
 
 #[derive(Debug)]
 struct Servers {
+    way: Way,
     server: PostgresServer,
     bouncer: Option<PgBouncer>,
 }
 
 impl Servers {
-    async fn begin(way: Way) -> Self {
+    async fn begin(way: &Way) -> Self {
         let server = PostgresServer::start().await.unwrap();
         let bouncer = match way {
-            Way::Directly => None,
+            Way::Directly | Way::AsSpring(_) => None,
             Way::ThroughPgBouncer => Some(PgBouncer::start(&server).await.unwrap()),
         };
-        Self { server, bouncer }
+        Self { way: way.clone(), server, bouncer }
     }
 
     async fn open(&self, namespace: &str) -> Arc<dyn LockBackend> {
@@ -79,6 +83,10 @@ impl Servers {
                 config.with_prepared(false).with_listen(&self.server.url()).unwrap()
             }
         };
+        if let Way::AsSpring(table) = &self.way {
+            let table = table.clone().with_region(namespace);
+            return Arc::new(PostgresSpringBackend::open(config, table).await.unwrap());
+        }
         Arc::new(PostgresBackend::open(config.with_namespace(namespace)).await.unwrap())
     }
 }
@@ -96,7 +104,7 @@ impl Harness for SharedServers {
     async fn store(&self) -> Box<dyn Store> {
         let upsets = |need: &Need| matches!(need, Need::Restart | Need::Wipe);
         let servers = if self.clause.needs.iter().any(upsets) {
-            Arc::new(RwLock::new(Servers::begin(self.way).await))
+            Arc::new(RwLock::new(Servers::begin(&self.way).await))
         } else {
             Arc::clone(&self.servers)
         };
@@ -133,6 +141,7 @@ impl Store for InNamespace {
         let servers = self.servers.read().await;
         let tables = "DROP TABLE lock_registry_locks, lock_registry_meta; DROP FUNCTION lock_registry_purged";
         servers.server.sql(tables).await.unwrap();
+        servers.server.sql("DROP TABLE IF EXISTS INT_LOCK").await.unwrap();
         true
     }
 }
