@@ -47,13 +47,13 @@ pub use registry_core::{
     RoutingRegistry, Severity,
 };
 #[cfg(any(feature = "postgres", feature = "mysql"))]
-pub use registry_jdbc::Encryption as DatabaseEncryption;
+pub use registry_jdbc::{Encryption as DatabaseEncryption, SpringTable};
 #[cfg(any(feature = "sqlite", feature = "postgres", feature = "mysql"))]
 pub use registry_jdbc::{Fence, FenceError, sqlx};
 #[cfg(feature = "mysql")]
-pub use registry_jdbc::{MySqlBackend, MySqlConfig};
+pub use registry_jdbc::{MySqlBackend, MySqlConfig, MySqlSpringBackend};
 #[cfg(feature = "postgres")]
-pub use registry_jdbc::{PostgresBackend, PostgresConfig};
+pub use registry_jdbc::{PostgresBackend, PostgresConfig, PostgresSpringBackend};
 #[cfg(feature = "sqlite")]
 pub use registry_jdbc::{SqliteBackend, SqliteConfig};
 #[cfg(feature = "redis")]

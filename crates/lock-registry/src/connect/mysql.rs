@@ -1,7 +1,9 @@
 //! From the server of a URL and the options to an open MariaDB or MySQL store. The files that options name are read here, before anything is sent.
 
-use registry_core::{BackendError, BackendErrorKind};
-use registry_jdbc::{Encryption, MySqlBackend, MySqlConfig};
+use std::sync::Arc;
+
+use registry_core::{BackendError, BackendErrorKind, LockBackend};
+use registry_jdbc::{Encryption, MySqlBackend, MySqlConfig, MySqlSpringBackend};
 
 #[cfg(feature = "mysql-tls")]
 use super::pem::Files;
@@ -13,9 +15,13 @@ use crate::value::Secret;
 pub(super) async fn open(
     server: &DatabaseServer,
     options: &Layer,
-) -> Result<MySqlBackend, BackendError> {
+) -> Result<Arc<dyn LockBackend>, BackendError> {
     let config = tables(limits(place(server), options), options);
-    MySqlBackend::open(encrypted(config, options)?).await
+    let config = encrypted(config, options)?;
+    Ok(match super::spring_table(options) {
+        Some(table) => Arc::new(MySqlSpringBackend::open(config, table).await?),
+        None => Arc::new(MySqlBackend::open(config).await?),
+    })
 }
 
 fn place(server: &DatabaseServer) -> MySqlConfig {

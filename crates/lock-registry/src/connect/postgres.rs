@@ -1,7 +1,9 @@
 //! From the server of a URL and the options to an open PostgreSQL store. The files that options name are read here, before anything is sent.
 
-use registry_core::{BackendError, BackendErrorKind};
-use registry_jdbc::{Encryption, PostgresBackend, PostgresConfig};
+use std::sync::Arc;
+
+use registry_core::{BackendError, BackendErrorKind, LockBackend};
+use registry_jdbc::{Encryption, PostgresBackend, PostgresConfig, PostgresSpringBackend};
 
 #[cfg(feature = "postgres-tls")]
 use super::pem::Files;
@@ -13,7 +15,7 @@ use crate::value::Secret;
 pub(super) async fn open(
     server: &DatabaseServer,
     options: &Layer,
-) -> Result<PostgresBackend, BackendError> {
+) -> Result<Arc<dyn LockBackend>, BackendError> {
     let config = tables(limits(place(server), options), options);
     let config = encrypted(config, options)?;
     let config = match options.listen.as_ref().map(Secret::told) {
@@ -21,7 +23,10 @@ pub(super) async fn open(
         Some(NO_LISTEN) => config.without_listen(),
         Some(url) => config.with_listen(url)?,
     };
-    PostgresBackend::open(config).await
+    Ok(match super::spring_table(options) {
+        Some(table) => Arc::new(PostgresSpringBackend::open(config, table).await?),
+        None => Arc::new(PostgresBackend::open(config).await?),
+    })
 }
 
 fn place(server: &DatabaseServer) -> PostgresConfig {
