@@ -169,3 +169,22 @@ async fn a_fenced_transaction_keeps_spring_out_until_it_ends() {
     let error = guard.fence(&mut transaction).await.unwrap_err();
     assert!(matches!(error, FenceError::Lost { .. }), "{error:?}");
 }
+
+#[tokio::test]
+async fn statements_that_the_server_does_not_keep_do_the_same() {
+    let server = server().await;
+    for (table, prefix) in [(SpringTable::v7(), "INT_"), (SpringTable::v6(TTL), "OLD_")] {
+        let table = table.with_prefix(prefix).with_region("eu/west-1");
+        let config = config(&server).with_prepared(false);
+        let backend = PostgresSpringBackend::open(config, table).await.unwrap();
+        let claim = claim("it's a $1 {key}").with_label(Some("x'; --".into()));
+        let granted = token(&backend, &claim).await;
+        assert_eq!(token(&backend, &claim).await, granted);
+        let renewed = backend.renew(std::slice::from_ref(&claim)).await;
+        assert!(matches!(renewed[..], [Ok(Renewal::Renewed(_))]), "{renewed:?}");
+        let listed = backend.list().await.unwrap();
+        let [holder] = &listed[..] else { panic!("{listed:?}") };
+        assert_eq!((&holder.key, holder.label.as_deref()), (claim.key(), claim.label()));
+        assert_eq!(backend.release(&claim).await.unwrap(), Release::Freed);
+    }
+}
