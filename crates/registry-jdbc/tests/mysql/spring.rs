@@ -8,7 +8,7 @@ use registry_jdbc::{Fence as _, FenceError, MySqlSpringBackend, SpringTable};
 use registry_testkit::eventually;
 use registry_testkit::mariadb::MariaDbServer;
 
-use crate::lab::{LEASE, SOON, config, data, key, lock, run, server, told};
+use crate::lab::{LEASE, SOON, config, cut_all, data, key, lock, run, server, told};
 
 const TTL: Duration = Duration::from_secs(10);
 
@@ -174,4 +174,47 @@ async fn a_fenced_transaction_keeps_spring_out_until_it_ends() {
     let mut transaction = connection.begin().await.unwrap();
     let error = guard.fence(&mut transaction).await.unwrap_err();
     assert!(matches!(error, FenceError::Lost { .. }), "{error:?}");
+}
+
+/// A grant is two rows: both are there or none, and its token is found again, wherever the connection broke.
+#[tokio::test]
+async fn a_grant_whose_connection_broke_is_whole_or_was_never_made() {
+    let server = server().await;
+    let backend = backend(&server, SpringTable::v7()).await;
+    let contest = async {
+        let (mut last, mut troubles) = (0, 0);
+        while troubles < 40 {
+            let claim = claim("k");
+            // The outcome of a broken attempt is unknown: the same claim asks again.
+            let granted = loop {
+                match backend.try_acquire(&claim).await {
+                    Ok(Attempt::Granted(grant)) => break grant.token.unwrap().get(),
+                    Ok(Attempt::Busy(busy)) => panic!("nobody else is there: {busy:?}"),
+                    Err(_) => troubles += 1,
+                }
+            };
+            assert!(granted > last, "{granted} after {last}");
+            last = granted;
+            let again = loop {
+                match backend.try_acquire(&claim).await {
+                    Ok(Attempt::Granted(grant)) => break grant.token.unwrap().get(),
+                    Ok(Attempt::Busy(busy)) => panic!("nobody else is there: {busy:?}"),
+                    Err(_) => troubles += 1,
+                }
+            };
+            assert_eq!(again, granted);
+            while backend.release(&claim).await.is_err() {
+                troubles += 1;
+            }
+        }
+    };
+    let cuts = async {
+        loop {
+            cut_all(&server).await;
+        }
+    };
+    tokio::select! {
+        () = contest => {}
+        () = cuts => {}
+    }
 }
