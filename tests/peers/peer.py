@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
-"""Another program that uses our locks: takes a lock in Redis as Spring Integration or Redisson does, many times.
+"""Another program that uses our locks: takes a lock in Redis as Spring Integration or Redisson does, or in a database as
+Spring Integration does, many times.
 
 It judges nothing: it journals when it was inside, and the tests put the journals of all processes together. What is asked of
-the server is in spring.py and redisson.py. Started by tests/tests/peers.rs; by hand:
+the server is in spring.py, redisson.py and jdbc.py. Started by tests/tests/peers.rs and spring_tables.rs; by hand:
 
     peer.py --url redis://127.0.0.1/ --layout spring --namespace locks --key orders/42 \
         --sections 500 --journal journal --counter counter
     peer.py --url redis://127.0.0.1/ --layout redisson --key orders/42 --once hold 5000
+    peer.py --url postgres://postgres@127.0.0.1/shop --layout spring --namespace DEFAULT --key orders/42 --once hold
 
 Whatever goes wrong ends it, with a status other than zero and the reason on its standard error.
 """
@@ -34,6 +36,7 @@ except (ImportError, AttributeError) as error:
         "python3 -m pip install -r tests/peers/requirements.txt"
     )
 
+import jdbc
 import redisson
 import spring
 
@@ -79,6 +82,9 @@ def connect(url):
 
 
 def open_lock(options):
+    if not options.url.startswith("redis"):
+        ttl_ms = options.lease_ms or jdbc.TTL_MS
+        return jdbc.JdbcLock(options.url, options.generation, options.namespace, options.key, ttl_ms, options.idle_ms)
     client, cluster = connect(options.url)
     if options.layout == "redisson":
         name = f"{options.namespace}:{options.key}" if options.namespace else options.key
@@ -177,14 +183,15 @@ def once(lock, what, hold_ms=None):
 
 def parse():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--url", required=True, help="redis://HOST:PORT/, of one server or of any node of a cluster")
+    parser.add_argument("--url", required=True, help="redis://HOST:PORT/, of one server or of any node of a cluster; postgres://… or mysql://…")
     parser.add_argument("--layout", required=True, choices=["spring", "redisson"])
     parser.add_argument("--channel", choices=["old", "new"], default="new", help="spring: before or since 6.4.8 and 6.5.3")
+    parser.add_argument("--generation", choices=["v6", "v7"], default="v7", help="spring in a database: version 6 or 7")
     parser.add_argument("--verb", choices=["PUBLISH", "SPUBLISH"], default="PUBLISH", help="redisson: how it tells of a release")
     parser.add_argument("--spin", action="store_true", help="spring: a registry of the type SPIN_LOCK")
-    parser.add_argument("--idle-ms", type=float, default=spring.IDLE_MS, help="spring: between the tries of --spin")
-    parser.add_argument("--lease-ms", type=int, help="the original's default unless set: spring 60000, redisson 30000")
-    parser.add_argument("--namespace", default="", help="spring: the registryKey; redisson: what names begin with, if anything")
+    parser.add_argument("--idle-ms", type=float, default=spring.IDLE_MS, help="spring: between the tries of --spin, or of a database")
+    parser.add_argument("--lease-ms", type=int, help="the original's default unless set: spring 60000 (a database: 10000), redisson 30000")
+    parser.add_argument("--namespace", default="", help="spring: the registryKey, or a database's region; redisson: what names begin with, if anything")
     parser.add_argument("--key", required=True)
     parser.add_argument("--once", nargs="+", metavar="DO", help="try; hold MS; or hold, until a line of input or its end")
     parser.add_argument("--sections", type=int, help="how many times to take the lock")
@@ -199,9 +206,11 @@ def parse():
     if options.once and not (options.once == ["try"] or options.once[0] == "hold" and len(options.once) <= 2):
         parser.error("--once is followed by try, hold or hold MS")
     if options.layout == "spring" and not options.namespace:
-        parser.error("give --namespace, which is Spring's registryKey")
+        parser.error("give --namespace, which is Spring's registryKey or region")
     if options.layout == "spring" and options.verb == "SPUBLISH":
         parser.error("Spring knows no SPUBLISH")
+    if options.layout != "spring" and not options.url.startswith("redis"):
+        parser.error("in a database only --layout spring is known")
     if options.spin and options.layout != "spring":
         parser.error("--spin is for spring")
     return options

@@ -17,7 +17,7 @@ use tokio::time::sleep;
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct Task {
-    /// The server, or the cluster, by the form of [`RedisConfig::from_url`](registry_redis::RedisConfig::from_url).
+    /// The server, or the cluster, by the form of [`RedisConfig::from_url`](registry_redis::RedisConfig::from_url); or a database, with all options.
     pub url: String,
     /// In whose form.
     pub form: Form,

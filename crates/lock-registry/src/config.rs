@@ -25,11 +25,11 @@ use crate::store_url::{Store, UrlText};
 /// | `namespace` | locks of different namespaces never meet | the store's own |
 /// | `lease` | how long a key stays taken if its holder dies, `100ms` to `1day` | `30s` |
 /// | `renew` | whether a held lock's lease is renewed | `true` |
-/// | `poll` | how often a waiter looks by itself, wake-ups or not, `1ms` to `1h` | `250ms` |
+/// | `poll` | how often a waiter looks by itself, wake-ups or not, `1ms` to `1h` | `250ms`; in a database with `layout=spring` `100ms` |
 /// | `handoff` | how often in a row a lock may pass within this process before others get their turn, `0` (never) to `10000` | `32` |
 /// | `timeout` | how long one operation of the store may stay unanswered, `10ms` to `1h` | `3s` |
 /// | `label` | what others see when they ask who holds a lock | nothing |
-/// | `layout` | how the store lays out its records: `native`, or in Redis that of a peer, `spring` or `redisson` | `native` |
+/// | `layout` | how the store lays out its records: `native`, or that of a peer, `spring` (Redis, PostgreSQL, MariaDB, MySQL) or `redisson` (Redis) | `native` |
 /// | `busy_timeout` | SQL stores: how long a statement waits for other writers, `0s` (servers: `10ms`) to `1h`; MariaDB and MySQL round up to seconds | `2.5s`, servers `1s`; at most five sixths of a `timeout` that is set |
 /// | `purge_after` | SQL stores: how long rows of free keys are kept, `0s` to `366days` | `1h` |
 /// | `pool` | PostgreSQL, MariaDB, MySQL: how many connections there are for statements, besides one each for renewals, releases and (PostgreSQL) wake-ups | `4` |
@@ -37,6 +37,9 @@ use crate::store_url::{Store, UrlText};
 /// | `schema` | PostgreSQL only: where the tables are | as the `search_path` says |
 /// | `table_prefix` | PostgreSQL, MariaDB, MySQL: how the names of the tables begin | `lock_registry` |
 /// | `create_schema` | PostgreSQL, MariaDB, MySQL: whether missing tables are made | `true` |
+/// | `spring` | PostgreSQL, MariaDB, MySQL with `layout=spring`: `v7`, or `v6` for Spring Integration 6 and before, where `lease` must be given and be the peers' `timeToLive` | `v7` |
+/// | `region` | the same: the region of Spring's table, in a namespace's stead | `DEFAULT` |
+/// | `prefix` | the same: what stands before `LOCK` in the name of Spring's table | `INT_` |
 /// | `prepared` | PostgreSQL only: whether the server keeps statements prepared; `false` behind a pooler in transaction mode | `true` |
 /// | `listen` | PostgreSQL only: the URL at which releases are heard of, past a pooler; or `off`; never shown | that of the store; with `prepared=false` `off` |
 /// | `sslmode` | PostgreSQL, MariaDB, MySQL: `disable`, `prefer`, `require`, `verify-ca` or `verify-full` | `prefer`; with `ca` `verify-full` |
@@ -319,6 +322,9 @@ impl Layer {
             schema: self.schema.or(weaker.schema),
             table_prefix: self.table_prefix.or(weaker.table_prefix),
             create_schema: self.create_schema.or(weaker.create_schema),
+            spring: self.spring.or(weaker.spring),
+            region: self.region.or(weaker.region),
+            prefix: self.prefix.or(weaker.prefix),
             prepared: self.prepared.or(weaker.prepared),
             listen: self.listen.or(weaker.listen),
             sslmode: self.sslmode.or(weaker.sslmode),

@@ -17,6 +17,9 @@ use registry_core::{
 
 use crate::config::{RegistryConfig, Resolved};
 use crate::layer::Layer;
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+use crate::layer::SpringVersion;
+use crate::layout::Layout;
 use crate::memory;
 use crate::store_url::Store;
 
@@ -73,6 +76,7 @@ pub(crate) async fn open(
     let Resolved { store, options } = resolved;
     #[cfg(feature = "metrics")]
     let metrics = registry_core::observe::MetricsObserver::new(store.scheme());
+    let is_database = matches!(store, Store::Postgres(_) | Store::MySql(_));
     let backend = backend(store, &options).await?;
     let mut builder = Registry::builder(backend);
     #[cfg(feature = "metrics")]
@@ -91,6 +95,9 @@ pub(crate) async fn open(
     }
     if let Some(poll) = options.poll {
         builder = builder.poll(poll);
+    } else if is_database && options.layout == Some(Layout::Spring) {
+        // Its peers tell nobody of a release, and look as often themselves.
+        builder = builder.poll(SPRING_POLL);
     }
     if let Some(handoff) = options.handoff {
         builder = builder.handoff(handoff);
@@ -144,6 +151,28 @@ async fn backend(store: Store, options: &Layer) -> Result<Arc<dyn LockBackend>, 
         Store::Redis(_) => unreachable!("its scheme is refused when the URL is parsed"),
     })
 }
+
+/// The table of Spring's that locks are shared with, if they are.
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+fn spring_table(options: &Layer) -> Option<registry_jdbc::SpringTable> {
+    if options.layout != Some(Layout::Spring) {
+        return None;
+    }
+    let mut table = match (options.spring, options.lease) {
+        (Some(SpringVersion::V6), Some(lease)) => registry_jdbc::SpringTable::v6(lease),
+        _ => registry_jdbc::SpringTable::v7(),
+    };
+    if let Some(region) = &options.region {
+        table = table.with_region(region);
+    }
+    if let Some(prefix) = &options.prefix {
+        table = table.with_prefix(prefix);
+    }
+    Some(table)
+}
+
+/// `idleBetweenTries`, unless it is set there.
+const SPRING_POLL: std::time::Duration = std::time::Duration::from_millis(100);
 
 #[cfg(feature = "sqlite")]
 fn sqlite_config(path: std::path::PathBuf, options: &Layer) -> registry_jdbc::SqliteConfig {

@@ -36,6 +36,9 @@ pub(crate) struct Layer {
     pub(crate) schema: Option<String>,
     pub(crate) table_prefix: Option<String>,
     pub(crate) create_schema: Option<bool>,
+    pub(crate) spring: Option<SpringVersion>,
+    pub(crate) region: Option<String>,
+    pub(crate) prefix: Option<String>,
     pub(crate) prepared: Option<bool>,
     /// A URL, or [`NO_LISTEN`].
     pub(crate) listen: Option<Secret>,
@@ -96,6 +99,16 @@ const SSL_MODE: [(&str, SslMode); 5] = [
     ("verify-full", SslMode::VerifyFull),
 ];
 
+/// Whose table it is, in the layout of Spring Integration in a database.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum SpringVersion {
+    /// 6 and before.
+    V6,
+    V7,
+}
+
+const SPRING: [(&str, SpringVersion); 2] = [("v6", SpringVersion::V6), ("v7", SpringVersion::V7)];
+
 /// In the place of a URL to listen at.
 pub(crate) const NO_LISTEN: &str = "off";
 
@@ -142,6 +155,9 @@ pub(crate) static OPTIONS: &[OptionRow] = &[
     row("schema",            Postgres,        Always, |l, t| put(&mut l.schema, Ok(t.into())),                      |l| l.schema.clone()),
     row("table_prefix",      Database,        Always, |l, t| put(&mut l.table_prefix, Ok(t.into())),                |l| l.table_prefix.clone()),
     row("create_schema",     Database,        Always, |l, t| put(&mut l.create_schema, switch(t)),                  |l| l.create_schema.map(|on| on.to_string())),
+    row("spring",            Database,        Always, |l, t| put(&mut l.spring, choice(t, "version", &SPRING)),     |l| l.spring.map(spring_name)),
+    row("region",            Database,        Always, |l, t| put(&mut l.region, Ok(t.into())),                      |l| l.region.clone()),
+    row("prefix",            Database,        Always, |l, t| put(&mut l.prefix, Ok(t.into())),                      |l| l.prefix.clone()),
     row("prepared",          Postgres,        Always, |l, t| put(&mut l.prepared, switch(t)),                       |l| l.prepared.map(|on| on.to_string())),
     row("listen",            Postgres,        Never,  |l, t| put(&mut l.listen, Ok(Secret::new(t))),                |l| l.listen.as_ref().map(shown_listen)),
     row("sslmode",           Database,        Always, |l, t| put(&mut l.sslmode, choice(t, "mode", &SSL_MODE)),     |l| l.sslmode.map(ssl_mode_name)),
@@ -179,6 +195,11 @@ fn publish_name(publish: Publish) -> String {
 
 fn mode_name(mode: Mode) -> String {
     let named = MODE.iter().find(|(_, named)| *named == mode);
+    named.map_or("", |(name, _)| *name).to_owned()
+}
+
+fn spring_name(version: SpringVersion) -> String {
+    let named = SPRING.iter().find(|(_, named)| *named == version);
     named.map_or("", |(name, _)| *name).to_owned()
 }
 
@@ -367,6 +388,9 @@ mod tests {
             ("schema", "locks"),
             ("table_prefix", "app_locks"),
             ("create_schema", "false"),
+            ("spring", "v6"),
+            ("region", "EU"),
+            ("prefix", "app.INT_"),
             ("prepared", "false"),
             ("listen", "off"),
             ("sslmode", "verify-full"),

@@ -16,7 +16,8 @@ pub enum Layout {
     /// This project's own.
     #[default]
     Native,
-    /// That of Spring Integration's `RedisLockRegistry`, whose registry key is the namespace. For Redis, but for quorums.
+    /// That of Spring Integration: in Redis, but for quorums, of its `RedisLockRegistry`, whose registry key is the namespace; in PostgreSQL,
+    /// MariaDB and MySQL of its `JdbcLockRegistry`.
     Spring,
     /// That of Redisson's `RLock`, whose name is the key, after the namespace and a colon if there is one. For Redis, but for quorums.
     Redisson,

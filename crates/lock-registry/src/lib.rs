@@ -47,15 +47,17 @@ pub use registry_core::{
     RoutingRegistry, Severity,
 };
 #[cfg(any(feature = "postgres", feature = "mysql"))]
-pub use registry_jdbc::Encryption as DatabaseEncryption;
+pub use registry_jdbc::{Encryption as DatabaseEncryption, SpringTable};
 #[cfg(any(feature = "sqlite", feature = "postgres", feature = "mysql"))]
 pub use registry_jdbc::{Fence, FenceError, sqlx};
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub use registry_jdbc::{LockIn, LockInError, TransactionLock};
 #[cfg(feature = "mysql")]
-pub use registry_jdbc::{MySqlBackend, MySqlConfig, MySqlSessionBackend};
+pub use registry_jdbc::{MySqlBackend, MySqlConfig, MySqlSessionBackend, MySqlSpringBackend};
 #[cfg(feature = "postgres")]
-pub use registry_jdbc::{PostgresBackend, PostgresConfig, PostgresSessionBackend};
+pub use registry_jdbc::{
+    PostgresBackend, PostgresConfig, PostgresSessionBackend, PostgresSpringBackend,
+};
 #[cfg(feature = "sqlite")]
 pub use registry_jdbc::{SqliteBackend, SqliteConfig};
 #[cfg(feature = "redis")]

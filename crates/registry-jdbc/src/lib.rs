@@ -63,11 +63,13 @@ pub use fence::{Fence, FenceError};
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub use lock_in::{LockIn, LockInError, TransactionLock};
 #[cfg(feature = "mysql")]
-pub use mysql::{MySqlBackend, MySqlConfig, MySqlSessionBackend};
+pub use mysql::{MySqlBackend, MySqlConfig, MySqlSessionBackend, MySqlSpringBackend};
 #[cfg(feature = "postgres")]
-pub use postgres::{PostgresBackend, PostgresConfig, PostgresSessionBackend};
+pub use postgres::{
+    PostgresBackend, PostgresConfig, PostgresSessionBackend, PostgresSpringBackend,
+};
 #[cfg(any(feature = "postgres", feature = "mysql"))]
-pub use server::Encryption;
+pub use server::{Encryption, SpringTable};
 #[cfg(feature = "sqlite")]
 pub use sqlite::SqliteBackend;
 

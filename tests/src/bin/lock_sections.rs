@@ -15,6 +15,20 @@ use tokio::sync::oneshot;
 async fn main() -> Result<(), Box<dyn Error>> {
     let argument = env::args().nth(1).unwrap_or_default();
     let task: Task = serde_json::from_str(&argument)?;
+    let registry = if task.url.starts_with("redis") {
+        in_redis(&task).await?
+    } else {
+        // Everything that matters is in the URL.
+        lock_registry::connect(&task.url).await?
+    };
+    say("ready");
+    cue().await?;
+    take_sections(&registry.obtain(&task.key), &task).await?;
+    say("done");
+    Ok(())
+}
+
+async fn in_redis(task: &Task) -> Result<Registry, Box<dyn Error>> {
     let layout = match task.form {
         Form::Spring => Layout::Spring,
         Form::Redisson => Layout::Redisson,
@@ -23,12 +37,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let config = RedisConfig::from_url(&task.url)?;
     let config = config.with_namespace(&task.namespace).with_layout(layout).with_publish(publish);
     let backend = RedisBackend::open(config).await?;
-    let registry = Registry::builder(Arc::new(backend)).build()?;
-    say("ready");
-    cue().await?;
-    take_sections(&registry.obtain(&task.key), &task).await?;
-    say("done");
-    Ok(())
+    Ok(Registry::builder(Arc::new(backend)).build()?)
 }
 
 fn say(line: &str) {

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use registry_core::{BackendError, BackendErrorKind, LockBackend};
-use registry_jdbc::{Encryption, MySqlBackend, MySqlConfig, MySqlSessionBackend};
+use registry_jdbc::{
+    Encryption, MySqlBackend, MySqlConfig, MySqlSessionBackend, MySqlSpringBackend,
+};
 
 #[cfg(feature = "mysql-tls")]
 use super::pem::Files;
@@ -18,9 +20,10 @@ pub(super) async fn open(
 ) -> Result<Arc<dyn LockBackend>, BackendError> {
     let config = tables(limits(place(server), options), options);
     let config = encrypted(config, options)?;
-    Ok(match options.mode {
-        None | Some(Mode::Lease) => Arc::new(MySqlBackend::open(config).await?),
-        Some(Mode::Session) => Arc::new(MySqlSessionBackend::open(config).await?),
+    Ok(match (super::spring_table(options), options.mode) {
+        (Some(table), _) => Arc::new(MySqlSpringBackend::open(config, table).await?),
+        (None, None | Some(Mode::Lease)) => Arc::new(MySqlBackend::open(config).await?),
+        (None, Some(Mode::Session)) => Arc::new(MySqlSessionBackend::open(config).await?),
     })
 }
 

@@ -3,7 +3,9 @@
 use std::sync::Arc;
 
 use registry_core::{BackendError, BackendErrorKind, LockBackend};
-use registry_jdbc::{Encryption, PostgresBackend, PostgresConfig, PostgresSessionBackend};
+use registry_jdbc::{
+    Encryption, PostgresBackend, PostgresConfig, PostgresSessionBackend, PostgresSpringBackend,
+};
 
 #[cfg(feature = "postgres-tls")]
 use super::pem::Files;
@@ -23,10 +25,10 @@ pub(super) async fn open(
         Some(NO_LISTEN) => config.without_listen(),
         Some(url) => config.with_listen(url)?,
     };
-
-    Ok(match options.mode {
-        None | Some(Mode::Lease) => Arc::new(PostgresBackend::open(config).await?),
-        Some(Mode::Session) => Arc::new(PostgresSessionBackend::open(config).await?),
+    Ok(match (super::spring_table(options), options.mode) {
+        (Some(table), _) => Arc::new(PostgresSpringBackend::open(config, table).await?),
+        (None, None | Some(Mode::Lease)) => Arc::new(PostgresBackend::open(config).await?),
+        (None, Some(Mode::Session)) => Arc::new(PostgresSessionBackend::open(config).await?),
     })
 }
 

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use registry_core::{Capabilities, ConfigError, LockOptions, RegistryBuilder};
 
-use super::{Layer, NO_LISTEN, OPTIONS, Origin};
+use super::{Layer, Mode, NO_LISTEN, OPTIONS, Origin, SpringVersion};
 use crate::config::RegistryConfig;
 use crate::layout::Layout;
 use crate::store_url::{Store, StoreUrl};
@@ -134,7 +134,20 @@ impl Layer {
             && layout != Layout::Native
             && !Stores::RedisReplicated.have(store)
         {
-            return wrong("layout", format!("is {layout}, and {store} stores have only `native`"));
+            if !Stores::Database.have(store) {
+                let only = format!("is {layout}, and {store} stores have only `native`");
+                return wrong("layout", only);
+            }
+            if layout != Layout::Spring {
+                let both = format!("is {layout}, and {store} stores have `native` and `spring`");
+                return wrong("layout", both);
+            }
+        }
+        if self.layout == Some(Layout::Spring) && self.mode == Some(Mode::Session) {
+            return wrong(
+                "mode",
+                "is session, and the locks of layout `spring` are rows".to_owned(),
+            );
         }
         let texts = [
             ("namespace", &self.namespace, RegistryConfig::NAMESPACE_BYTES_MAX),
@@ -172,6 +185,9 @@ impl Layer {
                 "is empty; in Redis every name begins with it, but for those of the layout `redisson`"
                     .to_owned(),
             );
+        }
+        if Stores::Database.have(store) {
+            self.check_spring().or_else(|(option, problem)| wrong(option, problem))?;
         }
         for (option, is_set, other, other_is_set) in [
             (
@@ -227,6 +243,39 @@ impl Layer {
             ),
             _ => Ok(()),
         }
+    }
+}
+
+impl Layer {
+    /// Checks what a database's layout of Spring asks for, and what is of no use in any other.
+    fn check_spring(&self) -> Result<(), (&'static str, String)> {
+        if self.layout != Some(Layout::Spring) {
+            for (option, is_set) in [
+                ("spring", self.spring.is_some()),
+                ("region", self.region.is_some()),
+                ("prefix", self.prefix.is_some()),
+            ] {
+                if is_set {
+                    return Err((option, "is of no use without `layout=spring`".to_owned()));
+                }
+            }
+        } else if self.mode == Some(Mode::Session) {
+            return Err(("mode", "is session, and locks in Spring's table are rows".to_owned()));
+        } else if self.namespace.is_some() {
+            return Err((
+                "namespace",
+                "is of no use with `layout=spring`: Spring's table has regions; give `region`"
+                    .to_owned(),
+            ));
+        } else if self.spring == Some(SpringVersion::V6) && self.lease.is_none() {
+            return Err((
+                "spring",
+                "is v6, whose rows do not say when they end: give `lease`, and exactly what the peers have as `timeToLive` (10s unless \
+                 they set it)"
+                    .to_owned(),
+            ));
+        }
+        Ok(())
     }
 }
 
@@ -349,6 +398,7 @@ mod tests {
             ("schema", "locks", &[]),
             ("table_prefix", "locks", &["mysql"]),
             ("create_schema", "false", &["mysql"]),
+            ("layout", "spring", &["mysql", "redis", "rediss", "rediss+cluster"]),
             ("prepared", "false", &[]),
             ("listen", "off", &[]),
             ("sslmode", "require", &["mysql"]),
@@ -372,6 +422,9 @@ mod tests {
             }
         }
         for (option, value, hint) in [
+            ("layout", "redisson", "have `native` and `spring`"),
+            ("region", "EU", "without `layout=spring`"),
+            ("spring", "v8", "`v6`, `v7`"),
             ("pool", "0", "between 1 and"),
             ("busy_timeout", "0s", "less than the least, 10ms"),
             ("mode", "sesion", "did you mean `session`?"),
@@ -394,9 +447,17 @@ mod tests {
             ("redis", &[("replica_timeout", "3s"), ("timeout", "4s")]),
             ("redis+quorum", &[("restart_guard", "5s"), ("lease", "5s")]),
             ("redis+quorum", &[("restart_guard", "0s")]),
+            ("postgres", &[("layout", "spring"), ("region", "EU"), ("prefix", "app.INT_")]),
+            ("mysql", &[("layout", "spring"), ("spring", "v6"), ("lease", "10s")]),
         ] {
             assert_eq!(problem(store, options), None);
         }
+        let error = problem("mysql", &[("layout", "spring"), ("spring", "v6")]).unwrap();
+        assert!(error.contains("give `lease`"), "{error}");
+        let error = problem("postgres", &[("layout", "spring"), ("namespace", "n")]).unwrap();
+        assert!(error.contains("give `region`"), "{error}");
+        let error = problem("mysql", &[("layout", "spring"), ("mode", "session")]).unwrap();
+        assert!(error.contains("are rows"), "{error}");
         let error = problem("redis", &[("replica_timeout", "2s"), ("timeout", "1s")]).unwrap();
         assert!(error.contains("the `timeout` of the whole operation, 1s"), "{error}");
         assert!(problem("redis", &[("namespace", ""), ("layout", "spring")]).is_some());

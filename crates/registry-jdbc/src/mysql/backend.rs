@@ -53,7 +53,7 @@ use crate::server::Errand;
 /// ```
 pub struct MySqlBackend {
     pub(super) config: MySqlConfig,
-    store: Vec<u8>,
+    pub(super) store: Vec<u8>,
     pub(super) link: Arc<Link>,
     pub(super) statements: Arc<Statements>,
     pub(super) wakes: Wakes,
@@ -92,11 +92,6 @@ impl MySqlBackend {
     /// The statement that finds the claim's grant and keeps it as it is.
     pub(super) fn fence_statement(&self, claim: &Claim, token: FencingToken) -> Statement {
         self.statements.fence(claim, token)
-    }
-
-    /// Whether `store`, read from the meta table of some database, is the id of this one.
-    pub(super) fn is_store(&self, store: &[u8]) -> bool {
-        self.store == store
     }
 
     /// One statement: grants the key if it is free.

@@ -1,11 +1,13 @@
 //! Fences a transaction by a lock in the same database.
 
-use registry_core::LockGuard;
+use registry_core::{FencingToken, LockGuard};
 use sqlx::mysql::MySqlRow;
 use sqlx::{MySql, Row, Transaction};
 
 use super::backend::MySqlBackend;
 use super::error;
+use super::spring::MySqlSpringBackend;
+use super::statement::Statement;
 use crate::fence::{Fence, FenceError};
 
 impl Fence<MySql> for LockGuard {
@@ -13,14 +15,13 @@ impl Fence<MySql> for LockGuard {
         if !self.is_held() {
             return Err(FenceError::lost(self));
         }
-        let (Some(backend), Some(token)) = (self.backend::<MySqlBackend>(), self.fencing_token())
-        else {
+        let fenced = self.fencing_token().and_then(|token| fenced(self, token));
+        let Some(Fenced { statement, meta, store }) = fenced else {
             return Err(FenceError::unsupported(self, "MySQL"));
         };
-        let statement = backend.fence_statement(self.claim(), token);
         let found = statement.fetch_all(&mut **transaction).await.map_err(sort)?;
         if found.is_empty() {
-            return Err(why_not_found(self, backend, transaction).await);
+            return Err(why_not_found(self, meta, store, transaction).await);
         }
         // From here on nobody else can be granted the lock. But while the statement waited for its turn the guard may have been
         // told of its loss, and a holder that knows must not write.
@@ -28,18 +29,39 @@ impl Fence<MySql> for LockGuard {
     }
 }
 
+/// What is asked in the caller's transaction, and who answers.
+pub(super) struct Fenced<'a> {
+    /// Finds the grant, and keeps it as it is.
+    pub(super) statement: Statement,
+    pub(super) meta: Statement,
+    /// The id of the tables.
+    pub(super) store: &'a [u8],
+}
+
+/// Of the layout that the guard's lock is in, if it is in a MariaDB or MySQL store.
+fn fenced(guard: &LockGuard, token: FencingToken) -> Option<Fenced<'_>> {
+    let native = guard.backend::<MySqlBackend>().map(|backend| Fenced {
+        statement: backend.fence_statement(guard.claim(), token),
+        meta: backend.statements.meta(),
+        store: &backend.store,
+    });
+    let spring = || guard.backend::<MySqlSpringBackend>();
+    native.or_else(|| spring().map(|backend| backend.fenced(guard.claim(), token)))
+}
+
 /// The row is not there: because the lock was lost, or because this is another database with lock tables.
 async fn why_not_found(
     guard: &LockGuard,
-    backend: &MySqlBackend,
+    meta: Statement,
+    store: &[u8],
     transaction: &mut Transaction<'_, MySql>,
 ) -> FenceError {
-    let rows: Vec<MySqlRow> = match backend.statements.meta().fetch_all(&mut **transaction).await {
+    let rows: Vec<MySqlRow> = match meta.fetch_all(&mut **transaction).await {
         Ok(rows) => rows,
         Err(error) => return sort(error),
     };
-    let store: Option<Vec<u8>> = rows.first().and_then(|row| row.try_get(1).ok());
-    if store.is_some_and(|store| backend.is_store(&store)) {
+    let found: Option<Vec<u8>> = rows.first().and_then(|row| row.try_get(1).ok());
+    if found.as_deref() == Some(store) {
         FenceError::lost(guard)
     } else {
         FenceError::OtherDatabase

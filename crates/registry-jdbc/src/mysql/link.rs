@@ -7,8 +7,8 @@ use std::time::Duration;
 use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
 use registry_core::BackendError;
-use sqlx::MySqlConnection;
 use sqlx::mysql::{MySqlQueryResult, MySqlRow};
+use sqlx::{MySqlConnection, RawSql};
 use tokio::time::{sleep, timeout};
 
 use super::config::MySqlConfig;
@@ -135,6 +135,44 @@ impl Link {
                     anew = true;
                     is_open = !error.refused();
                 }
+            }
+        }
+    }
+
+    /// Sends several statements that are a transaction, with questions after it, in one packet, and takes in the rows. It must do no harm to
+    /// be sent again. After whatever error the connection is closed, and the transaction with it.
+    pub(super) async fn transaction(
+        &self,
+        errand: Errand,
+        make: impl Fn() -> RawSql + Send + Sync,
+    ) -> Result<Vec<MySqlRow>, BackendError> {
+        let (mut conflicts, mut anew) = (0, false);
+        loop {
+            let seat = if anew {
+                self.pool.enter_anew(errand).await
+            } else {
+                self.pool.enter(errand).await
+            };
+            let mut seat = seat.map_err(|refusal| self.refused(refusal))?;
+            let was_idle = seat.was_idle();
+            let answer = timeout(self.response_timeout, make().fetch_all(&mut *seat)).await;
+            let error = match answer {
+                Ok(Ok(rows)) => {
+                    seat.leave();
+                    return Ok(rows);
+                }
+                Ok(Err(error)) => error,
+                Err(_) => return Err(error::silent(&self.place, self.response_timeout)),
+            };
+            drop(seat);
+            match error::fate(&error) {
+                Fate::Undone if conflicts + 1 < CONFLICTS_MAX => {
+                    let pause = CONFLICT_PAUSE * 2_u32.pow(conflicts);
+                    conflicts += 1;
+                    sleep(pause.mul_f64(0.5 + 0.5 * fastrand::f64())).await;
+                }
+                Fate::Broken if was_idle && !anew => anew = true,
+                _ => return Err(self.explain(error)),
             }
         }
     }

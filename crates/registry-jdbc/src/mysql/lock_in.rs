@@ -108,7 +108,7 @@ async fn check_store(
     let rows = backend.statements.meta().fetch_all(connection).await;
     let rows: Vec<MySqlRow> = rows.map_err(|error| sort(key, error))?;
     let store: Option<Vec<u8>> = rows.first().and_then(|row| row.try_get(1).ok());
-    if store.is_some_and(|store| backend.is_store(&store)) {
+    if store.as_deref() == Some(backend.store.as_slice()) {
         Ok(())
     } else {
         Err(LockInError::other_database(key))

@@ -21,6 +21,8 @@ mod session;
 mod fence;
 // As long as the caller's transaction.
 mod lock_in;
+// Locks that look like those of another program.
+mod spring;
 // Housekeeping.
 mod purge;
 mod diagnose;
@@ -28,6 +30,7 @@ mod diagnose;
 pub use backend::MySqlBackend;
 pub use config::MySqlConfig;
 pub use session::MySqlSessionBackend;
+pub use spring::MySqlSpringBackend;
 
 #[cfg(test)]
 mod tests;

@@ -3,10 +3,15 @@
 //! Their tokens are not forgotten: the largest is kept in the meta table before the rows go. The two statements need no transaction: in
 //! between, a token is kept twice.
 
+use std::time::Duration;
+
 use registry_core::{BackendError, Claim};
+use sqlx::Row as _;
 
 use super::backend::MySqlBackend;
-use super::link::Repeat;
+use super::link::{Link, Repeat};
+use super::sql::Texts;
+use super::statement;
 use crate::server::Errand;
 
 /// A release searches a piece if its claim's random id begins with this byte: one in 256.
@@ -18,29 +23,45 @@ const PIECE_ROWS: usize = 512;
 impl MySqlBackend {
     /// Searches a piece, now and then: the claim's random id is the die.
     pub(super) async fn purge_by_chance(&self, claim: &Claim) {
-        if claim.id().to_bytes()[0] == SIGN {
-            // The release is done and is not to fail because of housekeeping. What is wrong with the tables, the next
-            // acquisition will tell.
-            let place: [u8; 32] = std::array::from_fn(|_| fastrand::u8(..));
-            let _ = self.purge_piece(place).await;
-        }
+        by_chance(claim, &self.link, &self.statements.texts, self.config.purge_after).await;
     }
 
     /// Searches the piece that follows `place`, and tells how many rows were deleted.
+    #[cfg(test)]
     pub(super) async fn purge_piece(&self, place: [u8; 32]) -> Result<u64, BackendError> {
-        let dead_for = self.config.purge_after;
-        let make = || self.statements.piece(place, PIECE_ROWS, dead_for);
-        let rows = self.link.rows(Errand::Acquire, make).await?;
-        let mut ids: Vec<Vec<u8>> = Vec::with_capacity(rows.len());
-        let mut token: Option<i64> = None;
-        for row in &rows {
-            ids.push(self.column(row, 0)?);
-            token = token.max(Some(self.column(row, 1)?));
-        }
-        let Some(token) = token else { return Ok(0) };
-        let raise = || self.statements.raise_floor(token);
-        self.link.change(Errand::Acquire, Repeat::Harmless, raise).await?;
-        let delete = || self.statements.purge(&ids, dead_for, token);
-        Ok(self.link.change(Errand::Acquire, Repeat::Harmless, delete).await?.rows_affected())
+        piece(&self.link, &self.statements.texts, self.config.purge_after, place).await
     }
+}
+
+/// For whatever has rows in the tables.
+pub(super) async fn by_chance(claim: &Claim, link: &Link, texts: &Texts, dead_for: Duration) {
+    if claim.id().to_bytes()[0] == SIGN {
+        // The release is done and is not to fail because of housekeeping. What is wrong with the tables, the next
+        // acquisition will tell.
+        let place: [u8; 32] = std::array::from_fn(|_| fastrand::u8(..));
+        let _ = piece(link, texts, dead_for, place).await;
+    }
+}
+
+/// Searches the piece that follows `place`, and tells how many rows were deleted.
+async fn piece(
+    link: &Link,
+    texts: &Texts,
+    dead_for: Duration,
+    place: [u8; 32],
+) -> Result<u64, BackendError> {
+    let make = || statement::piece(texts, place, PIECE_ROWS, dead_for);
+    let rows = link.rows(Errand::Acquire, make).await?;
+    let mut ids: Vec<Vec<u8>> = Vec::with_capacity(rows.len());
+    let mut token: Option<i64> = None;
+    let explain = |error| link.explain(error);
+    for row in &rows {
+        ids.push(row.try_get(0).map_err(explain)?);
+        token = token.max(Some(row.try_get(1).map_err(explain)?));
+    }
+    let Some(token) = token else { return Ok(0) };
+    let raise = || statement::raise_floor(texts, token);
+    link.change(Errand::Acquire, Repeat::Harmless, raise).await?;
+    let delete = || statement::purge(texts, &ids, dead_for, token);
+    Ok(link.change(Errand::Acquire, Repeat::Harmless, delete).await?.rows_affected())
 }

@@ -71,7 +71,7 @@ impl Texts {
                 .replace("{locks}", &format!("{database}.{prefix}_locks"))
                 .replace("{meta}", &format!("{database}.{prefix}_meta"))
                 .replace("{now}", NOW);
-            Text(text.into())
+            Text::new(&text)
         };
         let one = |template| text(template, 1);
         let sized = |template| SIZES.map(|items| text(template, items));
@@ -109,6 +109,10 @@ impl Texts {
 pub(super) struct Text(Arc<str>);
 
 impl Text {
+    pub(super) fn new(text: &str) -> Self {
+        Self(text.into())
+    }
+
     /// For the client, which asks for a promise that no value was put into it.
     pub(super) fn safe(&self) -> SqlStr {
         AssertSqlSafe(Arc::clone(&self.0)).into_sql_str()
@@ -125,12 +129,12 @@ pub(super) fn session(patience_seconds: u64) -> SqlStr {
     AssertSqlSafe(SESSION.replace("{patience}", &patience_seconds.to_string())).into_sql_str()
 }
 
-fn quoted(identifier: &str) -> String {
+pub(super) fn quoted(identifier: &str) -> String {
     format!("`{}`", identifier.replace('`', "``"))
 }
 
 /// Whole numbers all the way. Unlike `UNIX_TIMESTAMP` it knows years after 2038.
-const NOW: &str = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))";
+pub(super) const NOW: &str = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))";
 
 /// Whether the row that stands in the way of an insert can be had.
 const FREE: &str = "{locks}.claim IS NULL OR {locks}.until <= VALUES(since)";

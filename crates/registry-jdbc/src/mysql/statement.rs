@@ -5,7 +5,7 @@ use std::time::Duration;
 use registry_core::{Claim, FencingToken, Key};
 use sqlx::mysql::MySqlArguments;
 use sqlx::query::Query;
-use sqlx::{MySql, query};
+use sqlx::{Encode, MySql, Type, query};
 
 use super::sql::{self, Text, Texts};
 use crate::server::RowId;
@@ -102,32 +102,41 @@ impl Statements {
         filled(statement, rows.iter().map(|row| id_bytes(*row)))
     }
 
-    pub(super) fn piece(&self, from: [u8; 32], rows_max: usize, dead_for: Duration) -> Statement {
-        query(self.texts.piece.safe())
-            .bind(from.to_vec())
-            .bind(i64::try_from(rows_max).unwrap_or(i64::MAX))
-            .bind(micros(dead_for))
-    }
-
-    pub(super) fn raise_floor(&self, token: i64) -> Statement {
-        query(self.texts.raise_floor.safe()).bind(token).bind(token)
-    }
-
-    pub(super) fn purge(&self, ids: &[Vec<u8>], dead_for: Duration, token: i64) -> Statement {
-        let statement = query(Texts::sized(&self.texts.purge, ids.len()).safe());
-        filled(statement, ids.iter().cloned()).bind(micros(dead_for)).bind(token)
-    }
-
     fn of_key(&self, text: &Text, key: &Key) -> Statement {
         query(text.safe()).bind(id_bytes(self.row(key)))
     }
 }
 
+pub(super) fn piece(
+    texts: &Texts,
+    from: [u8; 32],
+    rows_max: usize,
+    dead_for: Duration,
+) -> Statement {
+    query(texts.piece.safe())
+        .bind(from.to_vec())
+        .bind(i64::try_from(rows_max).unwrap_or(i64::MAX))
+        .bind(micros(dead_for))
+}
+
+pub(super) fn raise_floor(texts: &Texts, token: i64) -> Statement {
+    query(texts.raise_floor.safe()).bind(token).bind(token)
+}
+
+pub(super) fn purge(texts: &Texts, ids: &[Vec<u8>], dead_for: Duration, token: i64) -> Statement {
+    let statement = query(Texts::sized(&texts.purge, ids.len()).safe());
+    filled(statement, ids.iter().cloned()).bind(micros(dead_for)).bind(token)
+}
+
 /// Binds the items, and NULLs for those that the text has room for.
-fn filled(statement: Statement, items: impl ExactSizeIterator<Item = Vec<u8>>) -> Statement {
+pub(super) fn filled<T>(statement: Statement, items: impl ExactSizeIterator<Item = T>) -> Statement
+where
+    T: Encode<'static, MySql> + Type<MySql> + Send + 'static,
+    Option<T>: Encode<'static, MySql>,
+{
     let nulls = sql::size(items.len()).saturating_sub(items.len());
     let statement = items.fold(statement, Statement::bind);
-    (0..nulls).fold(statement, |statement, _| statement.bind(None::<Vec<u8>>))
+    (0..nulls).fold(statement, |statement, _| statement.bind(None::<T>))
 }
 
 fn id_bytes(row: RowId) -> Vec<u8> {

@@ -134,11 +134,6 @@ impl PostgresBackend {
         )
     }
 
-    /// Whether `store`, read from the meta table of some database, is the id of this one.
-    pub(super) fn is_store(&self, store: &str) -> bool {
-        self.store == store
-    }
-
     /// One statement: grants the key if it is free, or tells who has it. `None` if it was taken or let go in this very moment.
     async fn ask_for(&self, claim: &Claim, mark: u64) -> Result<Option<Attempt>, BackendError> {
         let id = self.row_id(claim.key());

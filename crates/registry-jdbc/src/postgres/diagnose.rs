@@ -6,9 +6,9 @@ use registry_core::{BackendError, Finding};
 use sqlx::postgres::PgRow;
 
 use super::backend::{PostgresBackend, column, micros};
-use super::config::Listen;
+use super::config::{Listen, PostgresConfig};
 use super::error::damaged;
-use super::link::Repeat;
+use super::link::{Link, Repeat};
 use super::sql::Text;
 use super::statement::Statement;
 use crate::server::Errand;
@@ -19,80 +19,88 @@ const CLOCK_DISTANCE_MAX: Duration = Duration::from_secs(1);
 impl PostgresBackend {
     /// Everything that [`diagnose`](registry_core::LockBackend::diagnose) finds.
     pub(super) async fn look_for_trouble(&self) -> Result<Vec<Finding>, BackendError> {
-        let text = Text::new(LOOK_AROUND);
-        let statement = Statement::new(&text, []);
-        let before = now();
-        let rows = self.link.rows(Errand::Acquire, &statement, Repeat::Harmless).await?;
-        let after = now();
-        let row = rows.first().ok_or_else(|| damaged("a question was not answered"))?;
-
-        let mut findings = self.settings(row)?;
-        let theirs: i64 = column(row, 8)?;
-        let distance = (theirs - (before + (after - before) / 2)).unsigned_abs();
-        if Duration::from_micros(distance) > CLOCK_DISTANCE_MAX {
-            findings.push(Finding::note(format!(
-                "the server's clock and this host's differ by {:?}: locks only follow the server's, but one of them is wrong",
-                Duration::from_millis(distance / 1000)
-            )));
-        }
-        if !self.link.is_prepared() && matches!(self.config.listen, Listen::Here | Listen::Off)
-            || matches!(self.config.listen, Listen::Off)
-        {
-            findings.push(Finding::note(
-                "nobody listens to releases: those who wait look by themselves; behind a pooler, `listen` can name the server itself",
-            ));
-        }
-        Ok(findings)
+        look_around(&self.link, &self.config).await
     }
+}
 
-    fn settings(&self, row: &PgRow) -> Result<Vec<Finding>, BackendError> {
-        let word = |index| column::<String>(row, index);
-        let mut findings = Vec::new();
-        let version = word(0)?;
-        findings.push(Finding::note(format!("PostgreSQL {version}")));
-        if column::<bool>(row, 7)? {
-            findings.push(Finding::warning(
-                "this server is a standby; locks can be taken on the primary only",
-            ));
-        }
-        let synchronous = word(1)?;
-        if synchronous == "off" {
-            findings.push(Finding::warning(
-                "synchronous_commit is off: a crash of the server may free locks of the last moments; set it to on for this user",
-            ));
-        }
-        for (index, name) in [(2, "fsync"), (3, "full_page_writes")] {
-            if word(index)? == "off" {
-                findings.push(Finding::warning(format!(
-                    "{name} is off: a crash of the host may free or damage locks; set it to on"
-                )));
-            }
-        }
-        let isolation = word(4)?;
-        if isolation != "read committed" {
+/// What is wrong with a server that this link leads to.
+pub(super) async fn look_around(
+    link: &Link,
+    config: &PostgresConfig,
+) -> Result<Vec<Finding>, BackendError> {
+    let text = Text::new(LOOK_AROUND);
+    let statement = Statement::new(&text, []);
+    let before = now();
+    let rows = link.rows(Errand::Acquire, &statement, Repeat::Harmless).await?;
+    let after = now();
+    let row = rows.first().ok_or_else(|| damaged("a question was not answered"))?;
+
+    let mut findings = settings(config, row)?;
+    let theirs: i64 = column(row, 8)?;
+    let distance = (theirs - (before + (after - before) / 2)).unsigned_abs();
+    if Duration::from_micros(distance) > CLOCK_DISTANCE_MAX {
+        findings.push(Finding::note(format!(
+            "the server's clock and this host's differ by {:?}: locks only follow the server's, but one of them is wrong",
+            Duration::from_millis(distance / 1000)
+        )));
+    }
+    if !link.is_prepared() && matches!(config.listen, Listen::Here | Listen::Off)
+        || matches!(config.listen, Listen::Off)
+    {
+        findings.push(Finding::note(
+            "nobody listens to releases: those who wait look by themselves; behind a pooler, `listen` can name the server itself",
+        ));
+    }
+    Ok(findings)
+}
+
+fn settings(config: &PostgresConfig, row: &PgRow) -> Result<Vec<Finding>, BackendError> {
+    let word = |index| column::<String>(row, index);
+    let mut findings = Vec::new();
+    let version = word(0)?;
+    findings.push(Finding::note(format!("PostgreSQL {version}")));
+    if column::<bool>(row, 7)? {
+        findings.push(Finding::warning(
+            "this server is a standby; locks can be taken on the primary only",
+        ));
+    }
+    let synchronous = word(1)?;
+    if synchronous == "off" {
+        findings.push(Finding::warning(
+            "synchronous_commit is off: a crash of the server may free locks of the last moments; set it to on for this user",
+        ));
+    }
+    for (index, name) in [(2, "fsync"), (3, "full_page_writes")] {
+        if word(index)? == "off" {
             findings.push(Finding::warning(format!(
-                "default_transaction_isolation is {isolation:?}: contended locks cost retries; set it to \"read committed\" for this user"
+                "{name} is off: a crash of the host may free or damage locks; set it to on"
             )));
         }
-        if word(5)? == "on" {
-            findings.push(Finding::warning(
-                "default_transaction_read_only is on: locks cannot be taken; set it to off for this user",
-            ));
-        }
-        if column::<i64>(row, 6)? > 0 && word(9)?.is_empty() {
-            findings.push(Finding::note(
-                "standbys follow asynchronously: if one is promoted after a crash, locks of the last moments may be free (class C); \
-                 synchronous_standby_names makes grants wait for a standby",
-            ));
-        }
-        let purge_after = micros(self.config.purge_after);
-        if purge_after < 1_000_000 {
-            findings.push(Finding::note(
-                "purge_after is very short: rows are made and deleted all the time",
-            ));
-        }
-        Ok(findings)
     }
+    let isolation = word(4)?;
+    if isolation != "read committed" {
+        findings.push(Finding::warning(format!(
+            "default_transaction_isolation is {isolation:?}: contended locks cost retries; set it to \"read committed\" for this user"
+        )));
+    }
+    if word(5)? == "on" {
+        findings.push(Finding::warning(
+            "default_transaction_read_only is on: locks cannot be taken; set it to off for this user",
+        ));
+    }
+    if column::<i64>(row, 6)? > 0 && word(9)?.is_empty() {
+        findings.push(Finding::note(
+            "standbys follow asynchronously: if one is promoted after a crash, locks of the last moments may be free (class C); \
+             synchronous_standby_names makes grants wait for a standby",
+        ));
+    }
+    let purge_after = micros(config.purge_after);
+    if purge_after < 1_000_000 {
+        findings.push(Finding::note(
+            "purge_after is very short: rows are made and deleted all the time",
+        ));
+    }
+    Ok(findings)
 }
 
 /// No value is bound: it runs in whatever way statements are sent.

@@ -1,11 +1,14 @@
 //! Fences a transaction by a lock in the same database.
 
-use registry_core::LockGuard;
+use registry_core::{FencingToken, LockGuard};
 use sqlx::postgres::PgRow;
 use sqlx::{Postgres, Row, Transaction};
 
 use super::backend::PostgresBackend;
 use super::error;
+use super::spring::PostgresSpringBackend;
+use super::sql::Text;
+use super::statement::Statement;
 use crate::fence::{Fence, FenceError};
 
 impl Fence<Postgres> for LockGuard {
@@ -13,17 +16,15 @@ impl Fence<Postgres> for LockGuard {
         if !self.is_held() {
             return Err(FenceError::lost(self));
         }
-        let (Some(backend), Some(token)) =
-            (self.backend::<PostgresBackend>(), self.fencing_token())
-        else {
+        let fenced = self.fencing_token().and_then(|token| fenced(self, token));
+        let Some(fenced) = fenced else {
             return Err(FenceError::unsupported(self, "PostgreSQL"));
         };
         // Behind a pooler the connection stays the same as long as the transaction, so what is prepared without a name is there.
-        let statement = backend.fence_statement(self.claim(), token);
-        let statement = statement.query().persistent(backend.link.is_prepared());
+        let statement = fenced.statement.query().persistent(fenced.prepared);
         let found = statement.fetch_all(&mut **transaction).await.map_err(sort)?;
         if found.is_empty() {
-            return Err(why_not_found(self, backend, transaction).await);
+            return Err(why_not_found(self, &fenced, transaction).await);
         }
         // From here on nobody else can be granted the lock. But while the statement waited for its turn the guard may have been
         // told of its loss, and a holder that knows must not write.
@@ -31,19 +32,41 @@ impl Fence<Postgres> for LockGuard {
     }
 }
 
+/// What is asked in the caller's transaction, and who answers.
+pub(super) struct Fenced<'a> {
+    /// Finds the grant, and keeps it as it is.
+    pub(super) statement: Statement<'a>,
+    pub(super) meta: &'a Text,
+    /// The id of the tables.
+    pub(super) store: &'a str,
+    pub(super) prepared: bool,
+}
+
+/// Of the layout that the guard's lock is in, if it is in a PostgreSQL store.
+fn fenced(guard: &LockGuard, token: FencingToken) -> Option<Fenced<'_>> {
+    let native = guard.backend::<PostgresBackend>().map(|backend| Fenced {
+        statement: backend.fence_statement(guard.claim(), token),
+        meta: &backend.texts.meta,
+        store: &backend.store,
+        prepared: backend.link.is_prepared(),
+    });
+    let spring = || guard.backend::<PostgresSpringBackend>();
+    native.or_else(|| spring().map(|backend| backend.fenced(guard.claim(), token)))
+}
+
 /// The row is not there: because the lock was lost, or because this is another database with lock tables.
 async fn why_not_found(
     guard: &LockGuard,
-    backend: &PostgresBackend,
+    fenced: &Fenced<'_>,
     transaction: &mut Transaction<'_, Postgres>,
 ) -> FenceError {
-    let meta = sqlx::query(backend.texts.meta.safe()).persistent(false);
+    let meta = sqlx::query(fenced.meta.safe()).persistent(false);
     let rows: Vec<PgRow> = match meta.fetch_all(&mut **transaction).await {
         Ok(rows) => rows,
         Err(error) => return sort(error),
     };
     let store: Option<String> = rows.first().and_then(|row| row.try_get(1).ok());
-    if store.is_some_and(|store| backend.is_store(&store)) {
+    if store.as_deref() == Some(fenced.store) {
         FenceError::lost(guard)
     } else {
         FenceError::OtherDatabase

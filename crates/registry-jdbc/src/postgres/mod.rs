@@ -20,6 +20,8 @@ mod session;
 // In the caller's own transaction.
 mod fence;
 mod lock_in;
+// Locks that look like those of another program.
+mod spring;
 // Housekeeping.
 mod purge;
 mod diagnose;
@@ -27,6 +29,7 @@ mod diagnose;
 pub use backend::PostgresBackend;
 pub use config::PostgresConfig;
 pub use session::PostgresSessionBackend;
+pub use spring::PostgresSpringBackend;
 
 #[cfg(test)]
 mod tests;

@@ -2,10 +2,13 @@
 //!
 //! Their tokens are not forgotten: a trigger of the tables keeps the largest in the same transaction.
 
+use std::time::Duration;
+
 use registry_core::{BackendError, Claim};
 
 use super::backend::{PostgresBackend, bytes, column, micros};
-use super::link::Repeat;
+use super::link::{Link, Repeat};
+use super::sql::Texts;
 use super::statement::{Statement, Value};
 use crate::server::Errand;
 
@@ -18,25 +21,29 @@ const PIECE_ROWS: i64 = 512;
 impl PostgresBackend {
     /// Searches a piece, now and then: the claim's random id is the die.
     pub(super) async fn purge_by_chance(&self, claim: &Claim) {
-        if claim.id().to_bytes()[0] == SIGN {
-            // The release is done and is not to fail because of housekeeping. What is wrong with the tables, the next
-            // acquisition will tell.
-            let place: [u8; 32] = std::array::from_fn(|_| fastrand::u8(..));
-            let _ = self.purge_piece(&place).await;
-        }
+        by_chance(claim, &self.link, &self.texts, self.config.purge_after).await;
     }
+}
 
-    /// Searches the piece that follows `place`, and tells how many rows were deleted.
-    pub(super) async fn purge_piece(&self, place: &[u8]) -> Result<i64, BackendError> {
-        let statement = Statement::new(
-            &self.texts.purge,
-            [
-                bytes(place),
-                Value::Number(PIECE_ROWS),
-                Value::Number(micros(self.config.purge_after)),
-            ],
-        );
-        let rows = self.link.rows(Errand::Acquire, &statement, Repeat::Harmless).await?;
-        rows.first().map_or(Ok(0), |row| column(row, 0))
+/// For whatever has rows in the tables.
+pub(super) async fn by_chance(claim: &Claim, link: &Link, texts: &Texts, dead_for: Duration) {
+    if claim.id().to_bytes()[0] == SIGN {
+        // The release is done and is not to fail because of housekeeping. What is wrong with the tables, the next
+        // acquisition will tell.
+        let place: [u8; 32] = std::array::from_fn(|_| fastrand::u8(..));
+        let _ = piece(link, texts, dead_for, &place).await;
     }
+}
+
+/// Searches the piece that follows `place`, and tells how many rows were deleted.
+async fn piece(
+    link: &Link,
+    texts: &Texts,
+    dead_for: Duration,
+    place: &[u8],
+) -> Result<i64, BackendError> {
+    let values = [bytes(place), Value::Number(PIECE_ROWS), Value::Number(micros(dead_for))];
+    let statement = Statement::new(&texts.purge, values);
+    let rows = link.rows(Errand::Acquire, &statement, Repeat::Harmless).await?;
+    rows.first().map_or(Ok(0), |row| column(row, 0))
 }

@@ -18,6 +18,18 @@ impl RowId {
         Self(hash.finalize().into())
     }
 
+    /// Beside another program's record of this name, in a part of its table; never where a lock of ours has its row.
+    pub(crate) fn beside(part: &str, name: &str) -> Self {
+        let length = u64::try_from(part.len()).unwrap_or(u64::MAX);
+        let hash = Sha256::new()
+            // No namespace is as long as that.
+            .chain_update(u64::MAX.to_be_bytes())
+            .chain_update(length.to_be_bytes())
+            .chain_update(part)
+            .chain_update(name);
+        Self(hash.finalize().into())
+    }
+
     /// Tells namespaces apart, where a mistake does no harm.
     #[cfg(feature = "postgres")]
     pub(crate) fn of_namespace(namespace: &str) -> [u8; 8] {

@@ -10,8 +10,12 @@ mod lock_in;
 mod opening;
 mod rows;
 mod session;
+mod spring;
 mod trouble;
 
+use std::time::Duration;
+
+use registry_jdbc::SpringTable;
 use shared::{Way, keeps_its_promises};
 
 #[test]
@@ -22,4 +26,16 @@ fn a_server_keeps_all_promises() {
 #[test]
 fn locks_of_a_session_keep_the_promises_that_they_can() {
     keeps_its_promises(Way::BySession, 186, 35);
+}
+
+/// Nobody is told of releases there.
+#[test]
+fn a_table_of_spring_7_keeps_all_promises_but_those_of_wakes() {
+    keeps_its_promises(Way::AsSpring(SpringTable::v7()), 205, 16);
+}
+
+/// Its clauses have leases shorter and longer than the time to live.
+#[test]
+fn a_table_of_spring_6_keeps_all_promises_but_those_of_wakes() {
+    keeps_its_promises(Way::AsSpring(SpringTable::v6(Duration::from_secs(10))), 205, 16);
 }

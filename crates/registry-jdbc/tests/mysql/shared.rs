@@ -7,7 +7,9 @@ use std::sync::{Arc, PoisonError};
 use async_trait::async_trait;
 use registry_conformance::{Clause, Harness, Need, Store, all_clauses, run};
 use registry_core::{Claim, LockBackend};
-use registry_jdbc::{MySqlBackend, MySqlConfig, MySqlSessionBackend};
+use registry_jdbc::{
+    MySqlBackend, MySqlConfig, MySqlSessionBackend, MySqlSpringBackend, SpringTable,
+};
 use registry_testkit::mariadb::MariaDbServer;
 use tokio::sync::RwLock;
 
@@ -15,18 +17,21 @@ use tokio::sync::RwLock;
 const AT_ONCE: usize = 8;
 
 /// How locks are held.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(crate) enum Way {
     ByLease,
     BySession,
+    /// With locks that look like Spring's, in a region for each namespace.
+    AsSpring(SpringTable),
 }
 
 impl Way {
     /// Whether a lock can promise this that is held in this way.
-    fn can_promise(self, clause: &Clause) -> bool {
+    fn can_promise(&self, clause: &Clause) -> bool {
         let is_here = |need: &Need| !matches!(need, Need::Remote | Need::Fair);
         let can = match self {
             Self::ByLease => |need: &Need| *need != Need::TellsLosses,
+            Self::AsSpring(_) => |need: &Need| !matches!(need, Need::TellsLosses | Need::Wakes),
             Self::BySession => |need: &Need| !matches!(need, Need::Inspect | Need::Labels),
         };
         // A lock of a session is nobody else's to ask for again, to renew or to release, and all are lost together.
@@ -60,7 +65,8 @@ pub(crate) fn keeps_its_promises(way: Way, runs: usize, skips: usize) {
         for _ in 0..AT_ONCE {
             scope.spawn(|| {
                 while let Some(&clause) = kept.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let harness = SharedServer { way, server: Arc::clone(&server), clause };
+                    let harness =
+                        SharedServer { way: way.clone(), server: Arc::clone(&server), clause };
                     let kept =
                         catch_unwind(AssertUnwindSafe(|| run(harness, clause.theme, clause.name)));
                     if kept.is_err() {
@@ -93,7 +99,7 @@ impl Harness for SharedServer {
             Arc::clone(&self.server)
         };
         let namespace = format!("{}-{}", self.clause.theme, self.clause.name);
-        Box::new(InNamespace { way: self.way, server, namespace })
+        Box::new(InNamespace { way: self.way.clone(), server, namespace })
     }
 }
 
@@ -108,9 +114,13 @@ impl InNamespace {
     async fn open(&self, namespace: &str) -> Arc<dyn LockBackend> {
         let url = self.server.read().await.url();
         let config = MySqlConfig::from_url(&url).unwrap().with_namespace(namespace);
-        match self.way {
+        match &self.way {
             Way::ByLease => Arc::new(MySqlBackend::open(config).await.unwrap()),
             Way::BySession => Arc::new(MySqlSessionBackend::open(config).await.unwrap()),
+            Way::AsSpring(table) => {
+                let table = table.clone().with_region(namespace);
+                Arc::new(MySqlSpringBackend::open(config, table).await.unwrap())
+            }
         }
     }
 }
@@ -148,6 +158,7 @@ impl Store for InNamespace {
     async fn wipe(&self) -> bool {
         let tables = "DROP TABLE lock_registry_locks, lock_registry_meta";
         self.server.read().await.sql(tables).await.unwrap();
+        self.server.read().await.sql("DROP TABLE IF EXISTS INT_LOCK").await.unwrap();
         true
     }
 }

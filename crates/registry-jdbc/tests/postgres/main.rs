@@ -9,8 +9,12 @@ mod opening;
 mod rows;
 mod session;
 mod shared;
+mod spring;
 mod trouble;
 
+use std::time::Duration;
+
+use registry_jdbc::SpringTable;
 use shared::{Way, keeps_its_promises};
 
 #[test]
@@ -26,4 +30,15 @@ fn a_server_behind_pgbouncer_keeps_all_promises() {
 #[test]
 fn locks_of_a_session_keep_the_promises_that_they_can() {
     keeps_its_promises(Way::BySession, 186, 35);
+}
+
+#[test]
+fn a_table_of_spring_7_keeps_all_promises() {
+    keeps_its_promises(Way::AsSpring(SpringTable::v7()), 210, 11);
+}
+
+/// Its clauses have leases shorter and longer than the time to live.
+#[test]
+fn a_table_of_spring_6_keeps_all_promises() {
+    keeps_its_promises(Way::AsSpring(SpringTable::v6(Duration::from_secs(10))), 210, 11);
 }

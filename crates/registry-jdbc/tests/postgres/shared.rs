@@ -7,7 +7,9 @@ use std::sync::{Arc, PoisonError};
 use async_trait::async_trait;
 use registry_conformance::{Clause, Harness, Need, Store, all_clauses, run};
 use registry_core::{Claim, LockBackend};
-use registry_jdbc::{PostgresBackend, PostgresConfig, PostgresSessionBackend};
+use registry_jdbc::{
+    PostgresBackend, PostgresConfig, PostgresSessionBackend, PostgresSpringBackend, SpringTable,
+};
 use registry_testkit::pgbouncer::PgBouncer;
 use registry_testkit::postgres::PostgresServer;
 use tokio::sync::RwLock;
@@ -16,19 +18,23 @@ use tokio::sync::RwLock;
 const AT_ONCE: usize = 8;
 
 /// How the server is reached.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(crate) enum Way {
     Directly,
     ThroughPgBouncer,
     BySession,
+    /// Directly, with locks that look like Spring's, in a region for each namespace.
+    AsSpring(SpringTable),
 }
 
 impl Way {
     /// Whether a lock can promise this that is reached in this way.
-    fn can_promise(self, clause: &Clause) -> bool {
+    fn can_promise(&self, clause: &Clause) -> bool {
         let is_here = |need: &Need| !matches!(need, Need::Remote | Need::Fair);
         let can = match self {
-            Self::Directly | Self::ThroughPgBouncer => |need: &Need| *need != Need::TellsLosses,
+            Self::Directly | Self::ThroughPgBouncer | Self::AsSpring(_) => {
+                |need: &Need| *need != Need::TellsLosses
+            }
             Self::BySession => |need: &Need| !matches!(need, Need::Inspect | Need::Labels),
         };
         // A lock of a session is nobody else's to ask for again, to renew or to release, and all are lost together.
@@ -51,7 +57,7 @@ impl Way {
 /// With the names of the clauses that were not kept.
 pub(crate) fn keeps_its_promises(way: Way, runs: usize, skips: usize) {
     let runtime = tokio::runtime::Runtime::new().unwrap();
-    let servers = Arc::new(RwLock::new(runtime.block_on(Servers::begin(way))));
+    let servers = Arc::new(RwLock::new(runtime.block_on(Servers::begin(&way))));
     let (kept, skipped): (Vec<&'static Clause>, Vec<_>) =
         all_clauses().iter().partition(|clause| way.can_promise(clause));
     assert_eq!((kept.len(), skipped.len()), (runs, skips), "skipped: {skipped:?}");
@@ -62,7 +68,8 @@ pub(crate) fn keeps_its_promises(way: Way, runs: usize, skips: usize) {
         for _ in 0..AT_ONCE {
             scope.spawn(|| {
                 while let Some(&clause) = kept.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let harness = SharedServers { way, servers: Arc::clone(&servers), clause };
+                    let harness =
+                        SharedServers { way: way.clone(), servers: Arc::clone(&servers), clause };
                     let kept =
                         catch_unwind(AssertUnwindSafe(|| run(harness, clause.theme, clause.name)));
                     if kept.is_err() {
@@ -79,21 +86,22 @@ pub(crate) fn keeps_its_promises(way: Way, runs: usize, skips: usize) {
 
 #[derive(Debug)]
 struct Servers {
+    way: Way,
     server: PostgresServer,
     bouncer: Option<PgBouncer>,
 }
 
 impl Servers {
-    async fn begin(way: Way) -> Self {
+    async fn begin(way: &Way) -> Self {
         let server = PostgresServer::start().await.unwrap();
         let bouncer = match way {
-            Way::Directly | Way::BySession => None,
+            Way::Directly | Way::BySession | Way::AsSpring(_) => None,
             Way::ThroughPgBouncer => Some(PgBouncer::start(&server).await.unwrap()),
         };
-        Self { server, bouncer }
+        Self { way: way.clone(), server, bouncer }
     }
 
-    async fn open(&self, way: Way, namespace: &str) -> Arc<dyn LockBackend> {
+    async fn open(&self, namespace: &str) -> Arc<dyn LockBackend> {
         let config = match &self.bouncer {
             None => PostgresConfig::from_url(&self.server.url()).unwrap(),
             Some(bouncer) => {
@@ -102,9 +110,15 @@ impl Servers {
             }
         };
         let config = config.with_namespace(namespace);
-        match way {
+        match &self.way {
             Way::BySession => Arc::new(PostgresSessionBackend::open(config).await.unwrap()),
-            _ => Arc::new(PostgresBackend::open(config).await.unwrap()),
+            Way::AsSpring(table) => {
+                let table = table.clone().with_region(namespace);
+                Arc::new(PostgresSpringBackend::open(config, table).await.unwrap())
+            }
+            Way::Directly | Way::ThroughPgBouncer => {
+                Arc::new(PostgresBackend::open(config).await.unwrap())
+            }
         }
     }
 }
@@ -122,12 +136,12 @@ impl Harness for SharedServers {
     async fn store(&self) -> Box<dyn Store> {
         let upsets = |need: &Need| matches!(need, Need::Restart | Need::Wipe);
         let servers = if self.clause.needs.iter().any(upsets) {
-            Arc::new(RwLock::new(Servers::begin(self.way).await))
+            Arc::new(RwLock::new(Servers::begin(&self.way).await))
         } else {
             Arc::clone(&self.servers)
         };
         let namespace = format!("{}-{}", self.clause.theme, self.clause.name);
-        Box::new(InNamespace { way: self.way, servers, namespace })
+        Box::new(InNamespace { way: self.way.clone(), servers, namespace })
     }
 }
 
@@ -141,11 +155,11 @@ struct InNamespace {
 #[async_trait]
 impl Store for InNamespace {
     async fn client(&self) -> Arc<dyn LockBackend> {
-        self.servers.read().await.open(self.way, &self.namespace).await
+        self.servers.read().await.open(&self.namespace).await
     }
 
     async fn stranger(&self) -> Option<Arc<dyn LockBackend>> {
-        Some(self.servers.read().await.open(self.way, &format!("{}-other", self.namespace)).await)
+        Some(self.servers.read().await.open(&format!("{}-other", self.namespace)).await)
     }
 
     async fn restart(&self) -> bool {
@@ -176,6 +190,7 @@ impl Store for InNamespace {
         let servers = self.servers.read().await;
         let tables = "DROP TABLE lock_registry_locks, lock_registry_meta; DROP FUNCTION lock_registry_purged";
         servers.server.sql(tables).await.unwrap();
+        servers.server.sql("DROP TABLE IF EXISTS INT_LOCK").await.unwrap();
         true
     }
 }

@@ -1,0 +1,274 @@
+//! Every statement of the layout. `{lock}` is Spring's table, `{locks}` the native one, in which each key has a row for what Spring's has no room for:
+//! tokens, label, the key itself. For times, see the native statements: they are those of the moment when a statement began, which errs on the safe
+//! side each time.
+//!
+//! A row is held while its end is not before the clock. The text of a backend has its region in it, which was checked: ASCII without quotes.
+
+use std::fmt::Write as _;
+use std::time::Duration;
+
+use sqlx::{AssertSqlSafe, SqlSafeStr as _, SqlStr};
+
+use super::super::sql::{NOW, SIZES, Text, quoted};
+use crate::server::spring::Generation;
+
+/// The text of every statement, for tables of these names.
+#[derive(Debug)]
+pub(super) struct Texts {
+    acquire: String,
+    generation: Generation,
+    pub(super) look: Text,
+    pub(super) list: Text,
+    pub(super) renew: [Text; SIZES.len()],
+    pub(super) renew_beside: [Text; SIZES.len()],
+    pub(super) lasting: [Text; SIZES.len()],
+    pub(super) release: Text,
+    pub(super) clear: Text,
+    pub(super) force_release: Text,
+    pub(super) fence: Text,
+}
+
+impl Texts {
+    /// The native tables are in this database, and their names begin with `prefix`; `lock` is Spring's table, quoted.
+    pub(super) fn new(
+        database: &str,
+        prefix: &str,
+        lock: &str,
+        region: &str,
+        generation: Generation,
+    ) -> Self {
+        let (end, dates, lasts, ttl) = match generation {
+            Generation::V7 => (
+                "l.EXPIRED_AFTER".to_owned(),
+                "CREATED_DATE, EXPIRED_AFTER",
+                "l.EXPIRED_AFTER = GREATEST(l.EXPIRED_AFTER, {utc} + INTERVAL ? MICROSECOND)",
+                Duration::ZERO,
+            ),
+            Generation::V6 { ttl } => (
+                "l.CREATED_DATE + INTERVAL {ttl} MICROSECOND".to_owned(),
+                "CREATED_DATE",
+                "l.CREATED_DATE = GREATEST(l.CREATED_DATE, {utc} + INTERVAL ? MICROSECOND)",
+                ttl,
+            ),
+        };
+        let database = quoted(database);
+        let fill = |template: &str, items: usize| {
+            template
+                .replace("{items}", &vec!["?"; items].join(", "))
+                .replace("{dates}", dates)
+                .replace("{lasts}", lasts)
+                .replace("{end}", &end)
+                .replace("{ttl}", &ttl.as_micros().to_string())
+                .replace("{lock}", lock)
+                .replace("{region}", region)
+                .replace("{locks}", &format!("{database}.{prefix}_locks"))
+                .replace("{meta}", &format!("{database}.{prefix}_meta"))
+                .replace("{utc}", "UTC_TIMESTAMP(6)")
+                .replace("{now}", NOW)
+        };
+        let one = |template: &str| Text::new(&fill(template, 1));
+        let sized = |template: &str| SIZES.map(|items| Text::new(&fill(template, items)));
+        Self {
+            acquire: {
+                let look = LOOK.replacen('?', "{id}", 1).replacen('?', "'{key}'", 1);
+                fill(&format!("{ACQUIRE}; {look}"), 1)
+            },
+            generation,
+            look: one(LOOK),
+            list: one(LIST),
+            renew: sized(RENEW),
+            renew_beside: sized(RENEW_BESIDE),
+            lasting: sized(LASTING),
+            release: one(RELEASE),
+            clear: one(CLEAR),
+            force_release: one(FORCE_RELEASE),
+            fence: one(FENCE),
+        }
+    }
+
+    /// The transaction that grants a key, unless somebody holds it, and after it the question who does.
+    pub(super) fn acquire(&self, wanted: &Wanted<'_>) -> SqlStr {
+        let lease = micros(wanted.lease);
+        let (dates, begin) = match self.generation {
+            Generation::V7 => {
+                let until = format!("UTC_TIMESTAMP(6) + INTERVAL {lease} MICROSECOND");
+                (format!("UTC_TIMESTAMP(6), {until}"), format!("EXPIRED_AFTER = {until}"))
+            }
+            Generation::V6 { .. } => {
+                let since = format!(
+                    "UTC_TIMESTAMP(6) + INTERVAL ({}) MICROSECOND",
+                    self.written(wanted.lease)
+                );
+                (since.clone(), format!("CREATED_DATE = {since}"))
+            }
+        };
+        let text = self
+            .acquire
+            .replace("{begin}", &begin)
+            .replace("{dates of}", &dates)
+            .replace("{key}", wanted.lock_key)
+            .replace("{client}", wanted.client)
+            .replace("{id}", &hex(wanted.id))
+            .replace("{namespace}", &hex(wanted.namespace))
+            .replace("{name}", &hex(wanted.key))
+            .replace("{claim}", &hex(wanted.claim))
+            .replace("{block}", &wanted.block.to_string())
+            .replace("{label}", &wanted.label.map_or_else(|| "NULL".to_owned(), hex))
+            .replace("{lease}", &lease.to_string());
+        AssertSqlSafe(text).into_sql_str()
+    }
+
+    /// What is added to the clock for a lease, in microseconds.
+    pub(super) fn written(&self, lease: Duration) -> i64 {
+        match self.generation {
+            Generation::V7 => micros(lease),
+            Generation::V6 { ttl } => micros(lease) - micros(ttl),
+        }
+    }
+}
+
+/// What a claim asks for. Keys and clients are UUIDs, everything else is written in hexadecimal digits: there is nothing to escape.
+#[derive(Debug)]
+pub(super) struct Wanted<'a> {
+    pub(super) lock_key: &'a str,
+    pub(super) client: &'a str,
+    pub(super) lease: Duration,
+    pub(super) id: &'a [u8],
+    pub(super) namespace: &'a [u8],
+    pub(super) key: &'a [u8],
+    pub(super) claim: &'a [u8],
+    pub(super) block: u32,
+    pub(super) label: Option<&'a [u8]>,
+}
+
+fn hex(bytes: &[u8]) -> String {
+    let mut text = String::with_capacity(bytes.len() * 2 + 3);
+    text.push_str("x'");
+    for byte in bytes {
+        let _ = write!(text, "{byte:02x}");
+    }
+    text.push('\'');
+    text
+}
+
+pub(super) fn micros(duration: Duration) -> i64 {
+    i64::try_from(duration.as_micros()).unwrap_or(i64::MAX)
+}
+
+/// Makes Spring's table, as Spring's own `schema-mysql.sql` does.
+pub(super) fn make(lock: &str, generation: Generation) -> SqlStr {
+    let end = match generation {
+        Generation::V7 => " EXPIRED_AFTER DATETIME(6) NOT NULL,",
+        Generation::V6 { .. } => "",
+    };
+    let text = format!(
+        "CREATE TABLE IF NOT EXISTS {lock} (LOCK_KEY CHAR(36) NOT NULL, REGION VARCHAR(100) NOT NULL, CLIENT_ID CHAR(36), \
+         CREATED_DATE DATETIME(6) NOT NULL,{end} CONSTRAINT INT_LOCK_PK PRIMARY KEY (LOCK_KEY, REGION)) ENGINE=InnoDB"
+    );
+    AssertSqlSafe(text).into_sql_str()
+}
+
+/// The columns of a table, in capitals.
+///
+/// database, table
+pub(super) const COLUMNS: &str = "\
+    SELECT CAST(UPPER(COLUMN_NAME) AS CHAR) FROM information_schema.COLUMNS WHERE TABLE_SCHEMA = ? AND TABLE_NAME = ?";
+
+/// Grants the key, unless somebody holds it. Several statements that are one transaction, because none of this kind of server writes two tables
+/// with tokens in between; in one packet, so that it neither waits for its client half-way nor is left open by one. Where it fails the
+/// connection ends, and the transaction with it.
+///
+/// Spring's row comes first, and is locked from then on: whoever has it is the only one who writes beside it, so tokens are handed out in the order
+/// of the grants. A crash undoes both or none. If the reply is lost, the claim that asks again is found to hold the key, with its token beside.
+///
+/// Nobody comes here who has not seen that the key is free, so a busy key is seldom written to. Who comes too late, or again, changes nothing. The new
+/// token is above those of the row beside, as it was seen and as it is, and above those of all purged rows.
+const ACQUIRE: &str = "\
+    START TRANSACTION; \
+    UPDATE {lock} AS l SET l.CLIENT_ID = '{client}', l.{begin} \
+    WHERE l.LOCK_KEY = '{key}' AND l.REGION = '{region}' AND {end} < {utc}; \
+    SET @lock_registry_taken = ROW_COUNT(); \
+    INSERT IGNORE INTO {lock} (REGION, LOCK_KEY, CLIENT_ID, {dates}) \
+    SELECT '{region}', '{key}', '{client}', {dates of} FROM DUAL WHERE @lock_registry_taken = 0; \
+    SET @lock_registry_taken = @lock_registry_taken + ROW_COUNT(); \
+    INSERT INTO {locks} (id, namespace, lock_key, claim, token, block, label, since, until) \
+    SELECT {id}, {namespace}, {name}, {claim}, \
+        GREATEST({now}, meta.floor + 1, COALESCE(seen.token + seen.block, 0)), {block}, {label}, {now}, {now} + {lease} \
+    FROM {meta} AS meta LEFT JOIN {locks} AS seen ON seen.id = {id} \
+    WHERE meta.id = 1 AND @lock_registry_taken > 0 \
+    ON DUPLICATE KEY UPDATE \
+        token = GREATEST(VALUES(token), {locks}.token + {locks}.block), lock_key = VALUES(lock_key), claim = VALUES(claim), \
+        block = VALUES(block), label = VALUES(label), since = VALUES(since), until = VALUES(until); \
+    COMMIT";
+
+/// Who holds a key.
+///
+/// id, lock key
+const LOOK: &str = "\
+    SELECT l.CLIENT_ID, n.claim, n.token, n.label, {now} - n.since, TIMESTAMPDIFF(MICROSECOND, {utc}, {end}) \
+    FROM {lock} AS l LEFT JOIN {locks} AS n ON n.id = ? \
+    WHERE l.LOCK_KEY = ? AND l.REGION = '{region}' AND {end} >= {utc}";
+
+/// Every held row of a region. What this program holds has its key beside.
+///
+/// namespace
+const LIST: &str = "\
+    SELECT l.CLIENT_ID, n.claim, n.token, n.label, {now} - n.since, TIMESTAMPDIFF(MICROSECOND, {utc}, {end}), l.LOCK_KEY, n.lock_key \
+    FROM {lock} AS l LEFT JOIN {locks} AS n ON n.namespace = ? AND n.claim = UNHEX(REPLACE(l.CLIENT_ID, '-', '')) \
+    WHERE l.REGION = '{region}' AND {end} >= {utc}";
+
+/// Prolongs the grants that are still alive, as the native statement does: rows that somebody has locked are passed over. Spring's own
+/// renewal does not ask whether a row has ended; this one does, so that nothing comes back that has ended.
+///
+/// lock keys, clients, limit, lease
+const RENEW: &str = "\
+    UPDATE ( \
+        SELECT l.LOCK_KEY AS found_key FROM {lock} AS l FORCE INDEX (PRIMARY) \
+        WHERE l.LOCK_KEY IN ({items}) AND l.REGION = '{region}' AND l.CLIENT_ID IN ({items}) AND {end} >= {utc} \
+        LIMIT ? FOR UPDATE SKIP LOCKED) AS found \
+    STRAIGHT_JOIN {lock} AS l FORCE INDEX (PRIMARY) ON l.LOCK_KEY = found.found_key AND l.REGION = '{region}' \
+    SET {lasts}";
+
+/// Keeps the rows beside from being purged as dead. If it is missed, the next renewal makes up for it.
+///
+/// ids, claims, limit, lease
+const RENEW_BESIDE: &str = "\
+    UPDATE ( \
+        SELECT id FROM {locks} FORCE INDEX (PRIMARY) WHERE id IN ({items}) AND claim IN ({items}) \
+        LIMIT ? FOR UPDATE SKIP LOCKED) AS found \
+    STRAIGHT_JOIN {locks} AS n FORCE INDEX (PRIMARY) ON n.id = found.id \
+    SET n.until = GREATEST(n.until, {now} + ?)";
+
+/// Those who hold one of the keys, with the time that they have left.
+///
+/// lock keys
+const LASTING: &str = "\
+    SELECT l.CLIENT_ID, TIMESTAMPDIFF(MICROSECOND, {utc}, {end}) FROM {lock} AS l \
+    WHERE l.LOCK_KEY IN ({items}) AND l.REGION = '{region}' AND {end} >= {utc}";
+
+/// Ends the grant of one claim.
+///
+/// lock key, client
+const RELEASE: &str = "\
+    DELETE l FROM {lock} AS l \
+    WHERE l.LOCK_KEY = ? AND l.REGION = '{region}' AND l.CLIENT_ID = ? AND {end} >= {utc}";
+
+/// Takes away what is left of a grant that has ended.
+///
+/// lock key, client
+const CLEAR: &str =
+    "DELETE l FROM {lock} AS l WHERE l.LOCK_KEY = ? AND l.REGION = '{region}' AND l.CLIENT_ID = ?";
+
+/// Ends the grant of whoever holds the key.
+///
+/// lock key
+const FORCE_RELEASE: &str =
+    "DELETE l FROM {lock} AS l WHERE l.LOCK_KEY = ? AND l.REGION = '{region}' AND {end} >= {utc}";
+
+/// Finds the grant as it was made, and keeps its row as it is until the caller's transaction ends.
+///
+/// id, claim, token, token, lock key, client
+const FENCE: &str = "\
+    SELECT 1 FROM {lock} AS l \
+    JOIN {locks} AS n ON n.id = ? AND n.claim = ? AND n.token <= ? AND ? < n.token + n.block \
+    WHERE l.LOCK_KEY = ? AND l.REGION = '{region}' AND l.CLIENT_ID = ? AND {end} >= {utc} FOR UPDATE";

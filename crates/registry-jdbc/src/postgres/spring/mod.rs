@@ -1,0 +1,426 @@
+//! Locks in the table of a Spring Integration `JdbcLockRegistry`. What differs from the native layout, and no more: see `backend` beside for the
+//! rest of the store, and `server::spring` for what a lock is called.
+
+mod sql;
+
+use std::fmt;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use registry_core::{
+    Attempt, BackendError, Busy, Capabilities, Claim, FencingToken, Finding, Grant, GuaranteeClass,
+    Holder, Key, LockBackend, Reach, Release, Renewal,
+};
+use sqlx::postgres::PgRow;
+
+use super::backend::{bytes, claim_id, column, micros, span};
+use super::config::{PostgresConfig, quoted, unusable};
+use super::ears::{Ears, hex};
+use super::error::{damaged, row_is_locked};
+use super::fence::Fenced;
+use super::link::{Link, Repeat};
+use super::open::{self, Opened};
+use super::statement::{Statement, Value};
+use crate::server::spring::{self, Generation, client_id, is_claim, lock_key};
+use crate::server::{Errand, RowId, SpringTable};
+use sql::Texts;
+
+/// Locks in the table of a Spring Integration `JdbcLockRegistry` in a PostgreSQL database: this program and those in Java exclude each other.
+///
+/// For what both sides must know, see [`SpringTable`]. Everything else is as with [`PostgresBackend`](crate::PostgresBackend): the server's
+/// clock ends grants, tokens only grow, a claim is its own owner, and a [`Fence`](crate::Fence) works, which keeps the row to itself here, so
+/// that the lock is not renewed as long as the transaction is open.
+///
+/// Releases of this program wake its waiters at once. Spring tells nobody: its releases are found by the registry's
+/// [poll](registry_core::RegistryBuilder::poll).
+pub struct PostgresSpringBackend {
+    config: PostgresConfig,
+    table: SpringTable,
+    store: String,
+    native: super::sql::Texts,
+    texts: Texts,
+    link: Link,
+    ears: Option<Ears>,
+    channel: String,
+    /// Tells the rows beside those of this table and region from all others, and from those of native namespaces.
+    part: String,
+}
+
+impl PostgresSpringBackend {
+    /// Connects to the server, and makes Spring's table and those of this program if they are absent and this is not
+    /// [turned off](PostgresConfig::with_create_schema). The namespace is of no use here: Spring has regions.
+    ///
+    /// # Errors
+    /// As of [`PostgresBackend::open`](crate::PostgresBackend::open); `Misconfigured` also for a table of another generation of Spring.
+    ///
+    /// # Cancel safety
+    /// Dropping the future may leave finished tables behind, never half-made ones.
+    pub async fn open(config: PostgresConfig, table: SpringTable) -> Result<Self, BackendError> {
+        table.check().map_err(|says| unusable(&says))?;
+        let Opened { tables, store } = open::open(&config).await?;
+        let link = Link::new(&config);
+        let lock = find_or_make(&config, &table, &link).await?;
+        let part = format!("{lock} {}", table.region());
+        let channel = format!("lock_registry_{}", hex(&RowId::of_namespace(&part)));
+        let ears = config.for_listening().map(|server| Ears::new(server, channel.clone()));
+        Ok(Self {
+            native: super::sql::Texts::new(&tables),
+            texts: Texts::new(&tables, &lock, table.generation),
+            config,
+            table,
+            store,
+            link,
+            ears,
+            channel,
+            part,
+        })
+    }
+
+    /// The row of tokens.
+    fn row_id(&self, lock_key: &str) -> RowId {
+        RowId::beside(&self.part, lock_key)
+    }
+
+    /// What native namespaces, which are UTF-8, are not.
+    fn namespace(&self) -> Value {
+        Value::Bytes([b"\xff", self.part.as_bytes()].concat())
+    }
+
+    fn region(&self) -> Value {
+        bytes(self.table.region().as_bytes())
+    }
+
+    fn patience(&self) -> Value {
+        let millis = self.config.busy_timeout.as_millis().max(1);
+        Value::Word(format!("{millis}ms"))
+    }
+
+    fn message(&self, lock_key: &str) -> Value {
+        Value::Word(hex(&self.row_id(lock_key).short()))
+    }
+
+    /// What a fence asks.
+    pub(super) fn fenced(&self, claim: &Claim, token: FencingToken) -> Fenced<'_> {
+        let lock_key = lock_key(claim.key());
+        let statement = Statement::new(
+            &self.texts.fence,
+            [
+                self.region(),
+                bytes(lock_key.as_bytes()),
+                bytes(client_id(claim.id()).as_bytes()),
+                bytes(self.row_id(&lock_key).bytes()),
+                claim_id(claim),
+                Value::Number(i64::from(token)),
+            ],
+        );
+        Fenced {
+            statement,
+            meta: &self.native.meta,
+            store: &self.store,
+            prepared: self.link.is_prepared(),
+        }
+    }
+
+    /// One statement: grants the key if it is free, or tells who has it. `None` if it was taken or let go in this very moment.
+    async fn ask_for(&self, claim: &Claim, mark: u64) -> Result<Option<Attempt>, BackendError> {
+        let (lock_key, client) = (lock_key(claim.key()), client_id(claim.id()));
+        let statement = Statement::new(
+            &self.texts.acquire,
+            [
+                self.region(),
+                bytes(lock_key.as_bytes()),
+                bytes(client.as_bytes()),
+                Value::Number(micros(claim.lease())),
+                bytes(self.row_id(&lock_key).bytes()),
+                self.namespace(),
+                bytes(claim.key().as_str().as_bytes()),
+                claim_id(claim),
+                Value::Number(i64::from(claim.token_block())),
+                Value::MaybeBytes(claim.label().map(|label| label.as_bytes().to_vec())),
+                self.patience(),
+            ],
+        );
+        // A claim that was granted is granted again, with the same token: to ask twice does no harm.
+        let rows = self.link.rows(Errand::Acquire, &statement, Repeat::Harmless).await?;
+        let row = rows.first().ok_or_else(|| damaged("a statement was not answered"))?;
+        if let Some(token) = column::<Option<i64>>(row, 0)? {
+            let grant = Grant::new(Some(fencing_token(token)?), claim.lease());
+            return Ok(Some(Attempt::Granted(grant)));
+        }
+        if !column::<bool>(row, 7)? {
+            return Ok(None);
+        }
+        let held = told_of(Holder::new(claim.key().clone()), row, 1)?;
+        let left = held.lease_left.unwrap_or_default();
+        if column::<Option<String>>(row, 1)?.is_some_and(|holder| holder == client) {
+            return Ok(Some(Attempt::Granted(Grant::new(held.token, left.min(claim.lease())))));
+        }
+        Ok(Some(Attempt::Busy(
+            Busy::new().with_retry_after(left).with_mark(mark).with_holder(held),
+        )))
+    }
+
+    async fn renew_chunk(
+        &self,
+        claims: &[Claim],
+    ) -> Result<Vec<Result<Renewal, BackendError>>, BackendError> {
+        let keys: Vec<String> = claims.iter().map(|claim| lock_key(claim.key())).collect();
+        let ids = keys.iter().map(|key| self.row_id(key).bytes().to_vec()).collect();
+        let statement = Statement::new(
+            &self.texts.renew,
+            [
+                self.region(),
+                Value::ManyBytes(keys.into_iter().map(String::into_bytes).collect()),
+                Value::ManyBytes(
+                    claims.iter().map(|claim| client_id(claim.id()).into_bytes()).collect(),
+                ),
+                Value::ManyBytes(ids),
+                Value::ManyBytes(
+                    claims.iter().map(|claim| claim.id().to_bytes().to_vec()).collect(),
+                ),
+                Value::Numbers(claims.iter().map(|claim| micros(claim.lease())).collect()),
+            ],
+        );
+        // Two renewals do what one does.
+        let rows = self.link.rows(Errand::Renew, &statement, Repeat::Harmless).await?;
+        if rows.len() != claims.len() {
+            return Err(damaged("a renewal was not answered for each claim"));
+        }
+        rows.iter()
+            .zip(claims)
+            .map(|(row, claim)| {
+                let (left, is_there): (Option<i64>, bool) = (column(row, 0)?, column(row, 1)?);
+                Ok(match left {
+                    Some(left) => Ok(Renewal::Renewed(span(left).min(claim.lease()))),
+                    None if is_there => Err(row_is_locked()),
+                    None => Ok(Renewal::Gone),
+                })
+            })
+            .collect()
+    }
+
+    /// Reads the row of all, when an attempt was answered with nothing several times: without that row nothing is ever granted.
+    async fn check_meta(&self) -> Result<(), BackendError> {
+        let statement = Statement::new(&self.native.meta, []);
+        let rows = self.link.rows(Errand::Acquire, &statement, Repeat::Harmless).await?;
+        if rows.is_empty() {
+            return Err(damaged("the table with the name meta has lost its row").as_refused());
+        }
+        Ok(())
+    }
+}
+
+#[async_trait]
+impl LockBackend for PostgresSpringBackend {
+    /// Class C, for the peers' sake: whether a lock is over they decide by their own hosts' clocks.
+    fn capabilities(&self) -> Capabilities {
+        let capabilities = Capabilities::new("postgres", GuaranteeClass::C, Reach::Network)
+            .with_fencing()
+            .with_labels()
+            .with_inspect();
+        if self.ears.is_some() { capabilities.with_wakes() } else { capabilities }
+    }
+
+    async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        // As in the native layout.
+        const TRIES_MAX: u32 = 3;
+        for _ in 0..TRIES_MAX {
+            let mark = self.ears.as_ref().map_or(0, Ears::moment);
+            if let Some(attempt) = self.ask_for(claim, mark).await? {
+                return Ok(attempt);
+            }
+        }
+        self.check_meta().await?;
+        Ok(Attempt::Busy(Busy::new().with_retry_after(Duration::ZERO)))
+    }
+
+    async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
+        let mut answers = Vec::with_capacity(claims.len());
+        let mut trouble: Option<BackendError> = None;
+        for chunk in claims.chunks(CLAIMS_MAX) {
+            // Whatever keeps one statement from being answered would make every other wait as long.
+            let answer = match trouble.take() {
+                Some(error) => Err(error),
+                None => self.renew_chunk(chunk).await,
+            };
+            match answer {
+                Ok(renewals) => answers.extend(renewals),
+                Err(error) => {
+                    answers.extend(chunk.iter().map(|_| Err(error.clone())));
+                    trouble = Some(error);
+                }
+            }
+        }
+        answers
+    }
+
+    async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+        let lock_key = lock_key(claim.key());
+        let statement = Statement::new(
+            &self.texts.release,
+            [
+                self.region(),
+                bytes(lock_key.as_bytes()),
+                bytes(client_id(claim.id()).as_bytes()),
+                self.patience(),
+                Value::Word(self.channel.clone()),
+                self.message(&lock_key),
+            ],
+        );
+        // Asked twice, it would say that the claim held nothing. Who repeats it must know that.
+        let rows = self.link.rows(Errand::Release, &statement, Repeat::Never).await?;
+        super::purge::by_chance(claim, &self.link, &self.native, self.config.purge_after).await;
+        freed(&rows)
+    }
+
+    async fn wait(&self, claim: &Claim, busy: &Busy) {
+        match &self.ears {
+            Some(ears) => ears.wait(self.row_id(&lock_key(claim.key())).short(), busy.mark).await,
+            None => std::future::pending().await,
+        }
+    }
+
+    async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
+        let lock_key = lock_key(key);
+        let id = bytes(self.row_id(&lock_key).bytes());
+        let values = [self.region(), bytes(lock_key.as_bytes()), id];
+        let statement = Statement::new(&self.texts.look, values);
+        let rows = self.link.rows(Errand::Acquire, &statement, Repeat::Harmless).await?;
+        rows.first().map(|row| told_of(Holder::new(key.clone()), row, 0)).transpose()
+    }
+
+    /// What this program holds is told by its key; what others hold by its UUID, which is a key of the same lock.
+    async fn list(&self) -> Result<Vec<Holder>, BackendError> {
+        let statement = Statement::new(&self.texts.list, [self.region(), self.namespace()]);
+        let rows = self.link.rows(Errand::Acquire, &statement, Repeat::Harmless).await?;
+        rows.iter()
+            .map(|row| {
+                let key = column::<Option<Vec<u8>>>(row, 7)?;
+                let key = key.and_then(|key| String::from_utf8(key).ok());
+                let key = match key {
+                    Some(key) => key,
+                    // Rows by hand may have shorter ones, filled up with blanks.
+                    None => column::<String>(row, 6)?.trim_end().to_owned(),
+                };
+                let key = Key::new(&key)
+                    .map_err(|_| damaged("a row's key is not one that can be locked"))?;
+                told_of(Holder::new(key), row, 0)
+            })
+            .collect()
+    }
+
+    async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
+        let lock_key = lock_key(key);
+        let statement = Statement::new(
+            &self.texts.force_release,
+            [
+                self.region(),
+                bytes(lock_key.as_bytes()),
+                self.patience(),
+                Value::Word(self.channel.clone()),
+                self.message(&lock_key),
+            ],
+        );
+        let rows = self.link.rows(Errand::Release, &statement, Repeat::Never).await?;
+        freed(&rows)
+    }
+
+    async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
+        let mut findings = super::diagnose::look_around(&self.link, &self.config).await?;
+        findings.push(Finding::note(spring::CLOCKS));
+        Ok(findings)
+    }
+
+    async fn close(&self) {
+        if let Some(ears) = &self.ears {
+            ears.close();
+        }
+        self.link.close().await;
+    }
+}
+
+/// Finds Spring's table, or makes it. Answers with its name, quoted.
+async fn find_or_make(
+    config: &PostgresConfig,
+    table: &SpringTable,
+    link: &Link,
+) -> Result<String, BackendError> {
+    let (schema, name) = table.name();
+    let schema = schema.map(str::to_owned).or_else(|| config.tables.schema.clone());
+    // As Spring writes it: the server makes its letters small.
+    let named = match &schema {
+        Some(schema) => format!("{schema}.{name}"),
+        None => name,
+    };
+    let text = sql::find(&named);
+    let find = Statement::new(&text, []);
+    let mut rows = link.rows(Errand::Acquire, &find, Repeat::Harmless).await?;
+    if rows.is_empty() {
+        if !config.tables.create {
+            return Err(unusable(&format!(
+                "Spring's table {named} is missing; have it made by Spring's schema-postgresql.sql, or let this program make it"
+            )));
+        }
+        let text = sql::make(&named, table.generation);
+        let make = Statement::new(&text, []);
+        let made = link.rows(Errand::Acquire, &make, Repeat::Harmless).await;
+        rows = link.rows(Errand::Acquire, &find, Repeat::Harmless).await?;
+        if rows.is_empty() {
+            // Unless somebody else was faster, the error says why.
+            made.map_err(BackendError::as_refused)?;
+        }
+    }
+    let row = rows.first().ok_or_else(|| damaged("a table that was made is not there"))?;
+    let tells_end: bool = column(row, 2)?;
+    match (table.generation, tells_end) {
+        (Generation::V7, false) => Err(unusable(&spring::is_older(&named))),
+        (Generation::V6 { .. }, true) => Err(unusable(&spring::is_newer(&named))),
+        _ => Ok(format!(
+            "{}.{}",
+            quoted(&column::<String>(row, 0)?),
+            quoted(&column::<String>(row, 1)?)
+        )),
+    }
+}
+
+/// Reads client, claim, token, label and times, which stand side by side from column `first` on. What is beside belongs to the holder if
+/// its claim does.
+fn told_of(holder: Holder, row: &PgRow, first: usize) -> Result<Holder, BackendError> {
+    let client: Option<String> = column(row, first)?;
+    let claim: Option<Vec<u8>> = column(row, first + 1)?;
+    let left = Some(span(column(row, first + 5)?));
+    if !is_claim(client.as_deref(), claim.as_deref()) {
+        return Ok(holder.with_times(None, left));
+    }
+    let label: Option<Vec<u8>> = column(row, first + 3)?;
+    let label = label.map(|label| String::from_utf8_lossy(&label).into_owned());
+    Ok(holder
+        .with_label(label)
+        .with_token(Some(fencing_token(column(row, first + 2)?)?))
+        .with_times(Some(span(column(row, first + 4)?)), left))
+}
+
+fn fencing_token(token: i64) -> Result<FencingToken, BackendError> {
+    FencingToken::try_from(token).map_err(|_| damaged("a row's token is negative"))
+}
+
+fn freed(rows: &[PgRow]) -> Result<Release, BackendError> {
+    for row in rows {
+        if column(row, 0)? {
+            return Ok(Release::Freed);
+        }
+    }
+    Ok(Release::NotHeld)
+}
+
+/// How many claims one statement renews.
+const CLAIMS_MAX: usize = 1000;
+
+impl fmt::Debug for PostgresSpringBackend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("PostgresSpringBackend")
+            .field("config", &self.config)
+            .field("table", &self.table)
+            .finish_non_exhaustive()
+    }
+}

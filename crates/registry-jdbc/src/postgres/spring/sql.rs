@@ -1,0 +1,227 @@
+//! Every statement of the layout. As those of the native one, each is a transaction of its own and one round trip; see there.
+//!
+//! `{lock}` is Spring's table, `{locks}` the native one, in which each key has a row for what Spring's has no room for: tokens, label, the key
+//! itself. Both are written by one statement, Spring's first: whoever has locked its row there is the only one who writes beside it, so tokens
+//! are handed out in the order of the grants.
+//!
+//! A row is held while its end is not before the clock, which is UTC's digits without a zone. Texts of Spring's columns travel as bytes, so that
+//! plain statements have nothing to escape, and are cast to the columns' type, so that their index is used.
+
+use super::super::config::TableNames;
+use super::super::sql::Text;
+use crate::server::spring::Generation;
+
+/// The text of every statement, for tables of these names.
+#[derive(Debug)]
+pub(super) struct Texts {
+    pub(super) acquire: Text,
+    pub(super) look: Text,
+    pub(super) list: Text,
+    pub(super) renew: Text,
+    pub(super) release: Text,
+    pub(super) force_release: Text,
+    pub(super) fence: Text,
+}
+
+impl Texts {
+    /// `lock` is Spring's table, quoted.
+    pub(super) fn new(tables: &TableNames, lock: &str, generation: Generation) -> Self {
+        let (columns, values, begin, lasts, end) = match generation {
+            Generation::V7 => (
+                "region, lock_key, client_id, created_date, expired_after",
+                "utc, utc + {lease}",
+                "expired_after = {utc} + {lease}",
+                "expired_after = greatest(l.expired_after, {utc} + {lease})",
+                "l.expired_after".to_owned(),
+            ),
+            Generation::V6 { ttl } => (
+                "region, lock_key, client_id, created_date",
+                "utc + {lease} - {ttl}",
+                "created_date = {utc} + {lease} - {ttl}",
+                "created_date = greatest(l.created_date, {utc} + {lease} - {ttl})",
+                format!("(l.created_date + interval '{} microseconds')", ttl.as_micros()),
+            ),
+        };
+        let ttl = match generation {
+            Generation::V7 => String::new(),
+            Generation::V6 { ttl } => format!("interval '{} microseconds'", ttl.as_micros()),
+        };
+        let text_with = |template: &str, lease: &str| {
+            let text = template
+                .replace("{columns}", columns)
+                .replace("{values}", values)
+                .replace("{begin}", begin)
+                .replace("{lasts}", lasts)
+                .replace("{lease}", lease)
+                .replace("{ttl}", &ttl)
+                .replace("{end}", &end)
+                .replace("{lock}", lock)
+                .replace("{locks}", &tables.locks())
+                .replace("{meta}", &tables.meta())
+                .replace("{region}", "convert_from($1::bytea, 'UTF8')")
+                .replace("{key}", "convert_from($2::bytea, 'UTF8')::char(36)")
+                .replace("{client}", "convert_from($3::bytea, 'UTF8')::char(36)")
+                .replace("{utc}", "timezone('UTC', clock_timestamp())")
+                .replace("{now}", "(extract(epoch FROM clock_timestamp()) * 1000000)::bigint");
+            Text::new(&text)
+        };
+        let text = |template: &str| text_with(template, "");
+        Self {
+            acquire: text_with(ACQUIRE, "$4::bigint * interval '1 microsecond'"),
+            look: text(LOOK),
+            list: text(LIST),
+            renew: text_with(RENEW, "found.lease * interval '1 microsecond'"),
+            release: text(RELEASE),
+            force_release: text(FORCE_RELEASE),
+            fence: text(FENCE),
+        }
+        .checked()
+    }
+
+    /// A name that was not filled in would be found by the server, which is late.
+    fn checked(self) -> Self {
+        debug_assert!(
+            [&self.acquire, &self.look, &self.list, &self.renew, &self.release, &self.fence]
+                .iter()
+                .all(|text| !text.as_str().contains('{')),
+            "{self:?}"
+        );
+        self
+    }
+}
+
+/// Makes Spring's table, as Spring's own `schema-postgresql.sql` does.
+pub(super) fn make(lock: &str, generation: Generation) -> Text {
+    let end = match generation {
+        Generation::V7 => " EXPIRED_AFTER TIMESTAMP NOT NULL,",
+        Generation::V6 { .. } => "",
+    };
+    // The index gets a name of its own only where nobody else can have taken it.
+    Text::new(&format!(
+        "CREATE TABLE IF NOT EXISTS {lock} (LOCK_KEY CHAR(36) NOT NULL, REGION VARCHAR(100) NOT NULL, CLIENT_ID CHAR(36), \
+         CREATED_DATE TIMESTAMP NOT NULL,{end} PRIMARY KEY (LOCK_KEY, REGION))"
+    ))
+}
+
+/// Where Spring's table is, and whether its rows say when they end. The name was checked: letters, digits, underscores and a dot.
+pub(super) fn find(name: &str) -> Text {
+    Text::new(&format!(
+        "SELECT nspname::text, relname::text, EXISTS (SELECT FROM pg_attribute \
+            WHERE attrelid = pg_class.oid AND attname = 'expired_after' AND NOT attisdropped) \
+         FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace \
+         WHERE pg_class.oid = to_regclass('{name}')"
+    ))
+}
+
+/// Grants the key, unless somebody holds it, the claim itself included; and tells who.
+///
+/// As in the native layout, who sees that the key is held writes nothing, and who is too late is told neither a grant nor a holder. Rows of the
+/// native table outlive those of Spring's, and their tokens only grow; see there for the three that a new one must exceed.
+///
+/// region, lock key, client, lease, id, namespace, key, claim, block, label, lock_timeout
+const ACQUIRE: &str = "\
+    WITH patience AS MATERIALIZED (SELECT set_config('lock_timeout', $11::text, true)), \
+    clock AS MATERIALIZED (SELECT {now} AS now, {utc} AS utc), \
+    seen AS MATERIALIZED ( \
+        SELECT l.client_id::text AS client, {end} AS until FROM {lock} AS l WHERE l.lock_key = {key} AND l.region = {region}), \
+    noted AS MATERIALIZED (SELECT claim, token, block, label, since FROM {locks} WHERE id = $5::bytea), \
+    held AS (SELECT seen.* FROM seen, clock WHERE until >= utc), \
+    taken AS ( \
+        INSERT INTO {lock} AS l ({columns}) \
+        SELECT {region}, {key}, {client}, {values} \
+        FROM patience, clock, {meta} AS meta WHERE meta.id = 1 AND NOT EXISTS (SELECT FROM held) \
+        ON CONFLICT (lock_key, region) DO UPDATE SET client_id = excluded.client_id, {begin} WHERE {end} < {utc} \
+        RETURNING l.lock_key), \
+    granted AS ( \
+        INSERT INTO {locks} AS n (id, namespace, key, claim, token, block, label, since, until) \
+        SELECT $5::bytea, $6::bytea, $7::bytea, $8::bytea, \
+            greatest(now, floor + 1, (SELECT token + block FROM noted)), $9::bigint, $10::bytea, now, now + $4::bigint \
+        FROM taken, clock, {meta} AS meta WHERE meta.id = 1 \
+        ON CONFLICT (id) DO UPDATE SET \
+            id = excluded.id, \
+            key = excluded.key, \
+            claim = excluded.claim, \
+            token = greatest(excluded.token, n.token + n.block, {now}), \
+            block = excluded.block, \
+            label = excluded.label, \
+            since = {now}, \
+            until = {now} + $4::bigint \
+        RETURNING token) \
+    SELECT granted.token, held.client, noted.claim, noted.token, noted.label, now - noted.since, \
+        (extract(epoch FROM held.until - utc) * 1000000)::bigint, held.until IS NOT NULL \
+    FROM clock LEFT JOIN granted ON true LEFT JOIN held ON true LEFT JOIN noted ON true";
+
+/// region, lock key, id
+const LOOK: &str = "\
+    WITH clock AS MATERIALIZED (SELECT {now} AS now, {utc} AS utc) \
+    SELECT l.client_id::text, n.claim, n.token, n.label, now - n.since, (extract(epoch FROM {end} - utc) * 1000000)::bigint \
+    FROM clock, {lock} AS l LEFT JOIN {locks} AS n ON n.id = $3::bytea \
+    WHERE l.lock_key = {key} AND l.region = {region} AND {end} >= utc";
+
+/// Every held row of a region. What this program holds has its key beside.
+///
+/// region, namespace
+const LIST: &str = "\
+    WITH clock AS MATERIALIZED (SELECT {now} AS now, {utc} AS utc) \
+    SELECT l.client_id::text, n.claim, n.token, n.label, now - n.since, (extract(epoch FROM {end} - utc) * 1000000)::bigint, \
+        l.lock_key::text, n.key \
+    FROM clock, {lock} AS l LEFT JOIN {locks} AS n \
+        ON n.namespace = $2::bytea AND encode(n.claim, 'hex') = replace(l.client_id::text, '-', '') \
+    WHERE l.region = {region} AND {end} >= utc";
+
+/// Prolongs the grants that are still alive, as the native statement does: rows that somebody has locked are passed over. Spring's own renewal
+/// does not ask whether a row has ended; this one does, so that nothing comes back that has ended.
+///
+/// region, lock keys, clients, ids, claims, leases
+const RENEW: &str = "\
+    WITH wanted AS MATERIALIZED ( \
+        SELECT convert_from(k, 'UTF8')::char(36) AS k, convert_from(c, 'UTF8')::char(36) AS c, id, claim, lease, n \
+        FROM unnest($2::bytea[], $3::bytea[], $4::bytea[], $5::bytea[], $6::bigint[]) WITH ORDINALITY AS w (k, c, id, claim, lease, n)), \
+    found AS MATERIALIZED ( \
+        SELECT w.k, w.c, w.id, w.claim, w.lease FROM wanted AS w \
+        JOIN {lock} AS l ON l.lock_key = w.k AND l.region = {region} AND l.client_id = w.c \
+        WHERE {end} >= {utc} FOR NO KEY UPDATE OF l SKIP LOCKED), \
+    renewed AS ( \
+        UPDATE {lock} AS l SET {lasts} FROM found \
+        WHERE l.lock_key = found.k AND l.region = {region} AND l.client_id = found.c AND {end} >= {utc} \
+        RETURNING found.c, (extract(epoch FROM {end} - {utc}) * 1000000)::bigint AS until), \
+    beside AS ( \
+        UPDATE {locks} AS n SET until = greatest(n.until, {now} + found.lease) FROM found \
+        WHERE n.id = found.id AND n.claim = found.claim) \
+    SELECT renewed.until, \
+        EXISTS (SELECT FROM {lock} AS l \
+            WHERE l.lock_key = w.k AND l.region = {region} AND l.client_id = w.c AND {end} >= {utc}) \
+    FROM wanted AS w LEFT JOIN renewed ON renewed.c = w.c ORDER BY w.n";
+
+/// Ends the grant of one claim, and tells those who listen: not Spring, which does not. What has ended already goes too, and is answered as such.
+///
+/// region, lock key, client, lock_timeout, channel, message
+const RELEASE: &str = "\
+    WITH ease AS MATERIALIZED ( \
+        SELECT set_config('lock_timeout', $4::text, true), set_config('synchronous_commit', 'off', true)), \
+    freed AS ( \
+        DELETE FROM {lock} AS l USING ease \
+        WHERE l.lock_key = {key} AND l.region = {region} AND l.client_id = {client} RETURNING {end} >= {utc} AS held) \
+    SELECT held, pg_notify($5::text, $6::text) IS NULL FROM freed";
+
+/// Ends the grant of whoever holds the key, and tells those who listen.
+///
+/// region, lock key, lock_timeout, channel, message
+const FORCE_RELEASE: &str = "\
+    WITH patience AS MATERIALIZED (SELECT set_config('lock_timeout', $3::text, true)), \
+    freed AS ( \
+        DELETE FROM {lock} AS l USING patience \
+        WHERE l.lock_key = {key} AND l.region = {region} RETURNING {end} >= {utc} AS held) \
+    SELECT held, pg_notify($4::text, $5::text) IS NULL FROM freed";
+
+/// Finds the grant as it was made, and keeps the row from becoming anybody else's until the caller's transaction ends.
+///
+/// Spring takes a row over without a change of its index, which FOR KEY SHARE, as in the native layout, would let through. So this
+/// keeps out renewals as well: they are passed over until the transaction ends.
+///
+/// region, lock key, client, id, claim, token
+const FENCE: &str = "\
+    SELECT true FROM {lock} AS l JOIN {locks} AS n \
+        ON n.id = $4::bytea AND n.claim = $5::bytea AND n.token <= $6::bigint AND $6::bigint < n.token + n.block \
+    WHERE l.lock_key = {key} AND l.region = {region} AND l.client_id = {client} AND {end} >= {utc} \
+    FOR SHARE OF l";

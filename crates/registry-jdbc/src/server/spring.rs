@@ -1,0 +1,249 @@
+//! What a lock looks like to Spring Integration's `JdbcLockRegistry`: which table, which region, which key, which owner. Knows no SQL.
+
+use std::time::Duration;
+
+use md5::{Digest as _, Md5};
+use registry_core::{ClaimId, Key};
+
+/// The table of a Spring Integration `JdbcLockRegistry` (`DefaultLockRepository`) that locks are shared with.
+///
+/// A Spring peer and this program exclude each other when they agree on the table, the region, the generation and, for Spring 6 and before,
+/// the time to live. What both sides must know:
+///
+/// - Spring decides by the clock of its own host whether a lock is over, this program by the server's. A host of Spring's whose clock is
+///   ahead takes locks too early: keep clocks synchronised, and leases much longer than they can differ.
+/// - In the table is no key, but a UUID: the key itself, in small letters, if it looks like one, or else Java's `UUID.nameUUIDFromBytes`. So
+///   a key that is the UUID of another, and one that differs from it in nothing but the case of its hexadecimal digits, are the same lock.
+/// - Rows are deleted at release. Fencing tokens, labels and keys are kept beside, in the native tables of this program. What Spring
+///   holds has no token and no label, and is listed by its UUID, which is a key for the same lock.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SpringTable {
+    pub(crate) generation: Generation,
+    prefix: String,
+    region: String,
+}
+
+/// What a row says of its end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Generation {
+    /// Since when it is held. Each reader adds its own time to live.
+    V6 { ttl: Duration },
+    /// Until when.
+    V7,
+}
+
+impl SpringTable {
+    /// The table `INT_LOCK` of Spring Integration 7, region `DEFAULT`: a row says when its lock is over.
+    #[must_use]
+    pub fn v7() -> Self {
+        Self::of(Generation::V7)
+    }
+
+    /// The table `INT_LOCK` of Spring Integration 6 and before, region `DEFAULT`: a row says since when its lock is held, and every reader takes it
+    /// for over when its own time to live has passed since.
+    ///
+    /// `ttl` is what the peers have as `timeToLive`, to the millisecond: 10 s unless it was set there. With another one here, one side
+    /// would take the other's locks while they are held. Leases may differ from it: then a row is dated so that it is over at the right time.
+    /// Versions from 6.0 write UTC, as this program does; 6.1.8 to 6.5.8 do so only where Java's own time zone is UTC.
+    #[must_use]
+    pub fn v6(ttl: Duration) -> Self {
+        Self::of(Generation::V6 { ttl })
+    }
+
+    fn of(generation: Generation) -> Self {
+        Self { generation, prefix: "INT_".to_owned(), region: "DEFAULT".to_owned() }
+    }
+
+    /// The same with a table whose name is this and `LOCK`. `INT_` unless set. May begin with a schema and a dot.
+    #[must_use]
+    pub fn with_prefix(mut self, prefix: impl Into<String>) -> Self {
+        self.prefix = prefix.into();
+        self
+    }
+
+    /// The same with this region. Locks of different regions never meet, even if their keys are equal. `DEFAULT` unless set.
+    #[must_use]
+    pub fn with_region(mut self, region: impl Into<String>) -> Self {
+        self.region = region.into();
+        self
+    }
+
+    pub(crate) fn region(&self) -> &str {
+        &self.region
+    }
+
+    /// The schema, if one is named, and the name.
+    pub(crate) fn name(&self) -> (Option<&str>, String) {
+        match self.prefix.split_once('.') {
+            Some((schema, prefix)) => (Some(schema), format!("{prefix}LOCK")),
+            None => (None, format!("{}LOCK", self.prefix)),
+        }
+    }
+
+    /// What is wrong with it.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        let word = |text: &str, empty: bool| {
+            (empty || !text.is_empty())
+                && text.len() <= WORD_BYTES_MAX
+                && text.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
+                && !text.starts_with(|c: char| c.is_ascii_digit())
+        };
+        let parts = self.prefix.split_once('.');
+        if !parts.map_or_else(|| word(&self.prefix, true), |(a, b)| word(a, false) && word(b, true))
+        {
+            return Err(format!(
+                "the prefix {:?} of Spring's table is not of at most {WORD_BYTES_MAX} letters (a to z), digits and underscores, after a \
+                 schema and a dot if there is one",
+                self.prefix
+            ));
+        }
+        // What no collation takes for something else, but for the case of letters.
+        let plain = |c: char| c.is_ascii_graphic() && !matches!(c, '\'' | '"' | '`' | '\\' | '$');
+        if self.region.is_empty()
+            || self.region.len() > REGION_BYTES_MAX
+            || !self.region.chars().all(plain)
+        {
+            return Err(format!(
+                "the region {:?} is not of 1 to {REGION_BYTES_MAX} ASCII characters without spaces, quotes, backslashes and dollars",
+                self.region
+            ));
+        }
+        match self.generation {
+            Generation::V6 { ttl } if ttl < TTL_MIN || ttl > TTL_MAX => {
+                Err(format!("the time to live of {ttl:?} is not between {TTL_MIN:?} and 366 days"))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// LOCK_KEY: the key, if it is a UUID as people write them, or else Java's `UUID.nameUUIDFromBytes`, which is the MD5 hash with the marks of
+/// version 3 (and not RFC 4122's, which hashes a namespace first).
+pub(crate) fn lock_key(key: &Key) -> String {
+    if is_uuid(key.as_str()) {
+        return key.as_str().to_ascii_lowercase();
+    }
+    let mut hash: [u8; 16] = Md5::digest(key.as_str()).into();
+    hash[6] = hash[6] & 0x0f | 0x30;
+    hash[8] = hash[8] & 0x3f | 0x80;
+    uuid(&hash)
+}
+
+/// CLIENT_ID: a claim is its own owner.
+pub(crate) fn client_id(id: ClaimId) -> String {
+    uuid(&id.to_bytes())
+}
+
+pub(crate) fn uuid(bytes: &[u8; 16]) -> String {
+    let digits = u128::from_be_bytes(*bytes);
+    let digits = format!("{digits:032x}");
+    [&digits[..8], &digits[8..12], &digits[12..16], &digits[16..20], &digits[20..]].join("-")
+}
+
+/// Whether `client` is what is written for this claim.
+pub(crate) fn is_claim(client: Option<&str>, claim: Option<&[u8]>) -> bool {
+    let claim = claim.and_then(|claim| <[u8; 16]>::try_from(claim).ok());
+    claim.is_some_and(|claim| client == Some(uuid(&claim).as_str()))
+}
+
+fn is_uuid(text: &str) -> bool {
+    text.len() == 36
+        && text.bytes().enumerate().all(|(place, byte)| match place {
+            8 | 13 | 18 | 23 => byte == b'-',
+            _ => byte.is_ascii_hexdigit(),
+        })
+}
+
+/// Spring's column has a hundred characters.
+const REGION_BYTES_MAX: usize = 100;
+const WORD_BYTES_MAX: usize = 50;
+const TTL_MIN: Duration = Duration::from_millis(100);
+const TTL_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);
+
+/// What `doctor` tells of any such table.
+pub(crate) const CLOCKS: &str = "locks are shared with Spring, whose programs decide by their own hosts' clocks whether one is over: keep these synchronised";
+
+/// A table of version 6 where version 7 was asked for.
+pub(crate) fn is_older(table: &str) -> String {
+    format!(
+        "the table {table} has no column EXPIRED_AFTER: it is of Spring Integration 6 or before (`spring=v6`)"
+    )
+}
+
+/// A table of version 7 where version 6 was asked for.
+pub(crate) fn is_newer(table: &str) -> String {
+    format!(
+        "the table {table} has a column EXPIRED_AFTER: it is of Spring Integration 7 (`spring=v7`)"
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(text: &str) -> String {
+        lock_key(&Key::new(text).unwrap())
+    }
+
+    #[test]
+    fn keys_are_those_that_java_makes() {
+        // `UUIDConverter.getUUID(key).toString()` of a JDK 17. (Its vector for an empty key has no use: there are none.)
+        for (key, uuid) in [
+            ("foo", "acbd18db-4cc2-385c-adef-654fccc4a4d8"),
+            ("bar", "37b51d19-4a75-33e4-9b56-f6524f2d51f2"),
+            ("1", "c4ca4238-a0b9-3382-8dcc-509a6f75849b"),
+            ("order:42", "d978d567-2fe1-37dc-b580-4df0b784b958"),
+            ("ключ", "c3657b66-c60a-3072-92aa-e11f07b04ae7"),
+        ] {
+            assert_eq!(of(key), uuid, "{key}");
+        }
+        let mut empty: [u8; 16] = Md5::digest("").into();
+        empty[6] = empty[6] & 0x0f | 0x30;
+        empty[8] = empty[8] & 0x3f | 0x80;
+        assert_eq!(uuid(&empty), "d41d8cd9-8f00-3204-a980-0998ecf8427e");
+    }
+
+    #[test]
+    fn a_uuid_is_itself_in_small_letters() {
+        let small = "acbd18db-4cc2-385c-adef-654fccc4a4d8";
+        assert_eq!(of(small), small);
+        assert_eq!(of("ACBD18DB-4cc2-385C-adef-654fccc4a4d8"), small);
+        for other in [
+            "acbd18db4cc2385cadef654fccc4a4d8",
+            "{acbd18db-4cc2-385c-adef-654fccc4a4d8}",
+            "acbd18db-4cc2-385c-adef-654fccc4a4dg",
+            "acbd18d-b4cc2-385c-adef-654fccc4a4d8",
+        ] {
+            assert_ne!(of(other), other, "{other}");
+            assert!(is_uuid(&of(other)));
+        }
+    }
+
+    #[test]
+    fn a_claim_is_an_owner_of_36_characters() {
+        let id = ClaimId::from_bits(0x0123_4567_89ab_cdef_0011_2233_4455_6677);
+        assert_eq!(client_id(id), "01234567-89ab-cdef-0011-223344556677");
+        assert!(is_claim(Some(&client_id(id)), Some(&id.to_bytes())));
+        assert!(!is_claim(None, Some(&id.to_bytes())));
+        assert!(!is_claim(Some("01234567-89ab-cdef-0011-223344556678"), Some(&id.to_bytes())));
+        assert!(!is_claim(Some(&client_id(id)), None));
+    }
+
+    #[test]
+    fn names_that_could_be_something_else_are_refused() {
+        let table = SpringTable::v7();
+        assert_eq!(table.name(), (None, "INT_LOCK".to_owned()));
+        for prefix in ["", "MY_", "app.INT_", "app."] {
+            table.clone().with_prefix(prefix).check().unwrap();
+        }
+        for prefix in ["a b", "x;--", "a.b.c", ".x", "1a", "é", "a'"] {
+            table.clone().with_prefix(prefix).check().unwrap_err();
+        }
+        for region in ["", "a b", "a'b", "a\\b", "é", "a$1", &"x".repeat(101)] {
+            table.clone().with_region(region).check().unwrap_err();
+        }
+        table.with_region("eu/west-1:a").check().unwrap();
+        SpringTable::v6(Duration::ZERO).check().unwrap_err();
+        SpringTable::v6(Duration::from_secs(10)).check().unwrap();
+    }
+}

@@ -1,0 +1,141 @@
+"""Locks as Spring Integration's JdbcLockRegistry takes them. Knows nothing of sections and journals: see peer.py.
+
+The statements are those of DefaultLockRepository, of version 7.0 (`v7`) and of 6.x (`v6`): the same tables, columns, conditions
+and transactions, and the client's own clock, in UTC without a zone. A `?` of theirs is a `%s` here.
+"""
+
+import hashlib
+import re
+import time
+import uuid
+from datetime import datetime, timedelta, timezone
+from urllib.parse import unquote, urlsplit
+
+# `timeToLive` and `idleBetweenTries`, unless they are set.
+TTL_MS = 10_000
+IDLE_MS = 100
+
+DELETE = "DELETE FROM {prefix}LOCK WHERE REGION=%s AND LOCK_KEY=%s AND CLIENT_ID=%s"
+UPDATE = {
+    "v7": "UPDATE {prefix}LOCK SET CLIENT_ID=%s, EXPIRED_AFTER=%s "
+    "WHERE REGION=%s AND LOCK_KEY=%s AND (CLIENT_ID=%s OR EXPIRED_AFTER<%s)",
+    "v6": "UPDATE {prefix}LOCK SET CLIENT_ID=%s, CREATED_DATE=%s "
+    "WHERE REGION=%s AND LOCK_KEY=%s AND (CLIENT_ID=%s OR CREATED_DATE<%s)",
+}
+INSERT = {
+    "v7": "INSERT INTO {prefix}LOCK (REGION, LOCK_KEY, CLIENT_ID, CREATED_DATE, EXPIRED_AFTER) VALUES (%s, %s, %s, %s, %s)",
+    "v6": "INSERT INTO {prefix}LOCK (REGION, LOCK_KEY, CLIENT_ID, CREATED_DATE) VALUES (%s, %s, %s, %s)",
+}
+
+UUID = re.compile(r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}")
+
+
+def lock_key(key):
+    """UUIDConverter.getUUID(key).toString(): with Java's nameUUIDFromBytes, which is MD5 with the marks of version 3."""
+    if UUID.fullmatch(key):
+        return key.lower()
+    return str(uuid.UUID(bytes=hashlib.md5(key.encode()).digest(), version=3))
+
+
+def now():
+    return datetime.now(timezone.utc).replace(tzinfo=None)
+
+
+class Postgres:
+    def __init__(self, url):
+        import psycopg2
+
+        self.errors = psycopg2.errors
+        self.connection = psycopg2.connect(url)
+        self.connection.set_session(isolation_level="READ COMMITTED")
+        self.integrity = psycopg2.IntegrityError
+        self.database = psycopg2.Error
+
+    def is_transient(self, error):
+        errors = self.errors
+        kinds = (errors.DeadlockDetected, errors.SerializationFailure, errors.LockNotAvailable, errors.QueryCanceled)
+        return isinstance(error, kinds)
+
+
+class MariaDb:
+    def __init__(self, url):
+        import pymysql
+
+        place = urlsplit(url)
+        self.connection = pymysql.connect(
+            host=place.hostname,
+            port=place.port or 3306,
+            user=unquote(place.username or "root"),
+            password=unquote(place.password or ""),
+            database=place.path.lstrip("/"),
+            # As Java's drivers do: rows that were found are counted, changed or not.
+            client_flag=pymysql.constants.CLIENT.FOUND_ROWS,
+        )
+        with self.connection.cursor() as cursor:
+            cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
+        self.connection.commit()
+        self.integrity = pymysql.IntegrityError
+        self.database = pymysql.Error
+
+    def is_transient(self, error):
+        return error.args[0] in (1205, 1213)
+
+
+class JdbcLock:
+    """JdbcLock, with what it has from its registry and the repository."""
+
+    def __init__(self, url, generation, region, key, ttl_ms, idle_ms):
+        self.database = MariaDb(url) if url.startswith(("mysql:", "mariadb:")) else Postgres(url)
+        self.generation = generation
+        self.region = region
+        self.key = lock_key(key)
+        self.client_id = str(uuid.uuid4())
+        self.ttl = timedelta(milliseconds=ttl_ms)
+        self.idle_ms = idle_ms
+
+    def try_lock(self):
+        return self.patiently(self.acquire)
+
+    def lock(self, wait):
+        while not self.try_lock():
+            time.sleep(self.idle_ms / 1000)
+
+    def unlock(self):
+        if not self.patiently(self.delete):
+            raise RuntimeError("Lock was released in the store due to expiration.")
+
+    def acquire(self, cursor):
+        at = now()
+        place = (self.region, self.key)
+        if self.generation == "v7":
+            update = (self.client_id, at + self.ttl, *place, self.client_id, at)
+            insert = (*place, self.client_id, at, at + self.ttl)
+        else:
+            update = (self.client_id, at, *place, self.client_id, at - self.ttl)
+            insert = (*place, self.client_id, at)
+        cursor.execute(UPDATE[self.generation].format(prefix="INT_"), update)
+        if cursor.rowcount > 0:
+            return True
+        cursor.execute(INSERT[self.generation].format(prefix="INT_"), insert)
+        return cursor.rowcount > 0
+
+    def delete(self, cursor):
+        cursor.execute(DELETE.format(prefix="INT_"), (self.region, self.key, self.client_id))
+        return cursor.rowcount > 0
+
+    def patiently(self, work):
+        """In a transaction of its own. What may pass is tried again at once and without end, as there."""
+        connection = self.database.connection
+        while True:
+            try:
+                with connection.cursor() as cursor:
+                    answer = work(cursor)
+                connection.commit()
+                return answer
+            except self.database.integrity:
+                connection.rollback()
+                return False
+            except self.database.database as error:
+                connection.rollback()
+                if not self.database.is_transient(error):
+                    raise

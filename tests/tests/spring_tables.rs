@@ -1,0 +1,245 @@
+//! Locks in databases that are shared with Spring Integration's `JdbcLockRegistry`, played by `peers/peer.py` with the statements of the
+//! original, of version 7 and of version 6. Both sides exclude each other and outlive each other. Needs PostgreSQL and MariaDB.
+#![cfg(target_os = "linux")]
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
+#![expect(clippy::print_stdout, reason = "the figures are worth a look")]
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use futures_util::future::try_join_all;
+use lock_registry_tests::sections::{Form, Section, Task};
+use registry_core::{LockOptions, LockRegistry, Registry};
+use registry_testkit::check::check;
+use registry_testkit::history::History;
+use registry_testkit::mariadb::MariaDbServer;
+use registry_testkit::postgres::PostgresServer;
+use registry_testkit::process::HelperProcess;
+use registry_testkit::within;
+use tempfile::TempDir;
+
+/// Long enough for any machine; reached only by a test that fails.
+const LONG: Duration = Duration::from_secs(300);
+
+const KEY: &str = "orders/42";
+
+/// A database, and whose table is in it.
+enum Server {
+    Postgres(PostgresServer),
+    MariaDb(MariaDbServer),
+}
+
+impl Server {
+    fn url(&self) -> String {
+        match self {
+            Self::Postgres(server) => server.url(),
+            Self::MariaDb(server) => server.url(),
+        }
+    }
+}
+
+async fn servers() -> [Server; 2] {
+    [
+        Server::Postgres(PostgresServer::start().await.unwrap()),
+        Server::MariaDb(MariaDbServer::start().await.unwrap()),
+    ]
+}
+
+const GENERATIONS: [&str; 2] = ["v7", "v6"];
+
+/// Where ours find the locks. The lease is what Spring has as `timeToLive`.
+fn our_url(server: &Server, generation: &str, lease_ms: u64) -> String {
+    let lease = format!("lease={lease_ms}ms&poll=20ms");
+    format!("{}?layout=spring&spring={generation}&region=R&{lease}", server.url())
+}
+
+/// Ours come first, so they make the table.
+async fn registry(server: &Server, generation: &str, lease_ms: u64) -> Registry {
+    lock_registry::connect(&our_url(server, generation, lease_ms)).await.unwrap()
+}
+
+#[tokio::test]
+async fn whoever_holds_a_lock_keeps_the_other_side_out() {
+    for generation in GENERATIONS {
+        for server in servers().await {
+            let ours = registry(&server, generation, 10_000).await;
+            let lock = ours.obtain(KEY);
+            let mut peer = peer(&server, generation, &["--once", "hold"]);
+            expect(&mut peer, "held").await;
+            assert!(lock.try_lock().await.unwrap().is_none());
+            let holder = lock.holder().await.unwrap().unwrap();
+            assert!(holder.token.is_none() && holder.lease_left.is_some(), "{holder:?}");
+            peer.write_line("").unwrap();
+            expect(&mut peer, "released").await;
+
+            let guard = lock.try_lock().await.unwrap().unwrap();
+            let mut peer = attempt(&server, generation);
+            expect(&mut peer, "busy").await;
+            guard.unlock().await.unwrap();
+            let mut peer = attempt(&server, generation);
+            expect(&mut peer, "held").await;
+            expect(&mut peer, "released").await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_held_lock_that_is_renewed_is_never_taken_by_spring() {
+    for generation in GENERATIONS {
+        for server in servers().await {
+            let ours = registry(&server, generation, 1_000).await;
+            let guard = ours.obtain(KEY).lock().await.unwrap();
+            let mut waiting = peer(&server, generation, &["--lease-ms", "1000", "--once", "hold"]);
+            expect(&mut waiting, "waiting").await;
+            // Three leases: a peer that had to wait for one of its own would be in by then.
+            let passed = tokio::time::timeout(Duration::from_secs(3), guard.lost()).await;
+            assert!(passed.is_err(), "the lock was lost: {passed:?}");
+            let mut other = peer(&server, generation, &["--lease-ms", "1000", "--once", "try"]);
+            expect(&mut other, "busy").await;
+            guard.unlock().await.unwrap();
+            expect(&mut waiting, "held").await;
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_dead_peer_is_outlived_by_its_time_to_live() {
+    for generation in GENERATIONS {
+        for server in servers().await {
+            let ours = registry(&server, generation, 1_000).await;
+            let mut peer = peer(&server, generation, &["--lease-ms", "1000", "--once", "hold"]);
+            expect(&mut peer, "held").await;
+            peer.kill().unwrap();
+            within(LONG, ours.obtain(KEY).lock()).await.unwrap().unlock().await.unwrap();
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_peer_outlives_our_dead() {
+    for generation in GENERATIONS {
+        for server in servers().await {
+            let dead = registry(&server, generation, 1_000).await;
+            // As a process that stands still: it neither renews nor releases.
+            let last = LockOptions::new().lease(Duration::from_secs(1)).renew(false);
+            let guard = dead.obtain(KEY).lock_with(last).await.unwrap().unwrap();
+            let mut peer = peer(&server, generation, &["--lease-ms", "1000", "--once", "hold"]);
+            expect(&mut peer, "held").await;
+            assert!(!guard.is_held());
+            // And it does not take the peer's lock away.
+            guard.unlock().await.unwrap_err();
+        }
+    }
+}
+
+#[tokio::test]
+async fn we_take_turns_with_spring_7_in_postgresql() {
+    take_turns(Server::Postgres(PostgresServer::start().await.unwrap()), "v7").await;
+}
+
+#[tokio::test]
+async fn we_take_turns_with_spring_6_in_postgresql() {
+    take_turns(Server::Postgres(PostgresServer::start().await.unwrap()), "v6").await;
+}
+
+#[tokio::test]
+async fn we_take_turns_with_spring_7_in_mariadb() {
+    take_turns(Server::MariaDb(MariaDbServer::start().await.unwrap()), "v7").await;
+}
+
+#[tokio::test]
+async fn we_take_turns_with_spring_6_in_mariadb() {
+    take_turns(Server::MariaDb(MariaDbServer::start().await.unwrap()), "v6").await;
+}
+
+/// Processes of each side, and how many times each takes the lock.
+const EACH: u32 = 2;
+const SECTIONS: u32 = 300;
+
+/// Two of ours and two of theirs increment a number in several steps, and nobody is inside with another.
+async fn take_turns(server: Server, generation: &str) {
+    let folder = TempDir::new().unwrap();
+    let counter = folder.path().join("counter");
+    fs::write(&counter, "0").unwrap();
+    let mut processes = Vec::new();
+    for number in 0..2 * EACH {
+        let journal = folder.path().join(format!("journal{number}"));
+        let command = if number < EACH {
+            let url = our_url(&server, generation, 10_000);
+            let (journal, counter) = (journal.clone(), counter.clone());
+            let mut task = Task::new(url, Form::Spring, "", KEY, journal, counter);
+            task.sections = SECTIONS;
+            let mut command = Command::new(env!("CARGO_BIN_EXE_lock-sections"));
+            command.arg(serde_json::to_string(&task).unwrap());
+            command
+        } else {
+            // As often as ours look; it is an option of Spring's, too.
+            let mut command = peer_command(&server, generation, &["--on-cue", "--idle-ms", "20"]);
+            command.arg("--journal").arg(&journal).arg("--counter").arg(&counter);
+            command.args(["--sections", &SECTIONS.to_string()]);
+            command
+        };
+        let mut process = HelperProcess::spawn(command).unwrap();
+        // One by one: the first makes the table.
+        expect(&mut process, "ready").await;
+        processes.push((number < EACH, journal, process));
+    }
+    for (_, _, process) in &mut processes {
+        process.write_line("go").unwrap();
+    }
+    // The first that fails ends it, or the others would wait for the lock that it has left behind.
+    try_join_all(processes.iter().map(|(_, _, process)| done(process))).await.unwrap();
+
+    let mut sections: Vec<(bool, Section)> = Vec::new();
+    for (ours, journal, _) in &processes {
+        let journal = fs::read_to_string(journal).unwrap();
+        sections.extend(journal.lines().map(|line| (*ours, serde_json::from_str(line).unwrap())));
+    }
+    sections.sort_by_key(|(_, section)| section.entered);
+    let events = (0..).zip(&sections).flat_map(|(n, (_, section))| section.events(KEY, n));
+    let checked = check(&History::from_events(events).unwrap()).unwrap();
+    // Ours have tokens, and those rise.
+    let ours = (EACH * SECTIONS) as usize;
+    assert_eq!((checked.grants, checked.tokens, checked.unknown), (2 * ours, ours, 0));
+    let count = fs::read_to_string(&counter).unwrap();
+    assert_eq!(count.trim(), (2 * EACH * SECTIONS).to_string());
+
+    let changes = sections.windows(2).filter(|pair| pair[0].0 != pair[1].0).count();
+    let (first, last) = (&sections[0].1, &sections[sections.len() - 1].1);
+    let took = Duration::from_nanos(last.left - first.asked);
+    println!("{generation}: {} sections in {took:?}, the side changed {changes} times", 2 * ours);
+    // Neither side waits for the other to be done.
+    assert!(changes > 20, "the side changed {changes} times");
+}
+
+/// Waits for the end of a process that is to end well.
+async fn done(process: &HelperProcess) -> Result<(), String> {
+    let status = process.wait_exit(LONG).await.map_err(|late| late.to_string())?;
+    if status.success() { Ok(()) } else { Err(format!("{status}: {}", process.stderr())) }
+}
+
+fn attempt(server: &Server, generation: &str) -> HelperProcess {
+    peer(server, generation, &["--once", "try"])
+}
+
+fn peer(server: &Server, generation: &str, options: &[&str]) -> HelperProcess {
+    HelperProcess::spawn(peer_command(server, generation, options)).unwrap()
+}
+
+fn peer_command(server: &Server, generation: &str, options: &[&str]) -> Command {
+    let mut command = Command::new("python3");
+    let program = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers/peer.py");
+    // It leaves no compiled files among the sources.
+    command.arg("-B").arg(program).args(["--url", &server.url(), "--key", KEY]);
+    command.args(["--layout", "spring", "--namespace", "R", "--generation", generation]);
+    command.args(options);
+    command
+}
+
+async fn expect(process: &mut HelperProcess, line: &str) {
+    if let Err(late) = process.expect_line(|said| said == line, LONG).await {
+        panic!("{late}");
+    }
+}
