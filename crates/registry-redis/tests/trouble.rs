@@ -570,6 +570,27 @@ async fn all_connections_follow_a_master_that_one_of_them_has_found() {
     assert_eq!(within(LONG, held.lost()).await, LostReason::Gone);
 }
 
+/// Their leases are asked for together, and so is the server asked to tell of them.
+#[tokio::test]
+async fn holders_of_many_locks_are_told_of_each_that_is_taken_away() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    // Renewals come after a third of it.
+    let registry = open(&server, |builder| builder.lease(secs(600))).await;
+    let mut guards = Vec::new();
+    for n in 0..5 {
+        guards.push(registry.obtain(&n.to_string()).lock().await.unwrap());
+    }
+    let tracked = async || {
+        let info = server.ask("INFO stats").await.unwrap();
+        info.contains("tracking_total_keys:5")
+    };
+    eventually(LONG, tracked).await;
+    for (n, guard) in guards.iter().enumerate() {
+        server.ask(&format!("DEL lock-registry:{{{n}}}")).await.unwrap();
+        assert_eq!(within(secs(5), guard.lost()).await, LostReason::Gone, "{n}");
+    }
+}
+
 #[tokio::test]
 async fn whoever_asks_again_at_once_lets_those_who_wait_elsewhere_go_first() {
     let server = RedisServer::start(&[]).await.unwrap();
