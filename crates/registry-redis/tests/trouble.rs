@@ -591,6 +591,31 @@ async fn holders_of_many_locks_are_told_of_each_that_is_taken_away() {
     }
 }
 
+/// The server may only have been slow, and what it knew to tell over that connection nobody hears.
+#[tokio::test]
+async fn a_holder_is_told_of_its_loss_after_a_silent_connection_was_given_up() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    let config = RedisConfig::from_url(&server.url()).unwrap();
+    let config = config.with_response_timeout(Duration::from_millis(300));
+    let backend = Arc::new(RedisBackend::open(config).await.unwrap());
+    let registry = Registry::builder(backend).lease(secs(600)).build().unwrap();
+    let guard = registry.obtain("k").lock().await.unwrap();
+    let tracked = async || {
+        let info = server.ask("INFO stats").await.unwrap();
+        info.contains("tracking_total_keys:1\r\n")
+    };
+    eventually(LONG, tracked).await;
+    server.pause().unwrap();
+    registry.obtain("another").try_lock().await.unwrap_err();
+    server.resume().unwrap();
+    // Over a new connection.
+    eventually(LONG, async || registry.obtain("a third").lock().await.is_ok()).await;
+    eventually(LONG, tracked).await;
+    assert!(guard.is_held());
+    server.ask("DEL lock-registry:{k}").await.unwrap();
+    assert_eq!(within(secs(5), guard.lost()).await, LostReason::Gone);
+}
+
 #[tokio::test]
 async fn whoever_asks_again_at_once_lets_those_who_wait_elsewhere_go_first() {
     let server = RedisServer::start(&[]).await.unwrap();

@@ -39,8 +39,12 @@ impl Node {
         rumours: &Rumours,
     ) -> Self {
         let wire = || {
-            let (dial, rumours) = (Arc::clone(&dial), rumours.clone());
-            Wire::new(move |ended| tracking(Arc::clone(&dial), rumours.clone(), ended))
+            let (dial, rumours, deaf) = (Arc::clone(&dial), rumours.clone(), rumours.clone());
+            Wire::new(
+                move |ended| tracking(Arc::clone(&dial), rumours.clone(), ended),
+                // What changes from now on is not heard of.
+                move || deaf.spread_all(),
+            )
         };
         let wires = if config.durability.is_wanted() { DURABLE_WIRES } else { 0 };
         Self {
