@@ -94,9 +94,13 @@ impl Node {
         answers.swap_remove(1).extract_error()
     }
 
-    /// What must be said right before a script. Of two things only one can be: each counts for the very next command.
+    /// What must be said right before a script. Of two things only one can be: each counts for the very next command. So while a slot is
+    /// on its way nobody tells of its locks, and they are looked at until it has come.
     fn preface(&self, call: &Call<'_>, asking: bool) -> Option<Preface> {
         if asking {
+            if call.watches() {
+                self.rumours.spread_soon(call.keys());
+            }
             return Some(Preface::Asking);
         }
         (call.watches() && self.rumours.are_told()).then_some(Preface::Watching)
