@@ -147,8 +147,14 @@ impl Node {
 
     /// Runs a script and waits until its writes are as safe as was asked for.
     pub(crate) async fn run_durably(&self, call: &Call<'_>, asking: bool) -> RedisResult<Durable> {
-        let wire = &self.durable
-            [self.next_durable.fetch_add(1, Ordering::Relaxed) % self.durable.len().max(1)];
+        // What is to be told of is always asked for over the first one: a server takes what comes over another one for changes by somebody
+        // else, and each renewal would call for a look.
+        let others = self.durable.len().saturating_sub(1).max(1);
+        let wire = if call.watches() {
+            &self.durable[0]
+        } else {
+            &self.durable[1 + self.next_durable.fetch_add(1, Ordering::Relaxed) % others]
+        };
         let preface = self.preface(call, asking);
         let answers = self.run_among(wire, call, preface, Some(self.wait())).await?;
         let mut answers = answers.into_iter().skip(usize::from(preface.is_some()));
