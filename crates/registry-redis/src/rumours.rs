@@ -1,11 +1,13 @@
 //! Passes on what the servers say of changes to locks, to the registries that may hold them.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use redis::Value;
-use registry_core::LossHints;
+use registry_core::{Key, LossHints};
 
 use crate::names::Names;
 
@@ -18,7 +20,12 @@ struct Inner {
     /// A server would not tell.
     untold: AtomicBool,
     registries: Mutex<Vec<LossHints>>,
+    /// Of these nobody tells for now.
+    untold_keys: Mutex<BTreeSet<Key>>,
 }
+
+/// How soon a key is looked at of which a server could not be asked to tell.
+const LOOK_AGAIN: Duration = Duration::from_millis(250);
 
 impl Rumours {
     pub(crate) fn new(names: Names) -> Self {
@@ -26,6 +33,7 @@ impl Rumours {
             names,
             untold: AtomicBool::new(false),
             registries: Mutex::default(),
+            untold_keys: Mutex::default(),
         }))
     }
 
@@ -58,11 +66,33 @@ impl Rumours {
         let Some(Value::Array(names)) = named.first() else { return self.spread_all() };
         for name in names {
             let Value::BulkString(name) = name else { continue };
-            let key = std::str::from_utf8(name).ok().and_then(|name| self.0.names.key(name));
-            if let Some(key) = key {
+            if let Some(key) = self.key(name) {
                 self.each(|hints| hints.look_at(&key));
             }
         }
+    }
+
+    /// Has keys looked at soon, for nobody tells of changes to them.
+    pub(crate) fn spread_soon<'a>(&self, names: impl Iterator<Item = &'a [u8]>) {
+        let mut keys = self.0.untold_keys.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_idle = keys.is_empty();
+        keys.extend(names.filter_map(|name| self.key(name)));
+        if is_idle && !keys.is_empty() {
+            let rumours = self.clone();
+            tokio::spawn(async move {
+                tokio::time::sleep(LOOK_AGAIN).await;
+                let untold = &rumours.0.untold_keys;
+                let keys =
+                    std::mem::take(&mut *untold.lock().unwrap_or_else(PoisonError::into_inner));
+                for key in keys {
+                    rumours.each(|hints| hints.look_at(&key));
+                }
+            });
+        }
+    }
+
+    fn key(&self, name: &[u8]) -> Option<Key> {
+        self.0.names.key(std::str::from_utf8(name).ok()?)
     }
 
     /// Passes on that anything may have changed.

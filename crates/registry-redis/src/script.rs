@@ -117,6 +117,18 @@ impl Call<'_> {
         self.watches
     }
 
+    /// The keys of the script.
+    pub(crate) fn keys(&self) -> impl Iterator<Item = &[u8]> {
+        let simple = |argument| match argument {
+            Arg::Simple(argument) => Some(argument),
+            _ => None,
+        };
+        let mut arguments = self.command.args_iter().skip(2).filter_map(simple);
+        let count =
+            arguments.next().and_then(|count| std::str::from_utf8(count).ok()?.parse().ok());
+        arguments.take(count.unwrap_or(0))
+    }
+
     /// For a server that knows the script.
     pub(crate) fn known(&self) -> &Cmd {
         &self.command

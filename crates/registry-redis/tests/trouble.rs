@@ -570,6 +570,81 @@ async fn all_connections_follow_a_master_that_one_of_them_has_found() {
     assert_eq!(within(LONG, held.lost()).await, LostReason::Gone);
 }
 
+/// Their leases are asked for together, and so is the server asked to tell of them.
+#[tokio::test]
+async fn holders_of_many_locks_are_told_of_each_that_is_taken_away() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    // Renewals come after a third of it.
+    let registry = open(&server, |builder| builder.lease(secs(600))).await;
+    let mut guards = Vec::new();
+    for n in 0..5 {
+        guards.push(registry.obtain(&n.to_string()).lock().await.unwrap());
+    }
+    let tracked = async || {
+        let info = server.ask("INFO stats").await.unwrap();
+        info.contains("tracking_total_keys:5")
+    };
+    eventually(LONG, tracked).await;
+    for (n, guard) in guards.iter().enumerate() {
+        server.ask(&format!("DEL lock-registry:{{{n}}}")).await.unwrap();
+        assert_eq!(within(secs(5), guard.lost()).await, LostReason::Gone, "{n}");
+    }
+}
+
+/// The server may only have been slow, and what it knew to tell over that connection nobody hears.
+#[tokio::test]
+async fn a_holder_is_told_of_its_loss_after_a_silent_connection_was_given_up() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    let config = RedisConfig::from_url(&server.url()).unwrap();
+    let config = config.with_response_timeout(Duration::from_millis(300));
+    let backend = Arc::new(RedisBackend::open(config).await.unwrap());
+    let registry = Registry::builder(backend).lease(secs(600)).build().unwrap();
+    let guard = registry.obtain("k").lock().await.unwrap();
+    let tracked = async || {
+        let info = server.ask("INFO stats").await.unwrap();
+        info.contains("tracking_total_keys:1\r\n")
+    };
+    eventually(LONG, tracked).await;
+    server.pause().unwrap();
+    registry.obtain("another").try_lock().await.unwrap_err();
+    server.resume().unwrap();
+    // Over a new connection.
+    eventually(LONG, async || registry.obtain("a third").lock().await.is_ok()).await;
+    eventually(LONG, tracked).await;
+    assert!(guard.is_held());
+    server.ask("DEL lock-registry:{k}").await.unwrap();
+    assert_eq!(within(secs(5), guard.lost()).await, LostReason::Gone);
+}
+
+/// They go over several connections, and what comes over one of them is no change by somebody else to the others.
+#[tokio::test]
+async fn renewals_that_replicas_are_waited_for_call_for_no_looks() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    let port = server.addr().port().to_string();
+    let _replica = RedisServer::start(&["--replicaof", "127.0.0.1", &port]).await.unwrap();
+    let in_sync = async || server.ask("WAIT 1 10").await.unwrap().contains(":1");
+    eventually(LONG, in_sync).await;
+    let config = RedisConfig::from_url(&server.url()).unwrap().with_replicas(1);
+    let backend = Arc::new(RedisBackend::open(config).await.unwrap());
+    let registry = Registry::builder(backend).lease(secs(600)).build().unwrap();
+    let guard = registry.obtain("k").lock().await.unwrap();
+    for _ in 0..3 {
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        guard.renew(secs(600)).await.unwrap();
+    }
+    let calls = async || {
+        let info = server.ask("INFO commandstats").await.unwrap();
+        let scripts = info.lines().find(|line| line.starts_with("cmdstat_evalsha:")).unwrap();
+        scripts.split(',').next().unwrap().to_owned()
+    };
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    let before = calls().await;
+    tokio::time::sleep(secs(1)).await;
+    assert_eq!(calls().await, before);
+    server.ask("DEL lock-registry:{k}").await.unwrap();
+    assert_eq!(within(secs(5), guard.lost()).await, LostReason::Gone);
+}
+
 #[tokio::test]
 async fn whoever_asks_again_at_once_lets_those_who_wait_elsewhere_go_first() {
     let server = RedisServer::start(&[]).await.unwrap();

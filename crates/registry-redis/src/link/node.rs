@@ -39,8 +39,12 @@ impl Node {
         rumours: &Rumours,
     ) -> Self {
         let wire = || {
-            let (dial, rumours) = (Arc::clone(&dial), rumours.clone());
-            Wire::new(move |ended| tracking(Arc::clone(&dial), rumours.clone(), ended))
+            let (dial, rumours, deaf) = (Arc::clone(&dial), rumours.clone(), rumours.clone());
+            Wire::new(
+                move |ended| tracking(Arc::clone(&dial), rumours.clone(), ended),
+                // What changes from now on is not heard of.
+                move || deaf.spread_all(),
+            )
         };
         let wires = if config.durability.is_wanted() { DURABLE_WIRES } else { 0 };
         Self {
@@ -90,9 +94,13 @@ impl Node {
         answers.swap_remove(1).extract_error()
     }
 
-    /// What must be said right before a script. Of two things only one can be: each counts for the very next command.
+    /// What must be said right before a script. Of two things only one can be: each counts for the very next command. So while a slot is
+    /// on its way nobody tells of its locks, and they are looked at until it has come.
     fn preface(&self, call: &Call<'_>, asking: bool) -> Option<Preface> {
         if asking {
+            if call.watches() {
+                self.rumours.spread_soon(call.keys());
+            }
             return Some(Preface::Asking);
         }
         (call.watches() && self.rumours.are_told()).then_some(Preface::Watching)
@@ -139,8 +147,14 @@ impl Node {
 
     /// Runs a script and waits until its writes are as safe as was asked for.
     pub(crate) async fn run_durably(&self, call: &Call<'_>, asking: bool) -> RedisResult<Durable> {
-        let wire = &self.durable
-            [self.next_durable.fetch_add(1, Ordering::Relaxed) % self.durable.len().max(1)];
+        // What is to be told of is always asked for over the first one: a server takes what comes over another one for changes by somebody
+        // else, and each renewal would call for a look.
+        let others = self.durable.len().saturating_sub(1).max(1);
+        let wire = if call.watches() {
+            &self.durable[0]
+        } else {
+            &self.durable[1 + self.next_durable.fetch_add(1, Ordering::Relaxed) % others]
+        };
         let preface = self.preface(call, asking);
         let answers = self.run_among(wire, call, preface, Some(self.wait())).await?;
         let mut answers = answers.into_iter().skip(usize::from(preface.is_some()));

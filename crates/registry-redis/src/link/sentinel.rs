@@ -16,7 +16,7 @@ use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 use tokio::time::{sleep, timeout};
 
-use super::wire::{Wire, is_end};
+use super::wire::{Dialled, Wire, is_end};
 use super::{Dial, Next, Node, Topology, dialler, without_login};
 use crate::config::{Address, RedisConfig};
 use crate::ears::Hearing;
@@ -59,7 +59,7 @@ impl Follower {
         let sentinel = |address| {
             let client = config.access.sentinel(address)?;
             let (dialled, connect) = (client.clone(), config.connect_timeout);
-            let wire = Wire::new(move |_| {
+            let dial = move |_| -> Dialled {
                 let client = dialled.clone();
                 let settings = redis::AsyncConnectionConfig::new()
                     .set_connection_timeout(Some(connect))
@@ -68,7 +68,8 @@ impl Follower {
                     let dialled = client.get_multiplexed_async_connection_with_config(&settings);
                     dialled.await.map_err(|error| without_login(&client, error))
                 })
-            });
+            };
+            let wire = Wire::new(dial, || {});
             Ok(Sentinel { wire, client })
         };
         let shared = Arc::new(Shared {

@@ -21,6 +21,7 @@ pub(crate) type Ended = Arc<AtomicBool>;
 
 pub(crate) struct Wire {
     dial: Box<dyn Fn(Ended) -> Dialled + Send + Sync>,
+    given_up: Box<dyn Fn() + Send + Sync>,
     current: Mutex<Line>,
 }
 
@@ -31,10 +32,14 @@ struct Line {
 }
 
 impl Wire {
-    /// A wire that `dial` connects, at its first use. `dial` may tell that a connection has ended; else the next command finds out.
-    pub(crate) fn new(dial: impl Fn(Ended) -> Dialled + Send + Sync + 'static) -> Self {
+    /// A wire that `dial` connects, at its first use. `dial` may tell that a connection has ended; else the next command finds out, and
+    /// `given_up` is called.
+    pub(crate) fn new(
+        dial: impl Fn(Ended) -> Dialled + Send + Sync + 'static,
+        given_up: impl Fn() + Send + Sync + 'static,
+    ) -> Self {
         let current = Mutex::new(line(&dial));
-        Self { dial: Box::new(dial), current }
+        Self { dial: Box::new(dial), given_up: Box::new(given_up), current }
     }
 
     /// Sends a command.
@@ -96,7 +101,12 @@ impl Wire {
             let mut current = self.lock();
             // Of many commands that fail together the first does it.
             if current.dialled.ptr_eq(&used) {
+                let is_news = made && !current.ended.load(Ordering::Acquire);
                 *current = line(&self.dial);
+                drop(current);
+                if is_news {
+                    (self.given_up)();
+                }
             }
         }
         answer

@@ -1,9 +1,11 @@
 -- KEYS: locks. ARGV: for each its claim and its lease in ms.
 -- Answers for each the lease left in ms, as far as it was asked for; -1 if the claim holds nothing.
 local answers = {}
--- A server that was asked to tell of changes notes all KEYS at each read of any of them. So there is one read, the last command; what
--- comes before it only writes. GT and NX came with version 7, which is the first to tell its number here.
+-- GT and NX came with version 7, which is the first to tell its number here.
 local modern = redis.REDIS_VERSION_NUM
+-- What a server that was asked to tell of changes notes at a read: the key that is read, from version 7.2 on and in any Valkey; before that
+-- all KEYS, so that one read, the last command, is enough, and many would be dear. A key is read after it was written to.
+local notes_one = modern and modern >= 0x70200
 local call = redis.call
 for i, lock in ipairs(KEYS) do
   -- As text, because that is what it is sent as.
@@ -19,10 +21,15 @@ for i, lock in ipairs(KEYS) do
     elseif call('PTTL', lock) < tonumber(lease) then
       call('PEXPIRE', lock, lease)
     end
+    if notes_one then
+      call('PTTL', lock)
+    end
     answers[i] = tonumber(lease)
   else
     answers[i] = -1
   end
 end
-call('PTTL', KEYS[1])
+if not notes_one then
+  call('PTTL', KEYS[1])
+end
 return answers

@@ -150,6 +150,35 @@ async fn the_masters_of_a_cluster_tell_a_holder_whose_lock_is_taken_away() {
 }
 
 #[tokio::test]
+async fn a_holder_hears_of_a_loss_while_its_slot_is_on_its_way() {
+    let cluster = RedisCluster::start().await.unwrap();
+    let ours = registry(&RedisConfig::from_url(&cluster.url()).unwrap(), LEASE).await;
+    let slot = RedisCluster::slot_of("lock-registry:{k}");
+    let guard = held(&ours, "k").await;
+    let to = cluster.master_of((slot + 6_000) % 16_384).await.unwrap();
+    let master = cluster.node(cluster.master_of(slot).await.unwrap());
+    eventually(LONG, async || {
+        master.ask("INFO stats").await.unwrap().contains("tracking_total_keys:1\r\n")
+    })
+    .await;
+    let migration = cluster.begin_migration(slot, to).await.unwrap();
+    assert!(cluster.migrate_key(&migration, "lock-registry:{k}").await.unwrap());
+    let taker = cluster.node(to);
+    let seen = async || taker.ask("CLIENT LIST").await.unwrap().contains("cmd=eval");
+    eventually(LONG, seen).await;
+    let mut operator = taker.connect().await.unwrap();
+    is_told("cluster, while the slot is on its way", &guard, async {
+        operator.ask_args(&["ASKING"]).await.unwrap();
+        operator.ask_args(&["DEL", "lock-registry:{k}"]).await.unwrap();
+    })
+    .await;
+
+    cluster.finish_migration(migration).await.unwrap();
+    let guard = held(&ours, "k").await;
+    is_told("cluster, when it has come", &guard, taker.ask("DEL lock-registry:{k}")).await;
+}
+
+#[tokio::test]
 async fn a_quorum_tells_a_holder_whose_lock_a_majority_has_no_more() {
     let quorum = RedisQuorum::start(5).await.unwrap();
     let ours = registry(&RedisConfig::from_url(&quorum.url()).unwrap(), LEASE).await;
