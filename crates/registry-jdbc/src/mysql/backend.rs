@@ -182,7 +182,11 @@ impl LockBackend for MySqlBackend {
             if let Some(token) = self.take(claim).await? {
                 return Ok(Attempt::Granted(Grant::new(Some(token), claim.lease())));
             }
-            let Some(held) = self.look(claim.key()).await? else { continue };
+            // What was refused may be the repetition of an attempt that was granted on a connection that broke.
+            let held = self.look(claim.key()).await;
+            let Some(held) = held.map_err(|error| error::open(error, self.link.place()))? else {
+                continue;
+            };
             if held.claim == claim.id().to_bytes() {
                 let lease = held.lease_left.min(claim.lease());
                 return Ok(Attempt::Granted(Grant::new(Some(held.token), lease)));

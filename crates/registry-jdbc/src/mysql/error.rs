@@ -45,8 +45,6 @@ pub(super) fn explain(error: sqlx::Error, place: &str) -> BackendError {
                 (Transient, "nobody listens at this address", true)
             }
             std::io::ErrorKind::NotFound => (Misconfigured, "there is no such socket", true),
-            // So the client tells of certificates. While it connects nothing was done; that is said by whoever connects.
-            std::io::ErrorKind::InvalidData => (Misconfigured, NOT_ENCRYPTED, false),
             _ => (Transient, "the connection was lost", false),
         },
         sqlx::Error::Tls(_) => (Misconfigured, NOT_ENCRYPTED, true),
@@ -76,11 +74,26 @@ const NOT_ENCRYPTED: &str = "the connection cannot be encrypted: the server does
 /// Why there is no connection. Nothing was sent, so nothing was done.
 pub(super) fn not_connected(refusal: Refusal, place: &str) -> BackendError {
     let says = match refusal {
+        // So the client tells of certificates.
+        Refusal::Sqlx(sqlx::Error::Io(io)) if io.kind() == std::io::ErrorKind::InvalidData => {
+            return BackendError::new(Misconfigured, format!("mysql at {place}: {NOT_ENCRYPTED}"))
+                .with_source(io)
+                .as_refused();
+        }
         Refusal::Sqlx(error) => return explain(error, place).as_refused(),
         Refusal::Exhausted => "all connections were at work for too long; allow more of them",
         Refusal::Silent => "the server could not be reached in time",
     };
     BackendError::transient(format!("mysql at {place}: {says}")).as_refused()
+}
+
+/// The same trouble, after something was sent that may have been done.
+pub(super) fn open(error: BackendError, place: &str) -> BackendError {
+    if !error.refused() {
+        return error;
+    }
+    let says = format!("mysql at {place}: whether an attempt was granted is not known");
+    BackendError::new(error.kind(), says).with_source(error)
 }
 
 /// No answer in time.
@@ -282,7 +295,7 @@ mod tests {
         let cases = [
             (io(std::io::ErrorKind::ConnectionRefused), Transient, true),
             (io(std::io::ErrorKind::NotFound), Misconfigured, true),
-            (io(std::io::ErrorKind::InvalidData), Misconfigured, false),
+            (io(std::io::ErrorKind::InvalidData), Transient, false),
             (io(std::io::ErrorKind::UnexpectedEof), Transient, false),
             (io(std::io::ErrorKind::ConnectionReset), Transient, false),
             (sqlx::Error::Tls("x".into()), Misconfigured, true),

@@ -89,14 +89,24 @@ impl Link {
         make: impl Fn() -> Statement + Send + Sync,
         ask: Ask<T>,
     ) -> Result<T, BackendError> {
-        let (mut conflicts, mut anew) = (0, false);
+        let mut conflicts = 0;
+        // What an attempt met that may have been done. That nothing was done afterwards says nothing of it.
+        let mut first: Option<BackendError> = None;
         loop {
+            let anew = first.is_some();
+            let tell = |error: BackendError, first: Option<BackendError>| match first {
+                Some(first) if error.refused() && !first.refused() => first,
+                _ => error,
+            };
             let seat = if anew {
                 self.pool.enter_anew(errand).await
             } else {
                 self.pool.enter(errand).await
             };
-            let mut seat = seat.map_err(|refusal| self.refused(refusal))?;
+            let mut seat = match seat {
+                Ok(seat) => seat,
+                Err(refusal) => return Err(tell(self.refused(refusal), first)),
+            };
             let was_idle = seat.was_idle();
             let answer = timeout(self.response_timeout, ask(make(), &mut seat)).await;
             let error = match answer {
@@ -105,19 +115,24 @@ impl Link {
                     return Ok(answer);
                 }
                 Ok(Err(error)) => error,
-                // The seat is dropped, so nobody meets the late answer.
-                Err(_) => return Err(error::silent(&self.place, self.response_timeout)),
+                // The connection is closed, so nobody meets the late answer.
+                Err(_) => {
+                    drop(seat);
+                    // A server that has moved away may swallow all that is sent to it.
+                    self.pool.close_idle();
+                    return Err(error::silent(&self.place, self.response_timeout));
+                }
             };
             match error::fate(&error) {
                 Fate::Answered => {
                     seat.leave();
-                    return Err(self.explain(error));
+                    return Err(tell(self.explain(error), first));
                 }
                 Fate::Undone => {
                     seat.leave();
                     conflicts += 1;
                     if conflicts >= CONFLICTS_MAX {
-                        return Err(self.explain(error));
+                        return Err(tell(self.explain(error), first));
                     }
                     let pause = CONFLICT_PAUSE * 2_u32.pow(conflicts - 1);
                     sleep(pause.mul_f64(0.5 + 0.5 * fastrand::f64())).await;
@@ -125,10 +140,13 @@ impl Link {
                 Fate::Broken => {
                     drop(seat);
                     // It broke while nobody used it, as all do when the server is started anew.
+                    let error = self.explain(error);
                     if !was_idle || anew || repeat == Repeat::Never {
-                        return Err(self.explain(error));
+                        // What one connection has met, the others would.
+                        self.pool.close_idle();
+                        return Err(tell(error, first));
                     }
-                    anew = true;
+                    first = Some(error);
                 }
             }
         }

@@ -13,7 +13,7 @@ use sqlx::{Postgres, Row};
 
 use super::config::PostgresConfig;
 use super::ears::{Ears, hex};
-use super::error::{damaged, explain};
+use super::error::{self, damaged, explain};
 use super::link::{Link, Repeat};
 use super::open::{self, Opened};
 use super::sql::{self, Texts};
@@ -184,10 +184,14 @@ impl LockBackend for PostgresBackend {
         // Between the look at the row and its lock somebody else may take it or let it go. Whoever is that unlucky several times
         // is told "busy" without a name and comes back at once.
         const TRIES_MAX: u32 = 3;
-        for _ in 0..TRIES_MAX {
+        for turn in 0..TRIES_MAX {
             let mark = self.ears.as_ref().map_or(0, Ears::moment);
-            if let Some(attempt) = self.ask_for(claim, mark).await? {
-                return Ok(attempt);
+            match self.ask_for(claim, mark).await {
+                Ok(Some(attempt)) => return Ok(attempt),
+                Ok(None) => {}
+                // What was faster than an attempt may have been the same attempt, on a connection that had broken.
+                Err(error) if turn > 0 => return Err(error::open(error)),
+                Err(error) => return Err(error),
             }
         }
         self.check_meta().await?;

@@ -58,12 +58,21 @@ impl Link {
         let was_idle = seat.was_idle();
         match self.ask(seat, statement).await {
             // It broke while nobody used it, as all do when the server is started anew.
-            Err(Trouble::Broken(_)) if was_idle && repeat == Repeat::Harmless => {
-                let seat = self.pool.enter_anew(errand).await.map_err(refused)?;
-                self.ask(seat, statement).await.map_err(Trouble::told)
+            Err(Trouble::Broken(first)) if was_idle && repeat == Repeat::Harmless => {
+                let again = match self.pool.enter_anew(errand).await {
+                    Ok(seat) => self.ask(seat, statement).await.map_err(Trouble::told),
+                    Err(refusal) => Err(refused(refusal)),
+                };
+                // That nothing was done the second time says nothing of the first time.
+                again.map_err(
+                    |second| {
+                        if first.refused() || !second.refused() { second } else { first }
+                    },
+                )
             }
             Err(trouble) => {
-                if matches!(trouble, Trouble::Broken(_)) {
+                // What one connection has met, the others would: a server that has moved away may swallow all that is sent to it.
+                if !matches!(trouble, Trouble::Answered(_)) {
                     self.pool.close_idle();
                 }
                 Err(trouble.told())
@@ -120,6 +129,6 @@ fn refused(refusal: Refusal) -> BackendError {
     match refusal {
         Refusal::Exhausted => error::exhausted(),
         Refusal::Silent => error::unreachable_in_time(),
-        Refusal::Sqlx(error) => explain(error).as_refused(),
+        Refusal::Sqlx(error) => error::not_connected(error),
     }
 }

@@ -25,7 +25,7 @@ pub(super) async fn open(config: &PostgresConfig) -> Result<Opened, BackendError
     let connecting = PgConnection::connect_with(&config.server);
     let mut connection = match timeout(config.connect_timeout, connecting).await {
         Ok(Ok(connection)) => connection,
-        Ok(Err(error)) => return Err(explain(error).as_refused()),
+        Ok(Err(error)) => return Err(error::not_connected(error)),
         Err(_) => return Err(error::unreachable_in_time()),
     };
     let opened = timeout(OPENING_LIMIT, set_up(config, &mut connection)).await;

@@ -84,7 +84,7 @@ async fn a_grant_whose_answer_was_lost_is_found_by_asking_again() {
     grant(&far, &claim("other")).await;
     proxy.set_mode(Mode::ResetAfterRequest).await.unwrap();
     let error = far.try_acquire(&held).await.unwrap_err();
-    assert!(error.is_retryable(), "{}", told(&error));
+    assert!(error.is_retryable() && !error.refused(), "{}", told(&error));
     proxy.set_mode(Mode::Pass).await.unwrap();
     let token = near.inspect(&key("k")).await.unwrap().unwrap().token;
     assert!(token.is_some(), "the attempt had arrived");

@@ -151,8 +151,13 @@ async fn encrypted_connections_are_verified_if_that_is_wanted() {
         backend.release(&held).await.unwrap();
     }
     refused(config(&server).with_encryption(Encryption::Off)).await;
-    refused(config(&server).with_encryption(Encryption::VerifyHost)).await;
-    refused(config(&server).with_certificate_authority(ca(&other))).await;
+    for untrusted in [
+        config(&server).with_encryption(Encryption::VerifyHost),
+        config(&server).with_certificate_authority(ca(&other)),
+    ] {
+        let error = refused(untrusted).await;
+        assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{}", told(&error));
+    }
     let plain = PostgresServer::start().await.unwrap();
     refused(config(&plain).with_encryption(Encryption::Required)).await;
 }
