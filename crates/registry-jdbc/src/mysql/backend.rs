@@ -31,7 +31,7 @@ use crate::server::Errand;
 /// after a wait began and less often as it grows old.
 ///
 /// A replica that is promoted has what it had got until then: the last grants may be missing, and their keys are free. Tokens grow even
-/// then, so fenced writes stay safe.
+/// then, unless its clock is behind by more than the promotion took; so fenced writes stay safe.
 ///
 /// The connections are its own: no transaction of the application is ever joined. At most as many as
 /// [configured](MySqlConfig::with_connections) are opened, and two more, however many locks are held or awaited.

@@ -101,7 +101,7 @@ impl MySqlConfig {
         self
     }
 
-    /// The same with servers that are verified against these certificates (PEM) instead of the host's authorities, and made out to the
+    /// The same with servers that are verified against these certificates (PEM) beside the host's authorities, and made out to the
     /// host's name unless [`with_encryption`](Self::with_encryption) says otherwise afterwards. Feature `tls`.
     #[cfg(feature = "tls")]
     #[must_use]

@@ -166,13 +166,16 @@ fn judge(number: u16) -> Verdict {
         // Too many connections: of all, of this user, of this user in an hour.
         1040 | 1203 | 1226 => (Transient, "the server takes no more connections", false),
         // Of the host; not of this process alone.
-        1037 | 1038 | 1041 => (Transient, "the server lacks memory", false),
+        1037 | 1038 | 1041 | 1135 | 1206 => (Transient, "the server lacks memory", false),
         // Written to a server that does not write: most likely it has, or is about to have, a successor.
         1290 | 1792 | 1836 => (
             Transient,
             "the server does not take writes; it is a replica, or about to be one",
             true,
         ),
+        // A group of servers could not agree on the transaction.
+        3100 | 3101 => (Transient, "the group of servers undid the statement", false),
+        3032 => (Transient, "the server is set off-line", true),
         1637 => (Transient, "the server has too many transactions", false),
         // Statement time-outs of MariaDB and MySQL, and KILL QUERY.
         1969 | 3024 | 1317 => (Transient, "somebody, or a limit, broke the statement off", false),
@@ -242,14 +245,17 @@ mod tests {
                 Transient,
                 false,
                 &[
-                    1213, 1205, 1020, 1040, 1203, 1226, 1037, 1038, 1041, 1637, 1969, 3024, 1317,
-                    1412,
+                    1213, 1205, 1020, 1040, 1203, 1226, 1037, 1038, 1041, 1135, 1206, 1637, 1969,
+                    3024, 1317, 1412, 3100, 3101,
                 ],
             ),
             (
                 Transient,
                 true,
-                &[1290, 1792, 1836, 1053, 1927, 4031, 1152, 1158, 1161, 1184, 1047, 1615, 1243],
+                &[
+                    1290, 1792, 1836, 1053, 1927, 4031, 1152, 1158, 1161, 1184, 1047, 1615, 1243,
+                    3032,
+                ],
             ),
             (
                 Denied,

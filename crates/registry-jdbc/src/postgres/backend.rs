@@ -28,7 +28,7 @@ use crate::server::{Errand, RowId};
 /// all processes by `NOTIFY`.
 ///
 /// A standby that is promoted has what it had got until then: with asynchronous replication the last grants may be missing, and
-/// their keys are free. Tokens grow even then, so fenced writes stay safe.
+/// their keys are free. Tokens grow even then, unless its clock is behind by more than the promotion took; so fenced writes stay safe.
 ///
 /// The connections are its own: no transaction of the application is ever joined. At most as many as
 /// [configured](PostgresConfig::with_connections) are opened, and three more, however many locks are held or awaited.
@@ -53,7 +53,7 @@ pub struct PostgresBackend {
     pub(super) store: String,
     pub(super) texts: Texts,
     pub(super) link: Link,
-    ears: Option<Ears>,
+    pub(super) ears: Option<Ears>,
     channel: String,
 }
 

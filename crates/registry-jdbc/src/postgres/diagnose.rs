@@ -42,6 +42,13 @@ impl PostgresBackend {
                 "nobody listens to releases: those who wait look by themselves; behind a pooler, `listen` can name the server itself",
             ));
         }
+        if let Some(ears) = &self.ears
+            && let Err(error) = ears.try_out().await
+        {
+            findings.push(Finding::warning(format!(
+                "releases are not heard of, so those who wait look by themselves; listening: {error}"
+            )));
+        }
         Ok(findings)
     }
 

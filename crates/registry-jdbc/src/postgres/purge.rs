@@ -2,7 +2,10 @@
 //!
 //! Their tokens are not forgotten: a trigger of the tables keeps the largest in the same transaction.
 
+use std::time::Duration;
+
 use registry_core::{BackendError, Claim};
+use tokio::time::timeout;
 
 use super::backend::{PostgresBackend, bytes, column, micros};
 use super::link::Repeat;
@@ -11,6 +14,9 @@ use crate::server::Errand;
 
 /// A release searches a piece if its claim's random id begins with this byte: one in 256.
 const SIGN: u8 = 0;
+
+/// How long a release may take longer for it, while all connections are at work perhaps.
+const TIME_MAX: Duration = Duration::from_millis(500);
 
 /// How many rows a piece has: twice as many as releases can have added since the last one, so that at most half of all rows are dead.
 const PIECE_ROWS: i64 = 512;
@@ -22,7 +28,7 @@ impl PostgresBackend {
             // The release is done and is not to fail because of housekeeping. What is wrong with the tables, the next
             // acquisition will tell.
             let place: [u8; 32] = std::array::from_fn(|_| fastrand::u8(..));
-            let _ = self.purge_piece(&place).await;
+            let _ = timeout(TIME_MAX, self.purge_piece(&place)).await;
         }
     }
 

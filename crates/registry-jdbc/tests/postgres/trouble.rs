@@ -222,6 +222,35 @@ async fn a_release_that_nobody_heard_is_found_after_listening_again() {
     }
 }
 
+#[tokio::test]
+async fn who_waits_is_woken_although_another_registry_over_the_store_was_closed() {
+    let server = server().await;
+    let a = registry(config(&server)).await;
+    let shared = Arc::new(PostgresBackend::open(config(&server)).await.unwrap());
+    let build = || {
+        let shared = Arc::<PostgresBackend>::clone(&shared);
+        Registry::builder(shared).poll(Duration::from_secs(600)).build().unwrap()
+    };
+    let (b, closed) = (build(), build());
+    let guard = lock(&a, "k").await;
+    let other = b.obtain("k");
+    let waiting = tokio::spawn(async move { other.lock().await.unwrap() });
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    closed.close(SOON).await;
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    guard.unlock().await.unwrap();
+    let guard = within(Duration::from_secs(5), waiting).await.unwrap();
+    // And who comes later.
+    let next = a.obtain("k");
+    let _ = (guard.unlock().await, lock(&a, "k2").await);
+    let guard = next.lock().await.unwrap();
+    let other = b.obtain("k");
+    let waiting = tokio::spawn(async move { other.lock().await.unwrap() });
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    guard.unlock().await.unwrap();
+    within(Duration::from_secs(5), waiting).await.unwrap().unlock().await.unwrap();
+}
+
 /// A registry that relies on being woken.
 async fn slow_poller(config: PostgresConfig) -> Registry {
     let backend = Arc::new(PostgresBackend::open(config).await.unwrap());
