@@ -26,7 +26,7 @@ pub(super) const SCHEMA: &str = include_str!("schema.sql");
 /// select in front of a write locks nothing.
 pub(super) const SESSION: &str = "\
     SET SESSION autocommit = 1, time_zone = '+00:00', sql_mode = 'STRICT_TRANS_TABLES,NO_ENGINE_SUBSTITUTION', \
-        innodb_lock_wait_timeout = {patience}; \
+        innodb_lock_wait_timeout = {patience}, lock_wait_timeout = {patience}; \
     SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE";
 
 /// How many renewals, or keys that are looked at, one statement takes. A few fixed sizes, filled up with NULLs that match nothing, keep the

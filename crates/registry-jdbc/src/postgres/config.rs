@@ -255,7 +255,8 @@ impl PostgresConfig {
         self
     }
 
-    /// The same with rows of free keys kept for this long. One hour unless set.
+    /// The same with rows of free keys kept for this long. One hour unless set. It should be longer than anybody waits for a row: a grant that has
+    /// waited through the whole life of another one, and through the deletion of its row, may have the smaller token.
     #[must_use]
     pub fn with_purge_after(mut self, purge_after: Duration) -> Self {
         self.purge_after = purge_after;

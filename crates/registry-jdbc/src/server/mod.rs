@@ -5,5 +5,7 @@ mod pool;
 mod row_id;
 
 pub use encryption::Encryption;
+#[cfg(feature = "postgres")]
+pub(crate) use pool::Greet;
 pub(crate) use pool::{Errand, Pool, PoolLimits, Refusal, Seat};
 pub(crate) use row_id::RowId;

@@ -81,7 +81,6 @@ impl<C: Connection> Pool<C> {
     }
 
     /// The same with connections that are told this before they are used.
-    #[cfg(feature = "mysql")]
     pub(crate) fn with_greeting(mut self, greet: Greet<C>) -> Self {
         self.greet = Some(greet);
         self
