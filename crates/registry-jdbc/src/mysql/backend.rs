@@ -33,6 +33,8 @@ use crate::server::Errand;
 /// A replica that is promoted has what it had got until then: the last grants may be missing, and their keys are free. Tokens grow even
 /// then, unless its clock is behind by more than the promotion took; so fenced writes stay safe.
 ///
+/// A server that is set `read_only` grants and renews nothing, not even for users who may write to it.
+///
 /// The connections are its own: no transaction of the application is ever joined. At most as many as
 /// [configured](MySqlConfig::with_connections) are opened, and two more, however many locks are held or awaited.
 ///
@@ -146,10 +148,16 @@ impl MySqlBackend {
         error::damaged(self.link.place(), says)
     }
 
-    /// Reads the row of all, when nothing was granted although nobody has the key: without that row nothing ever is.
+    /// Reads the row of all, when nothing was granted although nobody has the key: without that row nothing ever is, nor at a replica.
     async fn check_meta(&self) -> Result<(), BackendError> {
-        if self.link.rows(Errand::Acquire, || self.statements.meta()).await?.is_empty() {
-            return Err(self.damaged("the meta table has lost its row").as_refused());
+        let rows = self.link.rows(Errand::Acquire, || self.statements.meta()).await?;
+        let row = rows
+            .first()
+            .ok_or_else(|| self.damaged("the meta table has lost its row").as_refused())?;
+        if self.column::<i64>(row, 2)? == 0 {
+            // Connections that are made anew may lead to its successor.
+            self.link.forget();
+            return Err(error::read_only(self.link.place()));
         }
         Ok(())
     }

@@ -104,10 +104,17 @@ pub(super) fn silent(place: &str, limit: Duration) -> BackendError {
 /// A grant that could not be renewed this time.
 pub(super) fn row_is_locked(place: &str) -> BackendError {
     BackendError::transient(format!(
-        "mysql at {place}: a transaction keeps the lock's row to itself; is it a fence that is open for long?"
+        "mysql at {place}: a transaction keeps the lock's row to itself; is it a fence that is open for long, or the server a replica?"
     ))
     .as_refused()
 }
+
+/// A server that would write for this user, and should not. What was asked of its predecessor may have been done there.
+pub(super) fn read_only(place: &str) -> BackendError {
+    BackendError::transient(format!("mysql at {place}: {READ_ONLY}"))
+}
+
+const READ_ONLY: &str = "the server does not take writes; it is a replica, or about to be one";
 
 /// What is found makes no sense.
 pub(super) fn damaged(place: &str, says: &str) -> BackendError {
@@ -168,11 +175,7 @@ fn judge(number: u16) -> Verdict {
         // Of the host; not of this process alone.
         1037 | 1038 | 1041 | 1135 | 1206 => (Transient, "the server lacks memory", false),
         // Written to a server that does not write: most likely it has, or is about to have, a successor.
-        1290 | 1792 | 1836 => (
-            Transient,
-            "the server does not take writes; it is a replica, or about to be one",
-            true,
-        ),
+        1290 | 1792 | 1836 => (Transient, READ_ONLY, true),
         // A group of servers could not agree on the transaction.
         3100 | 3101 => (Transient, "the group of servers undid the statement", false),
         3032 => (Transient, "the server is set off-line", true),

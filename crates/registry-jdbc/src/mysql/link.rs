@@ -169,6 +169,11 @@ impl Link {
         &self.place
     }
 
+    /// Closes the connections that are not at work. More are made if somebody asks.
+    pub(super) fn forget(&self) {
+        self.pool.close_idle();
+    }
+
     pub(super) async fn close(&self) {
         self.pool.close().await;
     }

@@ -214,6 +214,23 @@ async fn a_server_that_takes_no_writes_is_trouble_that_may_pass() {
 }
 
 #[tokio::test]
+async fn a_replica_grants_nothing_to_those_who_may_write_to_it_either() {
+    let server = server().await;
+    let backend = backend(config(&server)).await;
+    let held = claim("held");
+    grant(&backend, &held).await;
+    server.sql("SET GLOBAL read_only = ON").await.unwrap();
+    let error = backend.try_acquire(&claim("k")).await.unwrap_err();
+    assert!(error.is_retryable() && error.to_string().contains("replica"), "{}", told(&error));
+    let error = backend.renew(std::slice::from_ref(&held)).await.remove(0).unwrap_err();
+    assert!(error.is_retryable(), "{}", told(&error));
+    busy(&backend, &claim("held")).await;
+    server.sql("SET GLOBAL read_only = OFF").await.unwrap();
+    grant(&backend, &claim("k")).await;
+    assert!(matches!(backend.renew(&[held]).await[0], Ok(Renewal::Renewed(_))));
+}
+
+#[tokio::test]
 async fn a_statement_that_was_broken_off_did_nothing_and_says_so() {
     let server = server().await;
     let config = config(&server).with_busy_timeout(Duration::from_secs(8));
