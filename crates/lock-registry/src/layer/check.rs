@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use registry_core::{Capabilities, ConfigError, LockOptions, RegistryBuilder};
 
-use super::{Layer, Mode, NO_LISTEN, OPTIONS, Origin, SpringVersion};
+use super::{Layer, Mode, NO_LISTEN, OPTIONS, Origin, SpringVersion, SslMode};
 use crate::config::RegistryConfig;
 use crate::layout::Layout;
 use crate::store_url::{Store, StoreUrl};
@@ -202,6 +202,16 @@ impl Layer {
             if is_set && !other_is_set {
                 return wrong(option, format!("is of no use without `{other}`; give both"));
             }
+        }
+        if self.ca.is_some()
+            && let Some(mode) = self.sslmode
+            && !matches!(mode, SslMode::VerifyCa | SslMode::VerifyFull)
+        {
+            return wrong(
+                "ca",
+                "is of no use with a `sslmode` that verifies nothing; write `verify-full`, or leave `sslmode` away"
+                    .to_owned(),
+            );
         }
         if let Some(listen) = self.listen.as_ref().filter(|listen| listen.told() != NO_LISTEN) {
             let url = StoreUrl::parse(listen.told());
@@ -458,6 +468,14 @@ mod tests {
         assert!(error.contains("give `region`"), "{error}");
         let error = problem("mysql", &[("layout", "spring"), ("mode", "session")]).unwrap();
         assert!(error.contains("are rows"), "{error}");
+        for store in ["postgres", "mysql"] {
+            for mode in ["disable", "prefer", "require"] {
+                let error = problem(store, &[("ca", "a.pem"), ("sslmode", mode)]).unwrap();
+                assert!(error.contains("verifies nothing"), "{error}");
+            }
+            assert_eq!(problem(store, &[("ca", "a.pem"), ("sslmode", "verify-ca")]), None);
+            assert_eq!(problem(store, &[("ca", "a.pem")]), None);
+        }
         let error = problem("redis", &[("replica_timeout", "2s"), ("timeout", "1s")]).unwrap();
         assert!(error.contains("the `timeout` of the whole operation, 1s"), "{error}");
         assert!(problem("redis", &[("namespace", ""), ("layout", "spring")]).is_some());

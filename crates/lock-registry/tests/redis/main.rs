@@ -125,8 +125,8 @@ async fn eventually(command: &str, server: &RedisServer, part: &str) {
 
 /// The rights that the book lists, word for word.
 const RIGHTS: &str = "resetkeys resetchannels -@all ~lock-registry:* &lock-registry:* +evalsha +eval +script|load +get \
-                      +getex +set +del +pttl +pexpire +publish +time +scan +subscribe +unsubscribe +client|tracking +info \
-                      +config|get";
+                      +getex +set +del +pttl +pexpire +publish +time +scan +subscribe +unsubscribe +client|tracking \
+                      +client|caching +info +config|get";
 
 #[tokio::test]
 async fn the_rights_in_the_book_are_enough_for_everything() {

@@ -31,7 +31,9 @@ use crate::server::Errand;
 /// after a wait began and less often as it grows old.
 ///
 /// A replica that is promoted has what it had got until then: the last grants may be missing, and their keys are free. Tokens grow even
-/// then, so fenced writes stay safe.
+/// then, unless its clock is behind by more than the promotion took; so fenced writes stay safe.
+///
+/// A server that is set `read_only` grants and renews nothing, not even for users who may write to it.
 ///
 /// The connections are its own: no transaction of the application is ever joined. At most as many as
 /// [configured](MySqlConfig::with_connections) are opened, and two more, however many locks are held or awaited.
@@ -141,10 +143,16 @@ impl MySqlBackend {
         error::damaged(self.link.place(), says)
     }
 
-    /// Reads the row of all, when nothing was granted although nobody has the key: without that row nothing ever is.
+    /// Reads the row of all, when nothing was granted although nobody has the key: without that row nothing ever is, nor at a replica.
     async fn check_meta(&self) -> Result<(), BackendError> {
-        if self.link.rows(Errand::Acquire, || self.statements.meta()).await?.is_empty() {
-            return Err(self.damaged("the meta table has lost its row").as_refused());
+        let rows = self.link.rows(Errand::Acquire, || self.statements.meta()).await?;
+        let row = rows
+            .first()
+            .ok_or_else(|| self.damaged("the meta table has lost its row").as_refused())?;
+        if self.column::<i64>(row, 2)? == 0 {
+            // Connections that are made anew may lead to its successor.
+            self.link.forget();
+            return Err(error::read_only(self.link.place()));
         }
         Ok(())
     }
@@ -177,7 +185,11 @@ impl LockBackend for MySqlBackend {
             if let Some(token) = self.take(claim).await? {
                 return Ok(Attempt::Granted(Grant::new(Some(token), claim.lease())));
             }
-            let Some(held) = self.look(claim.key()).await? else { continue };
+            // What was refused may be the repetition of an attempt that was granted on a connection that broke.
+            let held = self.look(claim.key()).await;
+            let Some(held) = held.map_err(BackendError::as_unknown)? else {
+                continue;
+            };
             if held.claim == claim.id().to_bytes() {
                 let lease = held.lease_left.min(claim.lease());
                 return Ok(Attempt::Granted(Grant::new(Some(held.token), lease)));

@@ -101,7 +101,7 @@ impl MySqlConfig {
         self
     }
 
-    /// The same with servers that are verified against these certificates (PEM) instead of the host's authorities, and made out to the
+    /// The same with servers that are verified against these certificates (PEM) beside the host's authorities, and made out to the
     /// host's name unless [`with_encryption`](Self::with_encryption) says otherwise afterwards. Feature `tls`.
     #[cfg(feature = "tls")]
     #[must_use]
@@ -176,7 +176,8 @@ impl MySqlConfig {
         self
     }
 
-    /// The same with rows of free keys kept for this long. One hour unless set.
+    /// The same with rows of free keys kept for this long. One hour unless set. It should be longer than anybody waits for a row: a grant that has
+    /// waited through the whole life of another one, and through the deletion of its row, may have the smaller token.
     #[must_use]
     pub fn with_purge_after(mut self, purge_after: Duration) -> Self {
         self.purge_after = purge_after;

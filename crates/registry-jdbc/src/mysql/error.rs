@@ -45,8 +45,6 @@ pub(super) fn explain(error: sqlx::Error, place: &str) -> BackendError {
                 (Transient, "nobody listens at this address", true)
             }
             std::io::ErrorKind::NotFound => (Misconfigured, "there is no such socket", true),
-            // So the client tells of certificates. While it connects nothing was done; that is said by whoever connects.
-            std::io::ErrorKind::InvalidData => (Misconfigured, NOT_ENCRYPTED, false),
             _ => (Transient, "the connection was lost", false),
         },
         sqlx::Error::Tls(_) => (Misconfigured, NOT_ENCRYPTED, true),
@@ -76,6 +74,12 @@ const NOT_ENCRYPTED: &str = "the connection cannot be encrypted: the server does
 /// Why there is no connection. Nothing was sent, so nothing was done.
 pub(super) fn not_connected(refusal: Refusal, place: &str) -> BackendError {
     let says = match refusal {
+        // So the client tells of certificates.
+        Refusal::Sqlx(sqlx::Error::Io(io)) if io.kind() == std::io::ErrorKind::InvalidData => {
+            return BackendError::new(Misconfigured, format!("mysql at {place}: {NOT_ENCRYPTED}"))
+                .with_source(io)
+                .as_refused();
+        }
         Refusal::Sqlx(error) => return explain(error, place).as_refused(),
         Refusal::Exhausted => "all connections were at work for too long; allow more of them",
         Refusal::Silent => "the server could not be reached in time",
@@ -91,10 +95,17 @@ pub(super) fn silent(place: &str, limit: Duration) -> BackendError {
 /// A grant that could not be renewed this time.
 pub(super) fn row_is_locked(place: &str) -> BackendError {
     BackendError::transient(format!(
-        "mysql at {place}: a transaction keeps the lock's row to itself; is it a fence that is open for long?"
+        "mysql at {place}: a transaction keeps the lock's row to itself; is it a fence that is open for long, or the server a replica?"
     ))
     .as_refused()
 }
+
+/// A server that would write for this user, and should not. What was asked of its predecessor may have been done there.
+pub(super) fn read_only(place: &str) -> BackendError {
+    BackendError::transient(format!("mysql at {place}: {READ_ONLY}"))
+}
+
+const READ_ONLY: &str = "the server does not take writes; it is a replica, or about to be one";
 
 /// What is found makes no sense.
 pub(super) fn damaged(place: &str, says: &str) -> BackendError {
@@ -153,13 +164,12 @@ fn judge(number: u16) -> Verdict {
         // Too many connections: of all, of this user, of this user in an hour.
         1040 | 1203 | 1226 => (Transient, "the server takes no more connections", false),
         // Of the host; not of this process alone.
-        1037 | 1038 | 1041 => (Transient, "the server lacks memory", false),
+        1037 | 1038 | 1041 | 1135 | 1206 => (Transient, "the server lacks memory", false),
         // Written to a server that does not write: most likely it has, or is about to have, a successor.
-        1290 | 1792 | 1836 => (
-            Transient,
-            "the server does not take writes; it is a replica, or about to be one",
-            true,
-        ),
+        1290 | 1792 | 1836 => (Transient, READ_ONLY, true),
+        // A group of servers could not agree on the transaction.
+        3100 | 3101 => (Transient, "the group of servers undid the statement", false),
+        3032 => (Transient, "the server is set off-line", true),
         1637 => (Transient, "the server has too many transactions", false),
         // Statement time-outs of MariaDB and MySQL, and KILL QUERY.
         1969 | 3024 | 1317 => (Transient, "somebody, or a limit, broke the statement off", false),
@@ -229,14 +239,17 @@ mod tests {
                 Transient,
                 false,
                 &[
-                    1213, 1205, 1020, 1040, 1203, 1226, 1037, 1038, 1041, 1637, 1969, 3024, 1317,
-                    1412,
+                    1213, 1205, 1020, 1040, 1203, 1226, 1037, 1038, 1041, 1135, 1206, 1637, 1969,
+                    3024, 1317, 1412, 3100, 3101,
                 ],
             ),
             (
                 Transient,
                 true,
-                &[1290, 1792, 1836, 1053, 1927, 4031, 1152, 1158, 1161, 1184, 1047, 1615, 1243],
+                &[
+                    1290, 1792, 1836, 1053, 1927, 4031, 1152, 1158, 1161, 1184, 1047, 1615, 1243,
+                    3032,
+                ],
             ),
             (
                 Denied,
@@ -282,7 +295,7 @@ mod tests {
         let cases = [
             (io(std::io::ErrorKind::ConnectionRefused), Transient, true),
             (io(std::io::ErrorKind::NotFound), Misconfigured, true),
-            (io(std::io::ErrorKind::InvalidData), Misconfigured, false),
+            (io(std::io::ErrorKind::InvalidData), Transient, false),
             (io(std::io::ErrorKind::UnexpectedEof), Transient, false),
             (io(std::io::ErrorKind::ConnectionReset), Transient, false),
             (sqlx::Error::Tls("x".into()), Misconfigured, true),

@@ -108,8 +108,13 @@ impl Link {
                     return Ok(answer);
                 }
                 Ok(Err(error)) => error,
-                // The seat is dropped, so nobody meets the late answer.
-                Err(_) => return Err(error::silent(&self.place, self.response_timeout)),
+                // The connection is closed, so nobody meets the late answer.
+                Err(_) => {
+                    drop(seat);
+                    // A server that has moved away may swallow all that is sent to it.
+                    self.pool.close_idle();
+                    return Err(error::silent(&self.place, self.response_timeout));
+                }
             };
             match error::fate(&error) {
                 Fate::Answered => {
@@ -130,6 +135,8 @@ impl Link {
                     // It broke while nobody used it, as all do when the server is started anew.
                     let error = self.explain(error);
                     if !was_idle || anew || repeat == Repeat::Never {
+                        // What one connection has met, the others would.
+                        self.pool.close_idle();
                         return Err(told(error, is_open));
                     }
                     anew = true;
@@ -147,13 +154,16 @@ impl Link {
         make: impl Fn() -> RawSql + Send + Sync,
     ) -> Result<Vec<MySqlRow>, BackendError> {
         let (mut conflicts, mut anew) = (0, false);
+        // Once a try may have got through, the outcome is open, whatever is known of later ones.
+        let mut is_open = false;
+        let told = |error: BackendError, is_open| if is_open { error.as_unknown() } else { error };
         loop {
             let seat = if anew {
                 self.pool.enter_anew(errand).await
             } else {
                 self.pool.enter(errand).await
             };
-            let mut seat = seat.map_err(|refusal| self.refused(refusal))?;
+            let mut seat = seat.map_err(|refusal| told(self.refused(refusal), is_open))?;
             let was_idle = seat.was_idle();
             let answer = timeout(self.response_timeout, make().fetch_all(&mut *seat)).await;
             let error = match answer {
@@ -162,7 +172,11 @@ impl Link {
                     return Ok(rows);
                 }
                 Ok(Err(error)) => error,
-                Err(_) => return Err(error::silent(&self.place, self.response_timeout)),
+                Err(_) => {
+                    drop(seat);
+                    self.pool.close_idle();
+                    return Err(error::silent(&self.place, self.response_timeout));
+                }
             };
             drop(seat);
             match error::fate(&error) {
@@ -171,8 +185,11 @@ impl Link {
                     conflicts += 1;
                     sleep(pause.mul_f64(0.5 + 0.5 * fastrand::f64())).await;
                 }
-                Fate::Broken if was_idle && !anew => anew = true,
-                _ => return Err(self.explain(error)),
+                Fate::Broken if was_idle && !anew => {
+                    anew = true;
+                    is_open = !self.explain(error).refused();
+                }
+                _ => return Err(told(self.explain(error), is_open)),
             }
         }
     }
@@ -192,6 +209,11 @@ impl Link {
 
     pub(super) fn place(&self) -> &str {
         &self.place
+    }
+
+    /// Closes the connections that are not at work. More are made if somebody asks.
+    pub(super) fn forget(&self) {
+        self.pool.close_idle();
     }
 
     pub(super) async fn close(&self) {

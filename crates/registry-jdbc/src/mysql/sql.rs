@@ -26,7 +26,7 @@ pub(super) const SCHEMA: &str = include_str!("schema.sql");
 /// select in front of a write locks nothing.
 pub(super) const SESSION: &str = "\
     SET SESSION autocommit = 1, time_zone = '+00:00', sql_mode = 'STRICT_TRANS_TABLES,NO_ENGINE_SUBSTITUTION', \
-        innodb_lock_wait_timeout = {patience}; \
+        innodb_lock_wait_timeout = {patience}, lock_wait_timeout = {patience}; \
     SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE";
 
 /// How many renewals, or keys that are looked at, one statement takes. A few fixed sizes, filled up with NULLs that match nothing, keep the
@@ -70,6 +70,7 @@ impl Texts {
                 .replace("{items}", &vec!["?"; items].join(", "))
                 .replace("{locks}", &format!("{database}.{prefix}_locks"))
                 .replace("{meta}", &format!("{database}.{prefix}_meta"))
+                .replace("{writable}", WRITABLE)
                 .replace("{now}", NOW);
             Text::new(&text)
         };
@@ -139,7 +140,11 @@ pub(super) const NOW: &str = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMES
 /// Whether the row that stands in the way of an insert can be had.
 const FREE: &str = "{locks}.claim IS NULL OR {locks}.until <= VALUES(since)";
 
-const META: &str = "SELECT version, store FROM {meta} WHERE id = 1";
+/// Whether the server means to be written to. A replica refuses users with few rights by itself, and lets those with many do as they like: they would
+/// be granted there what somebody holds at the primary. Cast, because some servers tell a number and some a word.
+const WRITABLE: &str = "CAST(@@global.read_only AS CHAR) IN ('0', 'OFF')";
+
+const META: &str = "SELECT version, store, {writable} FROM {meta} WHERE id = 1";
 
 /// Grants the key, unless somebody holds it, the claim itself included. The token comes back as the *last insert id*, in the answer to the
 /// statement itself; zero says that nothing was granted. (The number of rows does not tell: this client has a row counted that was found and
@@ -165,7 +170,7 @@ static ACQUIRE: LazyLock<String> = LazyLock::new(|| {
              LAST_INSERT_ID(GREATEST({{now}}, meta.floor + 1, COALESCE(seen.token + seen.block, 0))), \
              ?, ?, {{now}}, {{now}} + ? \
          FROM {{meta}} AS meta LEFT JOIN {{locks}} AS seen ON seen.id = ? \
-         WHERE meta.id = 1 AND (seen.claim IS NULL OR seen.until <= {{now}}) \
+         WHERE meta.id = 1 AND (seen.claim IS NULL OR seen.until <= {{now}}) AND {{writable}} \
          ON DUPLICATE KEY UPDATE \
              token = IF({{free}}, \
                  LAST_INSERT_ID(GREATEST(VALUES(token), {{locks}}.token + {{locks}}.block)), \
@@ -206,7 +211,7 @@ const LIST: &str = "\
 const RENEW: &str = "\
     UPDATE ( \
         SELECT id FROM {locks} FORCE INDEX (PRIMARY) \
-        WHERE id IN ({items}) AND claim IN ({items}) AND until > {now} \
+        WHERE id IN ({items}) AND claim IN ({items}) AND until > {now} AND {writable} \
         LIMIT ? FOR UPDATE SKIP LOCKED) AS found \
     STRAIGHT_JOIN {locks} AS l FORCE INDEX (PRIMARY) ON l.id = found.id \
     SET l.until = GREATEST(l.until, {now} + ?)";

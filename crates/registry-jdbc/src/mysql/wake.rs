@@ -34,6 +34,8 @@ const PAUSE_MIN: Duration = Duration::from_millis(5);
 const PAUSE_MAX: Duration = Duration::from_millis(250);
 /// Of so many units of time, one may be spent on looking.
 const SHARE: u32 = 10;
+/// But the rest after a look is not longer than this: a server that was away is looked at soon after it is back.
+const REST_MAX: Duration = Duration::from_secs(1);
 /// How long the task stays without waiters: who waited once will again.
 const LINGER: Duration = Duration::from_secs(1);
 
@@ -55,7 +57,6 @@ struct Waiting {
     waiters: HashMap<u64, Waiter>,
     next_id: u64,
     task: Option<JoinHandle<()>>,
-    closed: bool,
 }
 
 struct Waiter {
@@ -79,20 +80,13 @@ impl Wakes {
         let (wake, woken) = oneshot::channel();
         let now = Instant::now();
         let waiter = Waiter { row, mark, since: now, due: now + jittered(PAUSE_MIN), wake };
-        let Some(_place) = self.enter(waiter) else {
-            return std::future::pending().await;
-        };
-        if woken.await.is_err() {
-            // The task went away with its runtime or at the close: nothing is known.
-            std::future::pending::<()>().await;
-        }
+        let _place = self.enter(waiter);
+        // An end without a word is the close.
+        let _ = woken.await;
     }
 
-    fn enter(&self, waiter: Waiter) -> Option<Place<'_>> {
+    fn enter(&self, waiter: Waiter) -> Place<'_> {
         let mut waiting = self.shared.waiting();
-        if waiting.closed {
-            return None;
-        }
         let id = waiting.next_id;
         waiting.next_id += 1;
         waiting.waiters.insert(id, waiter);
@@ -102,7 +96,7 @@ impl Wakes {
         }
         drop(waiting);
         self.shared.news.notify_one();
-        Some(Place { shared: &self.shared, id })
+        Place { shared: &self.shared, id }
     }
 
     /// Looks at this key at once, if anybody waits for it: this process itself has released it.
@@ -119,13 +113,15 @@ impl Wakes {
         self.shared.news.notify_one();
     }
 
-    /// Ends the task. Nobody is woken any more.
+    /// Ends the task. Those who wait, in other registries over the same store, are woken to come again; it begins anew with the first of them.
     pub(super) fn close(&self) {
         let mut waiting = self.shared.waiting();
-        waiting.closed = true;
         if let Some(task) = waiting.task.take() {
             task.abort();
         }
+        let woken = std::mem::take(&mut waiting.waiters);
+        drop(waiting);
+        drop(woken);
     }
 }
 
@@ -179,7 +175,7 @@ impl Shared {
                 () = sleep_until(next) => {
                     let begun = Instant::now();
                     self.look().await;
-                    sleep(begun.elapsed() * (SHARE - 1)).await;
+                    sleep((begun.elapsed() * (SHARE - 1)).min(REST_MAX)).await;
                 }
                 () = self.news.notified() => {}
             }

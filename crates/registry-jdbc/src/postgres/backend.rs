@@ -28,7 +28,7 @@ use crate::server::{Errand, RowId};
 /// all processes by `NOTIFY`.
 ///
 /// A standby that is promoted has what it had got until then: with asynchronous replication the last grants may be missing, and
-/// their keys are free. Tokens grow even then, so fenced writes stay safe.
+/// their keys are free. Tokens grow even then, unless its clock is behind by more than the promotion took; so fenced writes stay safe.
 ///
 /// The connections are its own: no transaction of the application is ever joined. At most as many as
 /// [configured](PostgresConfig::with_connections) are opened, and three more, however many locks are held or awaited.
@@ -53,7 +53,7 @@ pub struct PostgresBackend {
     pub(super) store: String,
     pub(super) texts: Texts,
     pub(super) link: Link,
-    ears: Option<Ears>,
+    pub(super) ears: Option<Ears>,
     channel: String,
 }
 
@@ -223,15 +223,20 @@ impl LockBackend for PostgresBackend {
         // Between the look at the row and its lock somebody else may take it or let it go. Whoever is that unlucky several times
         // is told "busy" without a name and comes back at once.
         const TRIES_MAX: u32 = 3;
-        for _ in 0..TRIES_MAX {
+        for turn in 0..TRIES_MAX {
             let mark = self.moment();
             match self.ask_for(claim, mark).await {
                 Ok(Some(attempt)) => return Ok(attempt),
                 Ok(None) => {}
-                Err(error) if error::tells_of_locked_row(&error) => {
-                    return self.locked_in(claim, mark).await?.ok_or(error);
+                Err(error) => {
+                    let is_locked = error::tells_of_locked_row(&error);
+                    // What was faster than an attempt may have been the same attempt, on a connection that had broken.
+                    let error = if turn > 0 { error.as_unknown() } else { error };
+                    if is_locked {
+                        return self.locked_in(claim, mark).await?.ok_or(error);
+                    }
+                    return Err(error);
                 }
-                Err(error) => return Err(error),
             }
         }
         self.check_meta().await?;

@@ -16,6 +16,8 @@ use crate::server::Encryption;
 pub struct PostgresConfig {
     pub(super) server: PgConnectOptions,
     pub(super) encryption: Encryption,
+    #[cfg(feature = "tls")]
+    papers: Papers,
     pub(super) listen: Listen,
     pub(super) namespace: String,
     pub(super) tables: Tables,
@@ -25,6 +27,28 @@ pub struct PostgresConfig {
     pub(super) response_timeout: Duration,
     pub(super) busy_timeout: Duration,
     pub(super) purge_after: Duration,
+}
+
+/// Whom to trust, and who we are: all in PEM.
+#[cfg(feature = "tls")]
+#[derive(Clone, Default)]
+struct Papers {
+    authority: Option<Vec<u8>>,
+    /// The certificate and its private key.
+    client: Option<(Vec<u8>, Vec<u8>)>,
+}
+
+#[cfg(feature = "tls")]
+impl Papers {
+    fn given_to(&self, mut server: PgConnectOptions) -> PgConnectOptions {
+        if let Some(authority) = &self.authority {
+            server = server.ssl_root_cert_from_pem(authority.clone());
+        }
+        if let Some((certificate, key)) = &self.client {
+            server = server.ssl_client_cert_from_pem(certificate).ssl_client_key_from_pem(key);
+        }
+        server
+    }
 }
 
 /// Where releases are heard of.
@@ -77,6 +101,8 @@ impl PostgresConfig {
         Self {
             server: quiet(server),
             encryption: Encryption::default(),
+            #[cfg(feature = "tls")]
+            papers: Papers::default(),
             listen: Listen::Here,
             namespace: "default".to_owned(),
             tables: Tables { schema: None, prefix: "lock_registry".to_owned(), create: true },
@@ -120,12 +146,12 @@ impl PostgresConfig {
         self
     }
 
-    /// The same with servers that are verified against these certificates (PEM) instead of the host's authorities, and made out to the
+    /// The same with servers that are verified against these certificates (PEM) beside the host's authorities, and made out to the
     /// host's name unless [`with_encryption`](Self::with_encryption) says otherwise afterwards. Feature `tls`.
     #[cfg(feature = "tls")]
     #[must_use]
     pub fn with_certificate_authority(mut self, certificates: impl Into<Vec<u8>>) -> Self {
-        self.server = self.server.ssl_root_cert_from_pem(certificates.into());
+        self.papers.authority = Some(certificates.into());
         self.with_encryption(Encryption::VerifyHost)
     }
 
@@ -137,8 +163,7 @@ impl PostgresConfig {
         certificate: impl AsRef<[u8]>,
         key: impl AsRef<[u8]>,
     ) -> Self {
-        self.server =
-            self.server.ssl_client_cert_from_pem(certificate).ssl_client_key_from_pem(key);
+        self.papers.client = Some((certificate.as_ref().to_vec(), key.as_ref().to_vec()));
         self
     }
 
@@ -230,7 +255,8 @@ impl PostgresConfig {
         self
     }
 
-    /// The same with rows of free keys kept for this long. One hour unless set.
+    /// The same with rows of free keys kept for this long. One hour unless set. It should be longer than anybody waits for a row: a grant that has
+    /// waited through the whole life of another one, and through the deletion of its row, may have the smaller token.
     #[must_use]
     pub fn with_purge_after(mut self, purge_after: Duration) -> Self {
         self.purge_after = purge_after;
@@ -239,15 +265,22 @@ impl PostgresConfig {
 
     /// How the server is reached by statements.
     pub(super) fn for_statements(&self) -> PgConnectOptions {
-        self.server.clone()
+        self.with_papers(self.server.clone())
+    }
+
+    fn with_papers(&self, server: PgConnectOptions) -> PgConnectOptions {
+        #[cfg(feature = "tls")]
+        let server = self.papers.given_to(server);
+        server
     }
 
     /// How the server is reached by whoever listens, if anybody does.
     pub(super) fn for_listening(&self) -> Option<PgConnectOptions> {
         match &self.listen {
-            Listen::Here => self.prepared.then(|| self.server.clone()),
+            Listen::Here => self.prepared.then(|| self.for_statements()),
             Listen::There(server) => {
-                Some(PgConnectOptions::clone(server).ssl_mode(self.server.get_ssl_mode()))
+                let server = PgConnectOptions::clone(server).ssl_mode(self.server.get_ssl_mode());
+                Some(self.with_papers(server))
             }
             Listen::Off => None,
         }

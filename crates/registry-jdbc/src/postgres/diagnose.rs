@@ -19,7 +19,15 @@ const CLOCK_DISTANCE_MAX: Duration = Duration::from_secs(1);
 impl PostgresBackend {
     /// Everything that [`diagnose`](registry_core::LockBackend::diagnose) finds.
     pub(super) async fn look_for_trouble(&self) -> Result<Vec<Finding>, BackendError> {
-        look_around(&self.link, &self.config).await
+        let mut findings = look_around(&self.link, &self.config).await?;
+        if let Some(ears) = &self.ears
+            && let Err(error) = ears.try_out().await
+        {
+            findings.push(Finding::warning(format!(
+                "releases are not heard of, so those who wait look by themselves; listening: {error}"
+            )));
+        }
+        Ok(findings)
     }
 }
 

@@ -10,11 +10,14 @@ use std::fmt::Write as _;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use registry_core::BackendError;
 use sqlx::Executor as _;
 use sqlx::postgres::{PgConnectOptions, PgListener, PgPoolOptions};
 use tokio::sync::Notify;
 use tokio::task::JoinHandle;
 use tokio::time::{MissedTickBehavior, interval, timeout};
+
+use super::error;
 
 /// Which lock a message is about.
 type Lock = [u8; 16];
@@ -40,6 +43,8 @@ struct Heard {
     /// The last releases, and their numbers.
     releases: VecDeque<(u64, Lock)>,
     waiting: HashMap<Lock, Waiting>,
+    /// Whether there is a task that has not yet resolved to end.
+    is_attended: bool,
 }
 
 /// Those who wait for one lock.
@@ -63,12 +68,12 @@ impl Ears {
     /// Returns when the lock may have been released after `moment`. If nobody listened then, returns as soon as somebody does.
     pub(super) async fn wait(&self, lock: Lock, moment: u64) {
         let waiter = self.table.enter(lock);
-        self.begin();
         loop {
             let woken = waiter.woken.notified();
             tokio::pin!(woken);
             // Listening starts before the look, or a release could slip through in between.
             woken.as_mut().enable();
+            self.begin();
             if self.table.heard().may_be_free(&lock, moment) {
                 return;
             }
@@ -76,18 +81,29 @@ impl Ears {
         }
     }
 
-    /// Ends the connection. It is made anew when somebody waits again.
+    /// Whether one can listen.
+    pub(super) async fn try_out(&self) -> Result<(), BackendError> {
+        match timeout(ANSWER_LIMIT, connect(&self.server, &self.channel)).await {
+            Ok(Ok(_)) => Ok(()),
+            Ok(Err(error)) => Err(error::not_connected(error)),
+            Err(_) => Err(error::unreachable_in_time()),
+        }
+    }
+
+    /// Ends the connection. It is made anew for those who wait, in other registries over the same store, and for those who come.
     pub(super) fn close(&self) {
         if let Some(task) = self.task().take() {
             task.abort();
         }
-        self.table.heard().since = None;
+        self.table.end();
+        self.table.wake_all();
     }
 
     /// Makes sure that somebody listens.
     fn begin(&self) {
         let mut task = self.task();
-        if task.as_ref().is_none_or(JoinHandle::is_finished) {
+        if task.as_ref().is_none_or(JoinHandle::is_finished) || !self.table.heard().is_attended {
+            self.table.heard().is_attended = true;
             let (table, server) = (Arc::clone(&self.table), self.server.clone());
             *task = Some(tokio::spawn(listen(table, server, self.channel.clone())));
         }
@@ -124,13 +140,18 @@ impl Table {
 
     /// Nothing is missed from here on; whatever happened before was.
     fn begin(&self) {
-        let woken = {
+        {
             let mut heard = self.heard();
             heard.count += 1;
             heard.since = Some(heard.count);
             heard.releases.clear();
-            heard.waiting.values().map(|waiting| Arc::clone(&waiting.woken)).collect::<Vec<_>>()
-        };
+        }
+        self.wake_all();
+    }
+
+    fn wake_all(&self) {
+        let woken: Vec<_> =
+            self.heard().waiting.values().map(|waiting| Arc::clone(&waiting.woken)).collect();
         // Nobody is woken while the table is locked: a waker is foreign code.
         woken.iter().for_each(|woken| woken.notify_waiters());
     }
@@ -159,6 +180,14 @@ impl Table {
 
     fn is_awaited(&self) -> bool {
         !self.heard().waiting.is_empty()
+    }
+
+    /// Ends the task's duty unless somebody waits; under the lock, so that nobody comes in between and relies on it.
+    fn retire(&self) -> bool {
+        let mut heard = self.heard();
+        let idle = heard.waiting.is_empty();
+        heard.is_attended &= !idle;
+        idle
     }
 }
 
@@ -200,10 +229,10 @@ async fn listen(table: Arc<Table>, server: PgConnectOptions, channel: String) {
             table.begin();
             let idle = hear(&table, listener).await;
             table.end();
-            if idle && !table.is_awaited() {
+            if idle && table.retire() {
                 return;
             }
-        } else if !table.is_awaited() {
+        } else if table.retire() {
             return;
         }
         // At random, so that not all come back at once to a server that has just started.

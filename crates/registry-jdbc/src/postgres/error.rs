@@ -11,7 +11,9 @@ use BackendErrorKind::{Denied, Misconfigured, Protocol, Transient};
 /// Sorts an error of sqlx and says what to do about it.
 pub(super) fn explain(error: sqlx::Error) -> BackendError {
     let Verdict { kind, says, refused } = match &error {
-        sqlx::Error::Database(database) => judge(code(database.as_ref()), is_fatal(database.as_ref())),
+        sqlx::Error::Database(database) => {
+            judge(code(database.as_ref()), is_fatal(database.as_ref()))
+        }
         sqlx::Error::Io(io) => match io.kind() {
             std::io::ErrorKind::ConnectionRefused => {
                 Verdict::of(Transient, "nobody listens at this address").refused()
@@ -21,12 +23,10 @@ pub(super) fn explain(error: sqlx::Error) -> BackendError {
             }
             _ => Verdict::of(Transient, "the connection was lost"),
         },
-        sqlx::Error::Tls(_) => Verdict::of(
-            Misconfigured,
-            "the connection cannot be encrypted: the server does not encrypt, or its certificate is not trusted",
-        )
-        .refused(),
-        sqlx::Error::Configuration(_) | sqlx::Error::InvalidArgument(_) | sqlx::Error::Encode(_) => {
+        sqlx::Error::Tls(_) => Verdict::of(Misconfigured, NOT_ENCRYPTED).refused(),
+        sqlx::Error::Configuration(_)
+        | sqlx::Error::InvalidArgument(_)
+        | sqlx::Error::Encode(_) => {
             Verdict::of(Misconfigured, "the configuration cannot be used").refused()
         }
         sqlx::Error::ColumnDecode { .. }
@@ -34,10 +34,9 @@ pub(super) fn explain(error: sqlx::Error) -> BackendError {
         | sqlx::Error::ColumnNotFound(_)
         | sqlx::Error::ColumnIndexOutOfBounds { .. }
         | sqlx::Error::TypeNotFound { .. }
-        | sqlx::Error::RowNotFound => Verdict::of(
-            Protocol,
-            "the lock tables hold what no version of this program writes",
-        ),
+        | sqlx::Error::RowNotFound => {
+            Verdict::of(Protocol, "the lock tables hold what no version of this program writes")
+        }
         // sqlx does not notice that the connection ends there, and takes the byte that it did not get for the server's answer.
         sqlx::Error::Protocol(says) if says.contains("response from SSLRequest: 0x00") => {
             Verdict::of(Transient, "the server hung up before it said anything").refused()
@@ -51,6 +50,21 @@ pub(super) fn explain(error: sqlx::Error) -> BackendError {
     let error = BackendError::new(kind, format!("postgres: {says}")).with_source(error);
     if refused { error.as_refused() } else { error }
 }
+
+/// Why there is no connection. Nothing was sent, so nothing was done.
+pub(super) fn not_connected(error: sqlx::Error) -> BackendError {
+    match error {
+        // So the client tells of certificates.
+        sqlx::Error::Io(io) if io.kind() == std::io::ErrorKind::InvalidData => {
+            BackendError::new(Misconfigured, format!("postgres: {NOT_ENCRYPTED}"))
+                .with_source(io)
+                .as_refused()
+        }
+        error => explain(error).as_refused(),
+    }
+}
+
+const NOT_ENCRYPTED: &str = "the connection cannot be encrypted: the server does not encrypt, or its certificate is not trusted";
 
 /// Whether the connection can be used after this error.
 pub(super) fn spares_connection(error: &sqlx::Error) -> bool {
@@ -215,8 +229,10 @@ fn sort(code: &str, fatal: bool) -> (BackendErrorKind, &'static str, bool) {
             "a pooler mixes the connections up: behind one in transaction mode turn prepared statements off (prepared=false)",
             true,
         ),
-        // As a pooler tells what it cannot do.
-        "08P01" if fatal => (Transient, "the pooler has no connection to the server", true),
+        // As a pooler tells what it cannot do, and what went wrong while it did it.
+        "08P01" if fatal => {
+            (Transient, "the pooler has no connection to the server, or lost it", false)
+        }
         "08P01" => (
             Misconfigured,
             "the statement is not the one that was prepared: behind a pooler in transaction mode turn prepared \
@@ -320,7 +336,7 @@ mod tests {
             ("53300", Transient, true),
             ("28P01", Denied, true),
             ("3D000", Misconfigured, true),
-            ("08P01", Transient, true),
+            ("08P01", Transient, false),
         ];
         for &(code, kind, refused) in table {
             let verdict = judge(code, true);
@@ -334,6 +350,7 @@ mod tests {
         let cases = [
             (io(std::io::ErrorKind::ConnectionRefused), Transient, true),
             (io(std::io::ErrorKind::NotFound), Misconfigured, true),
+            (io(std::io::ErrorKind::InvalidData), Transient, false),
             (io(std::io::ErrorKind::UnexpectedEof), Transient, false),
             (io(std::io::ErrorKind::ConnectionReset), Transient, false),
             (sqlx::Error::Tls("x".into()), Misconfigured, true),

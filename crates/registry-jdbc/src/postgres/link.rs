@@ -2,14 +2,16 @@
 
 use std::time::Duration;
 
+use futures_util::FutureExt as _;
 use registry_core::BackendError;
 use sqlx::postgres::{PgConnection, PgRow};
+use sqlx::{AssertSqlSafe, raw_sql};
 use tokio::time::timeout;
 
 use super::config::PostgresConfig;
 use super::error::{self, explain};
 use super::statement::Statement;
-use crate::server::{Errand, Pool, PoolLimits, Refusal, Seat};
+use crate::server::{Errand, Greet, Pool, PoolLimits, Refusal, Seat};
 
 #[derive(Debug)]
 pub(super) struct Link {
@@ -33,8 +35,10 @@ impl Link {
             connect: config.connect_timeout,
             patience: config.response_timeout,
         };
+        let pool = Pool::new(config.for_statements(), limits);
         Self {
-            pool: Pool::new(config.for_statements(), limits),
+            // Not through a pooler, where it would be said to whoever comes next.
+            pool: if config.prepared { pool.with_greeting(patience(config)) } else { pool },
             prepared: config.prepared,
             response_timeout: config.response_timeout,
         }
@@ -64,7 +68,8 @@ impl Link {
                 again.map_err(|error| if first.refused() { error } else { error.as_unknown() })
             }
             Err(trouble) => {
-                if matches!(trouble, Trouble::Broken(_)) {
+                // What one connection has met, the others would: a server that has moved away may swallow all that is sent to it.
+                if !matches!(trouble, Trouble::Answered(_)) {
                     self.pool.close_idle();
                 }
                 Err(trouble.told())
@@ -108,6 +113,16 @@ impl Link {
     }
 }
 
+/// Says how long a statement waits for its tables: it has them before it can say anything by itself. Whoever waits for ever, for somebody who rebuilds
+/// a table, would be granted a lock after all when nobody wants it any more.
+fn patience(config: &PostgresConfig) -> Greet<PgConnection> {
+    let text = format!("SET lock_timeout = {}", config.busy_timeout.as_millis().max(1));
+    Box::new(move |connection| {
+        let greeting = raw_sql(AssertSqlSafe(text.clone()));
+        async move { greeting.execute(connection).await.map(drop) }.boxed()
+    })
+}
+
 enum Trouble {
     /// The server has answered, and the connection is as good as before.
     Answered(BackendError),
@@ -130,6 +145,6 @@ fn refused(refusal: Refusal) -> BackendError {
     match refusal {
         Refusal::Exhausted => error::exhausted(),
         Refusal::Silent => error::unreachable_in_time(),
-        Refusal::Sqlx(error) => explain(error).as_refused(),
+        Refusal::Sqlx(error) => error::not_connected(error),
     }
 }

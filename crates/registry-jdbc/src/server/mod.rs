@@ -8,6 +8,8 @@ mod session;
 pub(crate) mod spring;
 
 pub use encryption::Encryption;
+#[cfg(feature = "postgres")]
+pub(crate) use pool::Greet;
 pub(crate) use pool::{Errand, Pool, PoolLimits, Refusal, Seat};
 pub(crate) use row_id::RowId;
 pub(crate) use session::{Failure, Session, Wire};

@@ -81,7 +81,6 @@ impl<C: Connection> Pool<C> {
     }
 
     /// The same with connections that are told this before they are used.
-    #[cfg(feature = "mysql")]
     pub(crate) fn with_greeting(mut self, greet: Greet<C>) -> Self {
         self.greet = Some(greet);
         self
@@ -92,7 +91,7 @@ impl<C: Connection> Pool<C> {
         let permit = timeout(self.limits.patience, self.permit(errand))
             .await
             .map_err(|_| Refusal::Exhausted)?;
-        while let Some(idle) = self.pop() {
+        if let Some(idle) = self.pop() {
             let mut connection = idle.connection;
             // Firewalls forget connections that are silent.
             if idle.since.elapsed() < SILENCE_MAX
@@ -100,6 +99,8 @@ impl<C: Connection> Pool<C> {
             {
                 return Ok(Seat::new(self, permit, connection, true));
             }
+            // The others have been silent for longer; to ask them all would take long if nobody answers.
+            self.close_idle();
         }
         self.connect(permit).await
     }

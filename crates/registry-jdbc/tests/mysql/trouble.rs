@@ -84,7 +84,7 @@ async fn a_grant_whose_answer_was_lost_is_found_by_asking_again() {
     grant(&far, &claim("other")).await;
     proxy.set_mode(Mode::ResetAfterRequest).await.unwrap();
     let error = far.try_acquire(&held).await.unwrap_err();
-    assert!(error.is_retryable(), "{}", told(&error));
+    assert!(error.is_retryable() && !error.refused(), "{}", told(&error));
     proxy.set_mode(Mode::Pass).await.unwrap();
     let token = near.inspect(&key("k")).await.unwrap().unwrap().token;
     assert!(token.is_some(), "the attempt had arrived");
@@ -163,6 +163,35 @@ async fn many_who_wait_look_together_and_ever_less_often() {
     within(SOON, waiting.join_all()).await;
 }
 
+#[tokio::test]
+async fn who_waits_is_woken_although_another_registry_over_the_store_was_closed() {
+    let server = server().await;
+    let a = registry(config(&server)).await;
+    let shared = Arc::new(MySqlBackend::open(config(&server)).await.unwrap());
+    let build = || {
+        let shared = Arc::<MySqlBackend>::clone(&shared);
+        Registry::builder(shared).poll(Duration::from_secs(600)).build().unwrap()
+    };
+    let (b, closed) = (build(), build());
+    let guard = lock(&a, "k").await;
+    let other = b.obtain("k");
+    let waiting = tokio::spawn(async move { other.lock().await.unwrap() });
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    closed.close(SOON).await;
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    guard.unlock().await.unwrap();
+    let guard = within(Duration::from_secs(5), waiting).await.unwrap();
+    // And who comes later.
+    let next = a.obtain("k");
+    let _ = (guard.unlock().await, lock(&a, "k2").await);
+    let guard = next.lock().await.unwrap();
+    let other = b.obtain("k");
+    let waiting = tokio::spawn(async move { other.lock().await.unwrap() });
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    guard.unlock().await.unwrap();
+    within(Duration::from_secs(5), waiting).await.unwrap().unlock().await.unwrap();
+}
+
 /// A registry that relies on being woken.
 async fn slow_poller(config: MySqlConfig) -> Registry {
     let backend = Arc::new(MySqlBackend::open(config).await.unwrap());
@@ -182,6 +211,23 @@ async fn a_server_that_takes_no_writes_is_trouble_that_may_pass() {
     assert!(findings.iter().any(|finding| finding.message.contains("read_only is on")));
     server.sql("SET GLOBAL read_only = OFF").await.unwrap();
     grant(&backend, &claim("k")).await;
+}
+
+#[tokio::test]
+async fn a_replica_grants_nothing_to_those_who_may_write_to_it_either() {
+    let server = server().await;
+    let backend = backend(config(&server)).await;
+    let held = claim("held");
+    grant(&backend, &held).await;
+    server.sql("SET GLOBAL read_only = ON").await.unwrap();
+    let error = backend.try_acquire(&claim("k")).await.unwrap_err();
+    assert!(error.is_retryable() && error.to_string().contains("replica"), "{}", told(&error));
+    let error = backend.renew(std::slice::from_ref(&held)).await.remove(0).unwrap_err();
+    assert!(error.is_retryable(), "{}", told(&error));
+    busy(&backend, &claim("held")).await;
+    server.sql("SET GLOBAL read_only = OFF").await.unwrap();
+    grant(&backend, &claim("k")).await;
+    assert!(matches!(backend.renew(&[held]).await[0], Ok(Renewal::Renewed(_))));
 }
 
 #[tokio::test]

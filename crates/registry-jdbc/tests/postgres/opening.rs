@@ -150,9 +150,27 @@ async fn encrypted_connections_are_verified_if_that_is_wanted() {
         grant(&backend, &held).await;
         backend.release(&held).await.unwrap();
     }
+    // Those who listen trust as those who ask do, wherever they listen.
+    let elsewhere = config(&server).with_listen(&server.url()).unwrap();
+    let listens =
+        |findings: Vec<registry_core::Finding>| !format!("{findings:?}").contains("listening");
+    for (config, may_listen) in [
+        (elsewhere.clone().with_certificate_authority(ca(&folder)), true),
+        (elsewhere.with_encryption(Encryption::Required), true),
+        (config(&server).with_listen("postgres://postgres:canary@127.0.0.1:1/x").unwrap(), false),
+    ] {
+        let findings = backend(config).await.diagnose().await.unwrap();
+        assert!(!format!("{findings:?}").contains("canary"));
+        assert_eq!(listens(findings), may_listen);
+    }
     refused(config(&server).with_encryption(Encryption::Off)).await;
-    refused(config(&server).with_encryption(Encryption::VerifyHost)).await;
-    refused(config(&server).with_certificate_authority(ca(&other))).await;
+    for untrusted in [
+        config(&server).with_encryption(Encryption::VerifyHost),
+        config(&server).with_certificate_authority(ca(&other)),
+    ] {
+        let error = refused(untrusted).await;
+        assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{}", told(&error));
+    }
     let plain = PostgresServer::start().await.unwrap();
     refused(config(&plain).with_encryption(Encryption::Required)).await;
 }

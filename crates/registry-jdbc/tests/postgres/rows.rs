@@ -120,6 +120,24 @@ async fn a_row_that_somebody_has_locked_is_trouble_and_neither_busy_nor_lost() {
 }
 
 #[tokio::test]
+async fn tables_that_somebody_has_locked_are_trouble_and_nothing_is_granted_afterwards() {
+    let server = server().await;
+    let backend = backend(config(&server).with_busy_timeout(Duration::from_millis(200))).await;
+    let held = claim("held");
+    grant(&backend, &held).await;
+    let mut data = data(&server).await;
+    run(&mut data, "BEGIN; LOCK TABLE lock_registry_locks IN ACCESS EXCLUSIVE MODE").await;
+    let error = timeout(SOON, backend.try_acquire(&claim("k"))).await.unwrap().unwrap_err();
+    assert!(error.is_retryable() && error.refused(), "{}", told(&error));
+    let error = backend.renew(std::slice::from_ref(&held)).await.remove(0).unwrap_err();
+    assert!(error.is_retryable(), "{}", told(&error));
+    run(&mut data, "ROLLBACK").await;
+    assert!(matches!(backend.renew(&[held]).await[0], Ok(Renewal::Renewed(_))));
+    let held = backend.list().await.unwrap();
+    assert_eq!(held.len(), 1, "{held:?}");
+}
+
+#[tokio::test]
 async fn renewals_get_through_while_acquisitions_have_all_connections() {
     let server = server().await;
     let config = config(&server).with_connections(1).with_busy_timeout(Duration::from_secs(5));

@@ -6,11 +6,15 @@ use std::time::Duration;
 
 use registry_core::{BackendErrorKind, LockBackend, LockRegistry, Registry, Release, Renewal};
 use registry_jdbc::{PostgresBackend, PostgresConfig};
+use registry_testkit::pgbouncer::PgBouncer;
 use registry_testkit::postgres::{PostgresOptions, PostgresServer};
+use registry_testkit::proxy::{FaultProxy, Mode};
 use registry_testkit::{eventually, within};
 use tokio::time::timeout;
 
-use crate::lab::{SOON, backend, busy, claim, config, grant, key, lock, registry, server, told};
+use crate::lab::{
+    SOON, backend, busy, claim, config, data, grant, key, lock, registry, run, server, told,
+};
 
 /// The sessions of the store, but for the one that listens.
 const SESSIONS: &str =
@@ -85,6 +89,89 @@ async fn connections_that_broke_while_nobody_used_them_are_made_anew() {
     assert!(backend.inspect(&key("k1")).await.unwrap().is_some());
 }
 
+/// A client that reaches the server through the proxy.
+async fn through(
+    proxy: &FaultProxy,
+    change: impl FnOnce(PostgresConfig) -> PostgresConfig,
+) -> PostgresBackend {
+    let config = PostgresConfig::new("127.0.0.1", proxy.addr().port(), "postgres");
+    backend(change(config.with_login("postgres", None))).await
+}
+
+#[tokio::test]
+async fn a_grant_whose_answer_was_lost_is_found_by_asking_again() {
+    let server = server().await;
+    let proxy = FaultProxy::start(server.addr()).unwrap();
+    let (near, far) = (backend(config(&server)).await, through(&proxy, |config| config).await);
+    let held = claim("k");
+    // So that the statement is prepared, and the next request is the attempt itself.
+    grant(&far, &claim("other")).await;
+    proxy.set_mode(Mode::ResetAfterRequest).await.unwrap();
+    let error = far.try_acquire(&held).await.unwrap_err();
+    assert!(error.is_retryable() && !error.refused(), "{}", told(&error));
+    proxy.set_mode(Mode::Pass).await.unwrap();
+    let token = near.inspect(&key("k")).await.unwrap().unwrap().token;
+    assert!(token.is_some(), "the attempt had arrived");
+    assert_eq!(grant(&far, &held).await.token, token);
+    assert_eq!(far.release(&held).await.unwrap(), Release::Freed);
+}
+
+#[tokio::test]
+async fn an_attempt_that_a_pooler_lost_on_the_way_leaves_the_outcome_open() {
+    let server = server().await;
+    let bouncer = PgBouncer::start(&server).await.unwrap();
+    let config = PostgresConfig::from_url(&bouncer.url()).unwrap().with_prepared(false);
+    let backend = backend(config.with_busy_timeout(Duration::from_secs(9))).await;
+    let held = claim("k");
+    grant(&backend, &held).await;
+    assert_eq!(backend.release(&held).await.unwrap(), Release::Freed);
+    let mut data = data(&server).await;
+    run(&mut data, "BEGIN; SELECT * FROM lock_registry_locks FOR UPDATE").await;
+    let backend = Arc::new(backend);
+    let asking = Arc::clone(&backend);
+    // As a connection that was idle would be tried again: this one is new.
+    backend.close().await;
+    let attempt = tokio::spawn(async move { asking.try_acquire(&claim("k")).await });
+    let waiting = pid(&server, "wait_event_type = 'Lock'").await;
+    // Without a word to the pooler, which has its own for it then.
+    let killed = std::process::Command::new("kill").args(["-9", &waiting.to_string()]).status();
+    assert!(killed.unwrap().success());
+    let error = within(SOON, attempt).await.unwrap().unwrap_err();
+    assert!(error.is_retryable() && !error.refused(), "{}", told(&error));
+}
+
+#[tokio::test]
+async fn connections_that_all_fell_silent_cost_one_time_out() {
+    let server = server().await;
+    let proxy = FaultProxy::start(server.addr()).unwrap();
+    let backend = Arc::new(
+        through(&proxy, |config| {
+            let config = config.with_busy_timeout(Duration::from_millis(100));
+            config.with_response_timeout(Duration::from_millis(500))
+        })
+        .await,
+    );
+    let mut calls = tokio::task::JoinSet::new();
+    for n in 0..4 {
+        let backend = Arc::clone(&backend);
+        calls.spawn(async move { grant(&backend, &claim(&format!("k{n}"))).await });
+    }
+    calls.join_all().await;
+    let before = proxy.counts().live;
+    assert!(before > 2, "{before} connections");
+    // As after a fail-over: what is connected says nothing more, and who connects anew is heard.
+    proxy.set_mode(Mode::BlackHole).await.unwrap();
+    let error = within(SOON, backend.try_acquire(&claim("k0"))).await.unwrap_err();
+    assert!(error.is_retryable() && !error.refused(), "{}", told(&error));
+    let nobody_is_left = async || match proxy.counts().live {
+        0 => Ok(()),
+        live => Err(io::Error::other(format!("{live} connections are kept"))),
+    };
+    proxy.set_mode(Mode::Pass).await.unwrap();
+    eventually(SOON, nobody_is_left).await;
+    busy(&backend, &claim("k0")).await;
+}
+
 #[tokio::test]
 async fn a_server_that_says_nothing_leaves_the_outcome_open() {
     let server = server().await;
@@ -133,6 +220,35 @@ async fn a_release_that_nobody_heard_is_found_after_listening_again() {
         server.resume_backend(listener).unwrap();
         within(SOON, waiting).await.unwrap().unlock().await.unwrap();
     }
+}
+
+#[tokio::test]
+async fn who_waits_is_woken_although_another_registry_over_the_store_was_closed() {
+    let server = server().await;
+    let a = registry(config(&server)).await;
+    let shared = Arc::new(PostgresBackend::open(config(&server)).await.unwrap());
+    let build = || {
+        let shared = Arc::<PostgresBackend>::clone(&shared);
+        Registry::builder(shared).poll(Duration::from_secs(600)).build().unwrap()
+    };
+    let (b, closed) = (build(), build());
+    let guard = lock(&a, "k").await;
+    let other = b.obtain("k");
+    let waiting = tokio::spawn(async move { other.lock().await.unwrap() });
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    closed.close(SOON).await;
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    guard.unlock().await.unwrap();
+    let guard = within(Duration::from_secs(5), waiting).await.unwrap();
+    // And who comes later.
+    let next = a.obtain("k");
+    let _ = (guard.unlock().await, lock(&a, "k2").await);
+    let guard = next.lock().await.unwrap();
+    let other = b.obtain("k");
+    let waiting = tokio::spawn(async move { other.lock().await.unwrap() });
+    tokio::time::sleep(Duration::from_millis(300)).await;
+    guard.unlock().await.unwrap();
+    within(Duration::from_secs(5), waiting).await.unwrap().unlock().await.unwrap();
 }
 
 /// A registry that relies on being woken.
