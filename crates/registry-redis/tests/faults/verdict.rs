@@ -72,6 +72,15 @@ impl Outcome {
     /// With the first that was not.
     pub(crate) fn assert_flawless_but_between(mut self, windows: &[(u64, u64)]) -> Vec<Overlap> {
         let overlaps = overlaps(&self.history);
+        // Who was granted a lock before, or was about to be told so, may have given back what was not his any more.
+        for grant in &mut self.history.grants {
+            let (asked, end) = (grant.acquire.from, valid(grant).1);
+            if let Some(release) = &mut grant.release
+                && windows.iter().any(|(from, to)| asked <= *to && end >= *from)
+            {
+                release.ending = Ending::Unknown;
+            }
+        }
         for overlap in &overlaps {
             let first = &mut self.history.grants[overlap.first];
             let excused = |(from, to): &(u64, u64)| overlap.from >= *from && overlap.to <= *to;
