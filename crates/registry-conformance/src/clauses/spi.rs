@@ -29,7 +29,9 @@ pub async fn a_granted_claim_is_granted_again_through_another_client(lab: &Lab) 
 
 /// A repeated request is the same request, even while the first one is still being worked on.
 pub async fn repetitions_of_one_acquire_at_once_are_one_grant(lab: &Lab) {
-    let clients = [lab.client().await, lab.client().await];
+    let first = lab.client().await;
+    let second = lab.another_client(&first).await;
+    let clients = [first, second];
     let claim = Claim::new(key("orders/42"), lab.long());
     let attempts = (0..8).map(|n| granted(&*clients[n % 2], &claim));
     let grants = join_all(attempts).await;
