@@ -61,9 +61,8 @@ impl ZkBackend {
         if let Some(servers) = servers(session).await?
             && servers.len() == 1
         {
-            findings.push(Finding::note(
-                "there is one server: nobody gets a lock while it is away",
-            ));
+            findings
+                .push(Finding::note("there is one server: nobody gets a lock while it is away"));
         }
         Ok(())
     }
@@ -85,4 +84,3 @@ async fn servers(session: &Session) -> Result<Option<Vec<String>>, BackendError>
 
 /// A process that dies keeps others out for so long.
 const LONG_TIMEOUT: Duration = Duration::from_secs(60);
-

@@ -120,7 +120,9 @@ pub(crate) fn encoded(text: &str) -> String {
 /// Whether `path` can be that of a node: absolute, with no empty, `.` or `..` part.
 pub(crate) fn is_path(path: &str) -> bool {
     path.strip_prefix('/').is_some_and(|parts| {
-        parts.split('/').all(|part| !matches!(part, "" | "." | "..") && part.chars().all(is_allowed))
+        parts
+            .split('/')
+            .all(|part| !matches!(part, "" | "." | "..") && part.chars().all(is_allowed))
     })
 }
 
@@ -168,8 +170,24 @@ mod tests {
             assert!(is_path(&paths.of(&key(fine))), "{fine:?}");
         }
         for bad in [
-            "/a", "a/", "a//b", ".", "..", "a/.", "a/..", "a/0", "a/-x", "a/+1", "a/9", "a/!",
-            "a/x-lock-0000000001", "a/__lock__1", "a\0", "a\n", "🔒", "\u{f000}",
+            "/a",
+            "a/",
+            "a//b",
+            ".",
+            "..",
+            "a/.",
+            "a/..",
+            "a/0",
+            "a/-x",
+            "a/+1",
+            "a/9",
+            "a/!",
+            "a/x-lock-0000000001",
+            "a/__lock__1",
+            "a\0",
+            "a\n",
+            "🔒",
+            "\u{f000}",
         ] {
             assert!(paths.check(&key(bad)).is_err(), "{bad:?}");
         }

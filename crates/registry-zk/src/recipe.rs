@@ -226,11 +226,7 @@ pub(crate) async fn read(
     session.bounded(listed).await
 }
 
-fn granted(
-    session: &Session,
-    stake: &mut Stake,
-    claim: &Claim,
-) -> Result<Attempt, BackendError> {
+fn granted(session: &Session, stake: &mut Stake, claim: &Claim) -> Result<Attempt, BackendError> {
     let token = stake.node.as_ref().and_then(|node| token(node.czxid));
     let lease = certain(session, claim)?;
     let until = Moment::now().after(claim.lease());
@@ -371,7 +367,9 @@ pub(crate) async fn wait_outside(session: &Arc<Session>, dir: &str) {
     let queue = Queue::of(children);
     let Some(first) = queue.first() else { return };
     let path = format!("{dir}/{first}");
-    if let Ok(Ok((_, _, watcher))) = session.bounded(session.client().get_and_watch_data(&path)).await {
+    if let Ok(Ok((_, _, watcher))) =
+        session.bounded(session.client().get_and_watch_data(&path)).await
+    {
         watcher.changed().await;
     }
 }
