@@ -234,7 +234,8 @@ impl Contest {
         let history = history.unwrap_or_else(|broken| panic!("the record is broken: {broken}"));
         let errors = locked(&self.ring.errors).clone();
         let losses = self.losses();
-        Outcome { history, losses, errors, taken_after, steady: self.ring.steady.clone() }
+        let steady = self.ring.steady.clone();
+        Outcome { history, losses, errors, taken_after, steady, stopped: Vec::new() }
     }
 }
 

@@ -28,9 +28,17 @@ pub struct Outcome {
     /// How long a newcomer took to take all keys, one after the other.
     pub taken_after: Duration,
     pub(super) steady: Vec<String>,
+    pub(super) stopped: Vec<String>,
 }
 
 impl Outcome {
+    /// Says that holders of `key` were stopped for a while, and may have heard of a loss as late as they went on.
+    #[must_use]
+    pub fn with_stopped_holders_of(mut self, key: &str) -> Self {
+        self.stopped.push(key.to_owned());
+        self
+    }
+
     /// All promises were kept: tokens grow, no two guards of a key were valid at once, fenced writes are safe, whoever lost a lock heard of it,
     /// and nobody was refused but for somebody newer.
     ///
@@ -82,7 +90,8 @@ impl Outcome {
 
     /// Whoever lost a lock heard of it, by the end of its lease at the latest.
     fn losses_were_told(&self) {
-        for grant in &self.history.grants {
+        let is_stopped = |grant: &&Grant| self.stopped.iter().any(|key| **key == *grant.key);
+        for grant in self.history.grants.iter().filter(|grant| !is_stopped(grant)) {
             let until = grant.valid_until.map_or(u64::MAX, |until| until.saturating_add(LATE));
             let released = grant.release.map_or(u64::MAX, |release| release.window.from);
             let end = released.min(grant.lost.unwrap_or(u64::MAX));
