@@ -237,7 +237,9 @@ impl ZkConfig {
     ) -> Result<Self, BackendError> {
         let tls = self.tls.take().unwrap_or_default().with_pem_identity(certificate, key);
         self.tls = Some(tls.map_err(|_| {
-            unusable("the client's certificate or key cannot be read; they are to be in the PEM format")
+            unusable(
+                "the client's certificate or key cannot be read; they are to be in the PEM format",
+            )
         })?);
         Ok(self)
     }
@@ -474,7 +476,9 @@ mod tests {
         assert_eq!(list[0].permission(), Permission::READ);
         assert_eq!((list[1].scheme(), list[1].id()), ("digest", "u:aGFzaA="));
         assert_eq!(list[1].permission(), Permission::ALL);
-        for bad in ["", "world", "world:anyone", "world:anyone:", "world:anyone:x", "a:b:r,", "closed"] {
+        for bad in
+            ["", "world", "world:anyone", "world:anyone:", "world:anyone:x", "a:b:r,", "closed"]
+        {
             assert!(Acl::parse(bad).is_err(), "{bad:?}");
         }
     }

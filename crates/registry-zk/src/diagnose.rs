@@ -61,9 +61,8 @@ impl ZkBackend {
         if let Some(servers) = servers(session).await?
             && servers.len() == 1
         {
-            findings.push(Finding::note(
-                "there is one server: nobody gets a lock while it is away",
-            ));
+            findings
+                .push(Finding::note("there is one server: nobody gets a lock while it is away"));
         }
         Ok(())
     }
@@ -71,10 +70,9 @@ impl ZkBackend {
 
 /// The servers of the ensemble, if we may know.
 async fn servers(session: &Session) -> Result<Option<Vec<String>>, BackendError> {
-    let config = match session.bounded(session.client().get_config()).await? {
-        Ok((config, _)) => config,
-        // Older servers have no such node, and others may not show it.
-        Err(_) => return Ok(None),
+    // Older servers have no such node, and others may not show it.
+    let Ok((config, _)) = session.bounded(session.client().get_config()).await? else {
+        return Ok(None);
     };
     let text = String::from_utf8_lossy(&config).into_owned();
     let servers: Vec<String> =
@@ -85,4 +83,3 @@ async fn servers(session: &Session) -> Result<Option<Vec<String>>, BackendError>
 
 /// A process that dies keeps others out for so long.
 const LONG_TIMEOUT: Duration = Duration::from_secs(60);
-

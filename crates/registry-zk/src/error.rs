@@ -31,9 +31,7 @@ pub(crate) fn is_refusal(error: &Error) -> bool {
 
 const fn judge(error: &Error) -> (BackendErrorKind, &'static str, bool) {
     match error {
-        Error::ConnectionLoss | Error::Custom(_) => {
-            (Transient, "the connection was lost", false)
-        }
+        Error::ConnectionLoss | Error::Custom(_) => (Transient, "the connection was lost", false),
         Error::Timeout => (Transient, "none of the servers could be reached in time", false),
         Error::NoHosts => (Transient, "none of the servers can be reached", true),
         Error::SessionExpired => (Transient, "the session is over", false),

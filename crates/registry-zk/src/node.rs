@@ -17,11 +17,8 @@ struct Note<'a> {
 
 /// What the node of `claim` says. Since when it is there the server notes by itself (`ctime`).
 pub(crate) fn note(claim: &Claim) -> Vec<u8> {
-    let note = Note {
-        label: claim.label().map(Into::into),
-        host: host().into(),
-        pid: std::process::id(),
-    };
+    let note =
+        Note { label: claim.label().map(Into::into), host: host().into(), pid: std::process::id() };
     // Texts and a number can always be written.
     serde_json::to_vec(&note).unwrap_or_default()
 }

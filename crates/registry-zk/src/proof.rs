@@ -33,7 +33,8 @@ impl Proof {
 
     /// Notes that the leader has answered a request that left at `sent_at`.
     pub(crate) fn answered(&mut self, sent_at: Moment) {
-        let told = self.answered.iter().rposition(|at| at.after(told_within(self.timeout)) <= sent_at);
+        let told =
+            self.answered.iter().rposition(|at| at.after(told_within(self.timeout)) <= sent_at);
         if let Some(told) = told {
             self.heard_at = self.heard_at.max(self.answered[told]);
             // What is older has nothing more to say.

@@ -34,7 +34,8 @@ fn number(name: &str) -> Option<i32> {
 fn parse_number(text: &str) -> Option<i32> {
     let digits = text.strip_prefix('-').unwrap_or(text);
     let is_plain = digits.bytes().all(|byte| byte.is_ascii_digit());
-    let is_whole = text.len() == 10 || text == "-2147483648" || (text.len() == 11 && digits.len() == 10);
+    let is_whole =
+        text.len() == 10 || text == "-2147483648" || (text.len() == 11 && digits.len() == 10);
     (is_plain && is_whole).then(|| text.parse().ok()).flatten()
 }
 
@@ -107,10 +108,7 @@ mod tests {
     #[test]
     fn a_node_is_named_as_those_of_curator_or_of_kazoo() {
         let claim = ClaimId::from_bits(0x0123_4567_89ab_cdef_0123_4567_89ab_cdef);
-        assert_eq!(
-            prefix(claim, Naming::Curator),
-            "_c_01234567-89ab-cdef-0123-456789abcdef-lock-"
-        );
+        assert_eq!(prefix(claim, Naming::Curator), "_c_01234567-89ab-cdef-0123-456789abcdef-lock-");
         assert_eq!(prefix(claim, Naming::Kazoo), "0123456789abcdef0123456789abcdef__lock__");
     }
 
@@ -120,8 +118,19 @@ mod tests {
         let kazoo = "ffffffffffffffffffffffffffffffff__lock__0000000001";
         let plain = "lock-0000000003";
         let children = [
-            plain, curator, kazoo, "-foo", "0-child", "x-lock-1", "x-lock-00000000004", "x__rlock__0000000000",
-            "_c_0-latch-0000000000", "lock-000000000x", "lock-", "__lock__", "",
+            plain,
+            curator,
+            kazoo,
+            "-foo",
+            "0-child",
+            "x-lock-1",
+            "x-lock-00000000004",
+            "x__rlock__0000000000",
+            "_c_0-latch-0000000000",
+            "lock-000000000x",
+            "lock-",
+            "__lock__",
+            "",
         ];
         assert_eq!(queue(&children).0, [kazoo, curator, plain]);
     }
@@ -149,7 +158,10 @@ mod tests {
         assert_eq!(queue.first(), Some(&*names[0]));
         assert_eq!(queue.place_of(&names[0]), Standing::First);
         assert_eq!(queue.place_of(&names[1]), Standing::Behind { ahead: &names[0], is_next: true });
-        assert_eq!(queue.place_of(&names[2]), Standing::Behind { ahead: &names[1], is_next: false });
+        assert_eq!(
+            queue.place_of(&names[2]),
+            Standing::Behind { ahead: &names[1], is_next: false }
+        );
         assert_eq!(queue.place_of("other"), Standing::Absent);
     }
 }

@@ -107,8 +107,7 @@ impl Sessions {
     pub(crate) async fn close(&self) {
         let session = {
             let mut current = lock(&self.current);
-            let is_empty =
-                current.as_ref().is_some_and(|session| lock(&session.places).is_empty());
+            let is_empty = current.as_ref().is_some_and(|session| lock(&session.places).is_empty());
             if is_empty { current.take() } else { None }
         };
         let Some(session) = session else { return };
