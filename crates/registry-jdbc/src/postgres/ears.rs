@@ -56,7 +56,8 @@ impl Channel {
     /// Says that this session listens.
     async fn listen(&self, listener: &mut PgListener) -> Result<(), sqlx::Error> {
         listener.listen(&self.name).await?;
-        let marks = "SELECT pg_advisory_lock_shared(mark) FROM generate_series($1, $1 + $2 - 1) AS mark";
+        let marks =
+            "SELECT pg_advisory_lock_shared(mark) FROM generate_series($1, $1 + $2 - 1) AS mark";
         let marks = sqlx::query(marks).bind(self.first_mark).bind(MARKS);
         listener.execute(marks).await.map(drop)
     }
