@@ -12,7 +12,7 @@ use sqlx::postgres::PgRow;
 use sqlx::{Postgres, Row};
 
 use super::config::PostgresConfig;
-use super::ears::{Channel, Ears, hex};
+use super::ears::{Channel, Ears};
 use super::error::{self, damaged, explain};
 use super::link::{Link, Repeat};
 use super::open::{self, Opened};
@@ -186,7 +186,7 @@ impl PostgresBackend {
 
     /// What those who wait for the lock are told.
     pub(super) fn message(id: RowId) -> Value {
-        Value::Word(hex(&id.short()))
+        bytes(&id.short())
     }
 
     /// Busy, if it is a transaction [with this lock](crate::LockIn) that keeps the row.

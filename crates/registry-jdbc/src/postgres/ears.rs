@@ -326,7 +326,7 @@ async fn hear(table: &Table, mut listener: PgListener) -> bool {
 }
 
 /// Bytes as small hexadecimal digits.
-pub(super) fn hex(bytes: &[u8]) -> String {
+fn hex(bytes: &[u8]) -> String {
     bytes.iter().fold(String::with_capacity(bytes.len() * 2), |mut text, byte| {
         let _ = write!(text, "{byte:02x}");
         text

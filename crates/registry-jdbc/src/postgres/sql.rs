@@ -166,7 +166,7 @@ const RENEW: &str = "\
 const RELEASE: &str = "\
     UPDATE {locks} SET claim = NULL, until = {now} \
     WHERE id = $1::bytea AND claim = $2::bytea AND until > {now} AND set_config('lock_timeout', $3::text, true) IS NOT NULL \
-    RETURNING CASE WHEN NOT pg_try_advisory_xact_lock($6::bigint) THEN pg_notify($4::text, $5::text) IS NULL END, \
+    RETURNING CASE WHEN NOT pg_try_advisory_xact_lock($6::bigint) THEN pg_notify($4::text, encode($5::bytea, 'hex')) IS NULL END, \
         set_config('synchronous_commit', 'off', true)";
 
 /// Ends the grant of whoever holds the key, and tells those who listen.
@@ -175,7 +175,7 @@ const RELEASE: &str = "\
 const FORCE_RELEASE: &str = "\
     UPDATE {locks} SET claim = NULL, until = {now} \
     WHERE id = $1::bytea AND claim IS NOT NULL AND until > {now} AND set_config('lock_timeout', $2::text, true) IS NOT NULL \
-    RETURNING pg_notify($3::text, $4::text) IS NULL";
+    RETURNING pg_notify($3::text, encode($4::bytea, 'hex')) IS NULL";
 
 /// Finds the grant as it was made, and keeps the row from becoming anybody else's until the caller's transaction ends.
 ///
@@ -219,7 +219,7 @@ const LOCK_IN: &str = "\
     SELECT meta.floor IS NOT NULL, taken.token, held.until - now, \
         current_setting('transaction_isolation') <> 'read committed', \
         set_config('lock_timeout', patience.was, true), \
-        CASE WHEN taken.token IS NOT NULL THEN pg_notify($7::text, $8::text) IS NULL END \
+        CASE WHEN taken.token IS NOT NULL THEN pg_notify($7::text, encode($8::bytea, 'hex')) IS NULL END \
     FROM patience CROSS JOIN clock LEFT JOIN meta ON true LEFT JOIN taken ON true LEFT JOIN held ON true";
 
 /// Takes an advisory lock for the session and notes a larger token in the row, which is a free one for those who want a lease. No token is told if
@@ -255,7 +255,7 @@ const SESSION_TAKE: &str = "\
 const SESSION_GIVE_BACK: &str = "\
     WITH ease AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true)), \
     freed AS MATERIALIZED (SELECT pg_advisory_unlock($1::bigint) AS was_held FROM ease) \
-    SELECT pg_backend_pid(), was_held, pg_notify($2::text, $3::text) IS NULL FROM freed";
+    SELECT pg_backend_pid(), was_held, pg_notify($2::text, encode($3::bytea, 'hex')) IS NULL FROM freed";
 
 /// Whether a transaction has marked itself as one with this lock.
 ///

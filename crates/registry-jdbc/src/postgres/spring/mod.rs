@@ -15,7 +15,7 @@ use sqlx::postgres::PgRow;
 
 use super::backend::{bytes, claim_id, column, micros, span};
 use super::config::{PostgresConfig, quoted, unusable};
-use super::ears::{Channel, Ears, hex};
+use super::ears::{Channel, Ears};
 use super::error::{damaged, row_is_locked};
 use super::fence::Fenced;
 use super::link::{Link, Repeat};
@@ -96,7 +96,7 @@ impl PostgresSpringBackend {
     }
 
     fn message(&self, lock_key: &str) -> Value {
-        Value::Word(hex(&self.row_id(lock_key).short()))
+        bytes(&self.row_id(lock_key).short())
     }
 
     /// What a fence asks.
