@@ -70,10 +70,9 @@ impl ZkBackend {
 
 /// The servers of the ensemble, if we may know.
 async fn servers(session: &Session) -> Result<Option<Vec<String>>, BackendError> {
-    let config = match session.bounded(session.client().get_config()).await? {
-        Ok((config, _)) => config,
-        // Older servers have no such node, and others may not show it.
-        Err(_) => return Ok(None),
+    // Older servers have no such node, and others may not show it.
+    let Ok((config, _)) = session.bounded(session.client().get_config()).await? else {
+        return Ok(None);
     };
     let text = String::from_utf8_lossy(&config).into_owned();
     let servers: Vec<String> =

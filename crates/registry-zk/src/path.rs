@@ -87,10 +87,11 @@ fn check_path(key: &str, at_top: bool) -> Result<(), InvalidKey> {
             return Err(InvalidKey::layout("`/zookeeper` belongs to the servers"));
         }
         // Curator counts every child of a lock's node as one that contends for it, in the order of what follows `lock-`, or of
-        // the whole name. One that is always there must not come before a number, or nobody would ever be the first.
-        if n > 0 && part.starts_with(|first: char| first <= '9') {
+        // the whole name. One that is always there must not come before a number, or nobody would ever be the first. (Numbers begin
+        // with `1` only after a thousand million children, and with `3` never.)
+        if n > 0 && part.starts_with(|first: char| first <= '0') {
             return Err(InvalidKey::layout(
-                "what follows `/` begins with a digit, or a sign that sorts before it: to Curator it would stand in line for the lock \
+                "what follows `/` begins with `0`, or a sign that sorts before it: to Curator it would be the first in line for the lock \
                  of what comes before",
             ));
         }
@@ -165,7 +166,7 @@ mod tests {
     fn keys_of_curator_are_paths_and_those_that_harm_others_are_refused() {
         let paths = paths(Layout::Curator);
         assert_eq!(paths.of(&key("a/b")), "/app/SpringIntegration-LockRegistry/a/b");
-        for fine in ["a", "0", "-foo", "a/b", "a/ä", "lock-1", "a b", "zookeeper"] {
+        for fine in ["a", "0", "-foo", "a/b", "a/ä", "a/42", "lock-1", "a b", "zookeeper"] {
             assert_eq!(paths.check(&key(fine)), Ok(()), "{fine:?}");
             assert!(is_path(&paths.of(&key(fine))), "{fine:?}");
         }
@@ -180,7 +181,7 @@ mod tests {
             "a/0",
             "a/-x",
             "a/+1",
-            "a/9",
+            "a/01",
             "a/!",
             "a/x-lock-0000000001",
             "a/__lock__1",

@@ -71,7 +71,7 @@ async fn contend(
                 Some(children) => children,
                 None => continue,
             }
-        } else if stake.ahead.as_ref().is_some_and(|ahead| !is_to_be_looked_at(session, ahead)) {
+        } else if stands_as_before(session, stake).await? {
             return Ok(Attempt::Busy(Busy::new()));
         } else {
             look(session, place).await?
@@ -193,9 +193,16 @@ async fn find_again(
     Ok(())
 }
 
-/// Whether one that waits should look for itself, because the one before has gone or it has not looked for long.
-fn is_to_be_looked_at(session: &Session, ahead: &Ahead) -> bool {
-    ahead.watch.has_fired() || ahead.looked_at.after(session.timeout() / 2) <= Moment::now()
+/// Whether the one directly before one that waits is certainly still there. All who ask at about the same time share one question,
+/// however long the line is. Now and then nobody is believed, so that one whose own node was removed by somebody finds out.
+async fn stands_as_before(session: &Arc<Session>, stake: &Stake) -> Result<bool, BackendError> {
+    let is_believed = |ahead: &&Ahead| {
+        !ahead.watch.has_fired()
+            && Moment::now() < ahead.looked_at.after(session.timeout() / LOOK_EVERY)
+    };
+    let Some(ahead) = stake.ahead.as_ref().filter(is_believed) else { return Ok(false) };
+    session.round().await?;
+    Ok(!ahead.watch.has_fired())
 }
 
 /// All children, as the leader knows them. A server that lags behind could show a node of ours that is gone.
@@ -467,6 +474,9 @@ async fn give_up(
 
 /// More often than this a crowd does not change between two looks.
 const TRIES: u32 = 8;
+
+/// How often, in the time-out of a session, one that waits looks at the whole line.
+const LOOK_EVERY: u32 = 2;
 
 /// What is certain for less than this is over before anybody can use it.
 const CERTAIN_MIN: Duration = Duration::from_millis(20);
