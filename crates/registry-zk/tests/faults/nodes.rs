@@ -109,7 +109,7 @@ async fn a_node_that_somebody_deletes_is_a_lock_that_is_lost() {
             operator.delete(&format!("{path}/{}", all[0]), None).await.unwrap();
         }
         contest.loses_steadily(3 * round).await;
-        windows.push(Window::new(begin, contest.now()));
+        windows.push(Window::new(begin, contest.now() + 1_000_000_000));
         let told = contest.losses();
         let told = told.iter().filter(|loss| loss.key.starts_with("steady") && loss.at > begin);
         let told: Vec<_> =

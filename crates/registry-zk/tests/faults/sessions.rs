@@ -66,8 +66,9 @@ async fn a_session_that_is_ended_from_outside_is_lost_for_good_and_followed_by_a
             server.end_session(session).await.unwrap();
             contest.loses_steadily(3 * (round - 1) + number + 1).await;
             contest.steady().await;
-            // Losses of all are told by now.
-            windows.push(Window::new(begin, contest.now()));
+            // Whoever has not heard of it knows by its lease.
+            let lease = u64::try_from((SESSION / 2).as_nanos()).unwrap();
+            windows.push(Window::new(begin, contest.now() + lease));
             assert_ne!(backend.session_id(), Some(session));
         }
     }
