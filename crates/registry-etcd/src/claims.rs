@@ -100,9 +100,9 @@ impl Table {
             return;
         }
         self.known.retain(|_, known| {
-            let over = known.try_lock().is_ok_and(|place| {
-                place.as_ref().is_none_or(|place| place.lease.left().is_zero())
-            });
+            let over = known
+                .try_lock()
+                .is_ok_and(|place| place.as_ref().is_none_or(|place| place.lease.left().is_zero()));
             !(over && Arc::strong_count(known) == 1)
         });
         self.tidy_at = self.known.len() * 2;
@@ -128,7 +128,8 @@ impl Drop for Seat<'_> {
         let mut table = self.claims.table();
         let is_empty = self.place.take().is_none_or(|place| place.is_none());
         // Nobody else has it or waits for it; whoever wants it must ask the table first.
-        if is_empty && table.known.get(&self.id).is_some_and(|known| Arc::strong_count(known) == 1) {
+        if is_empty && table.known.get(&self.id).is_some_and(|known| Arc::strong_count(known) == 1)
+        {
             table.known.remove(&self.id);
         } else {
             table.tidy();

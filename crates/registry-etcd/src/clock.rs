@@ -21,7 +21,8 @@ impl Moment {
 #[cfg(target_os = "linux")]
 fn running() -> Duration {
     // It is there in every Linux that this can run on; without it all leases would look over, which is safe.
-    nix::time::clock_gettime(nix::time::ClockId::CLOCK_BOOTTIME).map_or(Duration::MAX, Duration::from)
+    nix::time::clock_gettime(nix::time::ClockId::CLOCK_BOOTTIME)
+        .map_or(Duration::MAX, Duration::from)
 }
 
 #[cfg(not(target_os = "linux"))]

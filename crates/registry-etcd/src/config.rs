@@ -185,10 +185,9 @@ impl EtcdConfig {
                 "a namespace has {least} to {NAMESPACE_BYTES_MAX} bytes"
             )));
         }
-        for (option, given) in [
-            ("connect_timeout", self.connect_timeout),
-            ("response_timeout", self.response_timeout),
-        ] {
+        for (option, given) in
+            [("connect_timeout", self.connect_timeout), ("response_timeout", self.response_timeout)]
+        {
             if !(Duration::from_millis(10)..=TIME_MAX).contains(&given) {
                 return Err(unusable(format!(
                     "{option} of {given:?} is not between 10 ms and 1 hour"
@@ -232,7 +231,9 @@ impl EtcdConfig {
             #[cfg(feature = "tls")]
             if let Some(tls) = &tls {
                 return endpoint.tls_config(tls.clone()).map_err(|_| {
-                    unusable("the certificates or the key cannot be used; they must be in the form PEM")
+                    unusable(
+                        "the certificates or the key cannot be used; they must be in the form PEM",
+                    )
                 });
             }
             Ok(endpoint)

@@ -74,7 +74,9 @@ fn of_cluster(voters: usize) -> Finding {
             "the cluster has {even} members: it survives no more failures than with {}, and fewer are enough to stop it",
             even - 1
         )),
-        odd => Finding::note(format!("the cluster has {odd} members and survives {} of them", odd / 2)),
+        odd => {
+            Finding::note(format!("the cluster has {odd} members and survives {} of them", odd / 2))
+        }
     }
 }
 

@@ -160,11 +160,7 @@ impl Watches {
     }
 }
 
-async fn listen(
-    link: Link,
-    mut orders: mpsc::UnboundedReceiver<Order>,
-    listeners: Arc<Listeners>,
-) {
+async fn listen(link: Link, mut orders: mpsc::UnboundedReceiver<Order>, listeners: Arc<Listeners>) {
     let mut watches = Watches::default();
     while let Some(order) = orders.recv().await {
         // Of what a stream had when it ended, nothing more is heard.

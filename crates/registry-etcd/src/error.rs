@@ -21,9 +21,7 @@ pub(crate) enum Failure {
 impl Failure {
     pub(crate) fn into_error(self) -> BackendError {
         match self {
-            Self::NoLease => {
-                BackendError::transient("etcd: the lease ended just now").as_refused()
-            }
+            Self::NoLease => BackendError::transient("etcd: the lease ended just now").as_refused(),
             Self::Login => BackendError::new(
                 Denied,
                 "etcd: the member does not take the login that it gave just now",
@@ -62,9 +60,10 @@ pub(crate) fn judge(status: &Status) -> Failure {
         Code::InvalidArgument if has("user name is empty") => {
             refused(Denied, "the members ask for a user and a password")
         }
-        Code::PermissionDenied => {
-            refused(Denied, "this user may not do that; see the book for the rights that are needed")
-        }
+        Code::PermissionDenied => refused(
+            Denied,
+            "this user may not do that; see the book for the rights that are needed",
+        ),
         Code::ResourceExhausted if has("database space exceeded") => refused(
             Transient,
             "the members have no space left for writes (alarm NOSPACE): compact and defragment them",
@@ -107,12 +106,7 @@ mod tests {
             (Code::Unavailable, "etcdserver: leader changed", Transient, false),
             (Code::Unavailable, "error reading from server", Transient, false),
             (Code::Unknown, "h2 protocol error", Transient, false),
-            (
-                Code::ResourceExhausted,
-                "etcdserver: mvcc: database space exceeded",
-                Transient,
-                true,
-            ),
+            (Code::ResourceExhausted, "etcdserver: mvcc: database space exceeded", Transient, true),
             (Code::ResourceExhausted, "etcdserver: too many requests", Transient, true),
             (Code::PermissionDenied, "etcdserver: permission denied", Denied, true),
             (

@@ -14,8 +14,8 @@ use futures_util::Stream;
 use registry_core::{BackendError, BackendErrorKind};
 use tokio::sync::watch;
 use tokio::time::timeout;
-use tonic::codegen::http::uri::PathAndQuery;
 use tonic::client::Grpc;
+use tonic::codegen::http::uri::PathAndQuery;
 use tonic::metadata::{Ascii, MetadataValue};
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Request, Status, Streaming};
@@ -113,9 +113,7 @@ impl Link {
     ) -> Result<C::Answer, BackendError> {
         let wire = self.open(member).await?;
         let answer = timeout(self.0.patience, unary(&wire, request)).await;
-        answer
-            .map_err(|_| silent())?
-            .map_err(|status| judge(&status).into_error())
+        answer.map_err(|_| silent())?.map_err(|status| judge(&status).into_error())
     }
 
     /// Opens a stream of requests, and of answers. A member that has no leader ends it.
@@ -198,7 +196,10 @@ impl Link {
         let endpoint = &self.0.members[member % self.members()];
         let channel = timeout(self.0.connect_timeout, endpoint.connect()).await;
         let channel = channel
-            .map_err(|_| BackendError::transient("etcd: the member did not let us connect in time").as_refused())?
+            .map_err(|_| {
+                BackendError::transient("etcd: the member did not let us connect in time")
+                    .as_refused()
+            })?
             .map_err(|error| unconnected(&error))?;
         let number = self.0.next_number.fetch_add(1, Ordering::Relaxed);
         let mut wire = Wire { channel, token: None, number };

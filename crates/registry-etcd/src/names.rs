@@ -78,7 +78,10 @@ impl Names {
         let known = Key::new(&key).ok()?;
         self.check(&known).ok()?;
         // Only names as we write them.
-        self.queue(&known).strip_suffix(b"/")?.ends_with(name.rsplit_once('/')?.0.as_bytes()).then_some(known)
+        self.queue(&known)
+            .strip_suffix(b"/")?
+            .ends_with(name.rsplit_once('/')?.0.as_bytes())
+            .then_some(known)
     }
 }
 

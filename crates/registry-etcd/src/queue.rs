@@ -205,7 +205,12 @@ impl EtcdBackend {
     }
 
     /// After trouble: a place that something may have been asked for is remembered.
-    fn keep_or_drop(&self, seat: &mut Seat<'_>, mut place: Place, error: BackendError) -> BackendError {
+    fn keep_or_drop(
+        &self,
+        seat: &mut Seat<'_>,
+        mut place: Place,
+        error: BackendError,
+    ) -> BackendError {
         if !error.refused() {
             place.stray = true;
         }

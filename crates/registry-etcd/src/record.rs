@@ -49,7 +49,8 @@ fn read(record: &[u8]) -> Option<(u64, Option<&str>)> {
 /// What this host is called, in one word.
 pub(crate) fn host() -> String {
     let told = std::fs::read_to_string("/proc/sys/kernel/hostname").ok();
-    let name = told.or_else(|| std::env::var("HOSTNAME").or_else(|_| std::env::var("COMPUTERNAME")).ok());
+    let name =
+        told.or_else(|| std::env::var("HOSTNAME").or_else(|_| std::env::var("COMPUTERNAME")).ok());
     let name = name.unwrap_or_default();
     let name = utf8_percent_encode(name.trim(), IN_HOST).to_string();
     if name.is_empty() { "-".to_owned() } else { name }
@@ -74,8 +75,7 @@ mod tests {
         let claim = claim.with_label(Some("a label of three\n\0".into()));
         let record = write(&claim, "host-1");
         assert!(is_of(&record, claim.id()) && !is_of(&record, ClaimId::random()));
-        let first =
-            KeyValue { create_revision: 7, value: record, ..KeyValue::default() };
+        let first = KeyValue { create_revision: 7, value: record, ..KeyValue::default() };
         let holder = holder(claim.key().clone(), &first, None);
         assert_eq!(holder.label.as_deref(), Some("a label of three\n\0"));
         assert_eq!(holder.token, FencingToken::new(7));
@@ -84,7 +84,8 @@ mod tests {
 
     #[test]
     fn of_a_stranger_nothing_is_known() {
-        for record in [&b""[..], b"x", b"\xff\xfe", b"1 2 3 4", b"000102030405060708090a0b0c0d0e0f"] {
+        for record in [&b""[..], b"x", b"\xff\xfe", b"1 2 3 4", b"000102030405060708090a0b0c0d0e0f"]
+        {
             let first = KeyValue { value: record.to_vec(), ..KeyValue::default() };
             let holder = holder(Key::new("k").unwrap(), &first, None);
             assert_eq!((holder.label, holder.held_for), (None, None));

@@ -113,7 +113,11 @@ impl EtcdBackend {
         if found.lease != renewing.lease.id {
             // It was moved, and nobody heard of that. From the next try on the right lease is kept alive.
             if let Some(place) = place {
-                self.change_lease(place, Lease::new(found.lease, Duration::ZERO, Moment::now()), None);
+                self.change_lease(
+                    place,
+                    Lease::new(found.lease, Duration::ZERO, Moment::now()),
+                    None,
+                );
             }
             return Err(BackendError::transient("etcd: the lock is attached to another lease"));
         }
@@ -135,7 +139,9 @@ impl EtcdBackend {
             }
         }
         if left < claim.lease() / 2 {
-            return Err(BackendError::transient("etcd: the leader that kept the lease alive is none any more"));
+            return Err(BackendError::transient(
+                "etcd: the leader that kept the lease alive is none any more",
+            ));
         }
         Ok(Renewal::Renewed(left.min(claim.lease())))
     }

@@ -61,8 +61,7 @@ pub(crate) fn leave(queue: &[u8], name: &[u8], created: i64) -> TxnRequest {
 
 /// Attaches `name` to another lease if it is the key that came to be in `created`, which stays as it is.
 pub(crate) fn move_to(name: &[u8], created: i64, lease: i64) -> TxnRequest {
-    let put =
-        PutRequest { key: name.to_vec(), lease, ignore_value: true, ..PutRequest::default() };
+    let put = PutRequest { key: name.to_vec(), lease, ignore_value: true, ..PutRequest::default() };
     TxnRequest {
         compare: vec![created_in(name, created)],
         success: ops([Op::Put(put)]),
