@@ -124,17 +124,29 @@ async fn clients_are_counted_and_containers_removed() {
     server.figure("zk_nonsense").await.unwrap_err();
 }
 
+/// What a recipe that orders by the number must know: at the end of the numbers all later nodes get the same one; and those that are made
+/// while another one is under way may get such as are smaller than all before, from -2147483648 on. Only the transactions that made them
+/// tell their order.
 #[tokio::test]
-async fn a_parent_remembers_as_many_children_as_it_is_told() {
+async fn at_the_end_of_their_numbers_sequential_nodes_are_in_order_by_their_transactions_alone() {
     let mut server = ZooKeeperServer::start().await.unwrap();
-    let client = client(&server.url(), LIMIT).await;
+    let client = client(&server.url(), Duration::from_secs(6)).await;
     create(&client, "/locks", CreateMode::Persistent).await;
     server.kill();
     server.set_children_ever("/nothing", 7).await.unwrap_err();
     server.set_children_ever("/locks", i32::MAX - 1).await.unwrap();
     server.start_again().await.unwrap();
-    let number = within(LIMIT, create(&client, "/locks/n-", CreateMode::EphemeralSequential)).await;
-    assert_eq!(number, i64::from(i32::MAX) - 1);
+
+    // The first one's session may have ended meanwhile.
+    let client = self::client(&server.url(), LIMIT).await;
+    let last = i64::from(i32::MAX);
+    for (path, number) in [("/locks/a-", last - 1), ("/locks/b-", last), ("/locks/c-", last)] {
+        assert_eq!(create(&client, path, CreateMode::EphemeralSequential).await, number);
+    }
+    let [first, second] = ["/locks/b-2147483647", "/locks/c-2147483647"];
+    let first = client.check_stat(first).await.unwrap().unwrap().czxid;
+    let second = client.check_stat(second).await.unwrap().unwrap().czxid;
+    assert!(first < second);
 }
 
 #[tokio::test]
