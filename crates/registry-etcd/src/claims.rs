@@ -143,8 +143,9 @@ const TIDY_MIN: usize = 1_000;
 mod tests {
     use std::time::Duration;
 
+    use registry_core::Moment;
+
     use super::*;
-    use crate::clock::Moment;
 
     #[tokio::test]
     async fn what_is_over_is_forgotten() {

@@ -7,12 +7,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use futures_util::stream::poll_fn;
-use registry_core::BackendError;
+use registry_core::{BackendError, Moment};
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::timeout;
 
-use crate::clock::Moment;
 use crate::lease::Lease;
 use crate::link::Link;
 use crate::wire::{KEEP_ALIVE, LeaseKeepAliveRequest, LeaseKeepAliveResponse};

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::clock::Moment;
+use registry_core::Moment;
 
 /// A lease in the servers, which ends unless it is kept alive.
 #[derive(Debug, Clone)]
@@ -34,7 +34,7 @@ impl Lease {
 
     /// How much is surely left.
     pub(crate) fn left(&self) -> Duration {
-        self.ttl.saturating_sub(self.refreshed.age())
+        self.ttl.saturating_sub(Moment::now().since(self.refreshed))
     }
 
     /// Notes that a request of `sent` to keep it alive was answered by a member in `term`.
@@ -77,10 +77,10 @@ mod tests {
         }
     }
 
-    #[test]
-    fn what_a_leader_says_that_may_be_one_no_more_counts_only_when_a_majority_has_answered() {
+    #[tokio::test(start_paused = true)]
+    async fn what_a_leader_says_that_may_be_one_no_more_counts_only_when_a_majority_has_answered() {
         let mut lease = Lease::new(1, TTL, Moment::now());
-        std::thread::sleep(Duration::from_millis(20));
+        tokio::time::advance(Duration::from_millis(20)).await;
         assert!(lease.left() < TTL - Duration::from_millis(10));
         lease.kept_alive(Moment::now(), TTL, 7);
         assert!(lease.left() < TTL - Duration::from_millis(10), "it is not proven");

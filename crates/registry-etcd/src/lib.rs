@@ -39,7 +39,6 @@ mod heart;
 mod ears;
 mod link;
 mod wire;
-mod clock;
 mod fenced;
 mod diagnose;
 mod error;

@@ -6,11 +6,10 @@ use std::fmt;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use registry_core::BackendError;
+use registry_core::{BackendError, Moment};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
-use crate::clock::Moment;
 use crate::error::{Failure, unreadable};
 use crate::lease::Lease;
 use crate::link::Link;

@@ -2,12 +2,12 @@
 
 use std::time::Duration;
 
-use registry_core::{Attempt, BackendError, Busy, Claim, FencingToken, Grant, Release};
+use registry_core::{Attempt, BackendError, Busy, Claim, FencingToken, Grant, Moment, Release};
 use tokio::time::{Instant, sleep, sleep_until};
 
 use crate::backend::{EtcdBackend, TRIES};
 use crate::claims::{Place, Seat};
-use crate::clock::Moment;
+
 use crate::ears::Heard;
 use crate::error::{Failure, unreadable};
 use crate::heart::Beating;

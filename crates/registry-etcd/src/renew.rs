@@ -4,11 +4,11 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use registry_core::{BackendError, Claim, Renewal};
+use registry_core::{BackendError, Claim, Moment, Renewal};
 
 use crate::backend::EtcdBackend;
 use crate::claims::Place;
-use crate::clock::Moment;
+
 use crate::ears::Watch;
 use crate::error::Failure;
 use crate::heart::Beating;
