@@ -42,7 +42,7 @@ pub enum Layout {
     /// This library's own: `NAMESPACE/KEY/LEASE`, with namespace and key percent-encoded, so that every key is possible.
     #[default]
     Native,
-    /// That of `etcdctl lock NAME`, of Go's `concurrency.Mutex` and of the servers' lock service, whose programs then contend for the same
+    /// That of `etcdctl lock NAME`, of Go's `concurrency.Mutex` and of the servers' own locks (`v3lock`), whose programs then contend for the same
     /// locks: `KEY/LEASE`, or `NAMESPACE/KEY/LEASE` with a namespace, as they are. A key must have no slash, because whatever is below a
     /// lock's name stands in its queue; what comes before the last slash of `NAME` goes into the namespace.
     Etcdctl,
