@@ -41,6 +41,9 @@ pub mod history;
 pub mod witness;
 // Whether it may.
 pub mod check;
+// All of it at once.
+#[cfg(unix)]
+pub mod contest;
 // Around every test.
 pub mod seed;
 
