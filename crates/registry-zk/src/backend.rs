@@ -19,7 +19,7 @@ use crate::session::{Session, Sessions};
 /// Locks in ZooKeeper.
 ///
 /// A grant lives as long as the session of this client, and no longer than it is renewed. The servers end a session that they have heard nothing of
-/// for its time-out, and then everybody else may have its locks; holders know at least a quarter of the time-out before that. When a
+/// for its time-out, and then everybody else may have its locks; holders know before that. When a
 /// session is over, all that was held in it is lost for good, and a new one takes its place.
 ///
 /// Tokens are the transactions in which holders' nodes were made. They grow for as long as the servers keep their data.
@@ -146,6 +146,11 @@ impl LockBackend for ZkBackend {
 
     fn first_look(&self) -> Option<Duration> {
         Some(FIRST_LOOK)
+    }
+
+    /// It is the session that is renewed.
+    fn renews_together(&self) -> bool {
+        true
     }
 
     fn tell_losses(&self, hints: LossHints) {
