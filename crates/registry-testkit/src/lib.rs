@@ -33,6 +33,8 @@ pub mod pgbouncer;
 pub mod mariadb;
 #[cfg(target_os = "linux")]
 pub mod zookeeper;
+#[cfg(target_os = "linux")]
+pub mod etcd;
 
 #[cfg(unix)]
 pub mod holder;
