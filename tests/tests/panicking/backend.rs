@@ -26,6 +26,7 @@ impl PanickingBackend {
         "try_acquire, done",
         "first_look",
         "renews_together",
+        "renewals_max",
         "renew",
         "release",
         "release, done",
@@ -110,6 +111,11 @@ impl LockBackend for PanickingBackend {
     fn tell_losses(&self, hints: LossHints) {
         self.pass("tell_losses");
         self.inner.tell_losses(hints);
+    }
+
+    fn renewals_max(&self) -> usize {
+        self.pass("renewals_max");
+        self.inner.renewals_max()
     }
 
     fn first_look(&self) -> Option<Duration> {
