@@ -16,6 +16,8 @@ const VARIABLES: &str = "\
     SHOW GLOBAL VARIABLES WHERE Variable_name IN ('version', 'version_comment', 'innodb_flush_log_at_trx_commit', 'sync_binlog', \
         'log_bin', 'read_only', 'super_read_only', 'binlog_format', 'wsrep_on', 'innodb_doublewrite', 'innodb_flush_method')";
 
+const ROOM: &str = "SELECT CAST(@@global.max_connections AS SIGNED)";
+
 const CLOCK: &str = "SELECT TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))";
 
 impl MySqlBackend {
@@ -42,6 +44,22 @@ impl MySqlBackend {
             }
         }
         Ok(findings)
+    }
+}
+
+impl MySqlBackend {
+    /// Whether the server has room for so many row locks.
+    pub(super) async fn look_for_room(&self, row_locks: u32) -> Result<Vec<Finding>, BackendError> {
+        let rows = self.link.rows(Errand::Acquire, || sqlx::query(ROOM)).await?;
+        let room: Option<i64> = rows.first().map(|row| self.column(row, 0)).transpose()?;
+        let room = room.unwrap_or(i64::MAX);
+        if i64::from(row_locks) <= room / 2 {
+            return Ok(Vec::new());
+        }
+        Ok(vec![Finding::warning(format!(
+            "row_locks is {row_locks}, and the server takes {room} connections from all programs together; raise max_connections, \
+             or lower row_locks"
+        ))])
     }
 }
 

@@ -16,7 +16,7 @@ use super::ears::{Ears, hex};
 use super::error::{self, damaged, explain};
 use super::link::{Link, Repeat};
 use super::open::{self, Opened};
-use super::sql::{self, Texts};
+use super::sql::{self, Text, Texts};
 use super::statement::{Statement, Value};
 use crate::server::{Errand, RowId};
 
@@ -127,11 +127,18 @@ impl PostgresBackend {
 
     /// The statement that finds the claim's grant and keeps it from becoming anybody else's.
     pub(super) fn fence_statement(&self, claim: &Claim, token: FencingToken) -> Statement<'_> {
+        self.fencing(&self.texts.fence, claim, token)
+    }
+
+    /// The same for a grant that ends with a connection.
+    pub(super) fn fence_held_statement(&self, claim: &Claim, token: FencingToken) -> Statement<'_> {
+        self.fencing(&self.texts.fence_held, claim, token)
+    }
+
+    fn fencing<'a>(&self, text: &'a Text, claim: &Claim, token: FencingToken) -> Statement<'a> {
         let id = self.row_id(claim.key());
-        Statement::new(
-            &self.texts.fence,
-            [bytes(id.bytes()), claim_id(claim), Value::Number(i64::from(token))],
-        )
+        let token = Value::Number(i64::from(token));
+        Statement::new(text, [bytes(id.bytes()), claim_id(claim), token])
     }
 
     /// One statement: grants the key if it is free, or tells who has it. `None` if it was taken or let go in this very moment.

@@ -49,12 +49,16 @@ async fn whoever_may_only_use_the_tables_needs_no_more() {
         )
         .await
         .unwrap();
-    let backend = backend(worker().with_purge_after(std::time::Duration::ZERO)).await;
-    // Enough of them that rows are deleted, too.
+    let backend = backend(worker().with_purge_after(std::time::Duration::from_secs(60))).await;
+    // Enough of them that rows are deleted, too, once they are old.
     for n in 0..2_000 {
         let claim = claim(&format!("k{n}"));
         grant(&backend, &claim).await;
         backend.release(&claim).await.unwrap();
+        if n % 100 == 0 {
+            let age = "UPDATE lock_registry_locks SET until = until - 3600000000";
+            server.sql(age).await.unwrap();
+        }
     }
     assert!(backend.diagnose().await.is_ok());
     let floor: u64 =
