@@ -1,14 +1,15 @@
 #!/usr/bin/env python3
-"""Another program that uses our locks: takes a lock in Redis as Spring Integration or Redisson does, or in a database as
-Spring Integration does, many times.
+"""Another program that uses our locks: takes a lock in Redis as Spring Integration or Redisson does, in a database as Spring Integration
+does, or in ZooKeeper with kazoo, many times.
 
 It judges nothing: it journals when it was inside, and the tests put the journals of all processes together. What is asked of
-the server is in spring.py, redisson.py and jdbc.py. Started by tests/tests/peers.rs and spring_tables.rs; by hand:
+the server is in spring.py, redisson.py, jdbc.py and zoo.py. Started by the tests in tests/tests; by hand:
 
     peer.py --url redis://127.0.0.1/ --layout spring --namespace locks --key orders/42 \
         --sections 500 --journal journal --counter counter
     peer.py --url redis://127.0.0.1/ --layout redisson --key orders/42 --once hold 5000
     peer.py --url postgres://postgres@127.0.0.1/shop --layout spring --namespace DEFAULT --key orders/42 --once hold
+    peer.py --url zk://127.0.0.1:2181 --layout renamed --key /locks/orders --once hold
 
 Whatever goes wrong ends it, with a status other than zero and the reason on its standard error.
 """
@@ -39,6 +40,7 @@ except (ImportError, AttributeError) as error:
 import jdbc
 import redisson
 import spring
+import zoo
 
 # The clock of the testkit's `host_clock`.
 CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
@@ -82,6 +84,8 @@ def connect(url):
 
 
 def open_lock(options):
+    if options.url.startswith("zk"):
+        return zoo.KazooLock(options.url, options.key, options.layout, options.lease_ms or zoo.SESSION_MS)
     if not options.url.startswith("redis"):
         ttl_ms = options.lease_ms or jdbc.TTL_MS
         return jdbc.JdbcLock(options.url, options.generation, options.namespace, options.key, ttl_ms, options.idle_ms)
@@ -124,6 +128,7 @@ def take_sections(lock, options):
         count = int(counter.read_text(encoding="ascii"))
         time.sleep(options.hold_ms / 1000)
         write_over(counter, count + 1)
+        token = getattr(lock, "token", None)
         leaving = now()
         lock.unlock()
         line = {
@@ -132,6 +137,7 @@ def take_sections(lock, options):
             "entered": entered,
             "leaving": leaving,
             "left": now(),
+            "token": token,
             "woken": wait.woken_at,
             "wakes": wait.wakes,
             "fallbacks": wait.fallbacks,
@@ -183,8 +189,8 @@ def once(lock, what, hold_ms=None):
 
 def parse():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--url", required=True, help="redis://HOST:PORT/, of one server or of any node of a cluster; postgres://… or mysql://…")
-    parser.add_argument("--layout", required=True, choices=["spring", "redisson"])
+    parser.add_argument("--url", required=True, help="redis://HOST:PORT/, of one server or of any node of a cluster; postgres://… or mysql://…; zk://…")
+    parser.add_argument("--layout", required=True, choices=["spring", "redisson", "stock", "patterned", "renamed"], help="the last three are forms of kazoo's")
     parser.add_argument("--channel", choices=["old", "new"], default="new", help="spring: before or since 6.4.8 and 6.5.3")
     parser.add_argument("--generation", choices=["v6", "v7"], default="v7", help="spring in a database: version 6 or 7")
     parser.add_argument("--verb", choices=["PUBLISH", "SPUBLISH"], default="PUBLISH", help="redisson: how it tells of a release")
@@ -209,7 +215,9 @@ def parse():
         parser.error("give --namespace, which is Spring's registryKey or region")
     if options.layout == "spring" and options.verb == "SPUBLISH":
         parser.error("Spring knows no SPUBLISH")
-    if options.layout != "spring" and not options.url.startswith("redis"):
+    if (options.layout in ["stock", "patterned", "renamed"]) != options.url.startswith("zk"):
+        parser.error("the forms of kazoo's are for ZooKeeper, which knows no others")
+    if options.layout == "redisson" and not options.url.startswith("redis"):
         parser.error("in a database only --layout spring is known")
     if options.spin and options.layout != "spring":
         parser.error("--spin is for spring")

@@ -61,6 +61,12 @@ pub trait Store: Debug + Send + Sync {
         true
     }
 
+    /// Whether a claim may be asked for and renewed through another client than the one that it was granted to. False where a grant lives and
+    /// dies with its client.
+    fn roams(&self) -> bool {
+        true
+    }
+
     /// Opens a client of the same store in another namespace.
     async fn stranger(&self) -> Option<Arc<dyn LockBackend>> {
         None

@@ -45,6 +45,14 @@ impl Lab {
         self.store.client().await
     }
 
+    /// A client through which claims can be used that `client` got: a further one, if there is any such.
+    pub(crate) async fn another_client(
+        &self,
+        client: &Arc<dyn LockBackend>,
+    ) -> Arc<dyn LockBackend> {
+        if self.store.roams() { self.client().await } else { Arc::clone(client) }
+    }
+
     /// A further client of the store, with faults put in.
     pub(crate) async fn faulty(&self, faults: Faults) -> Arc<FaultyBackend> {
         Arc::new(FaultyBackend::new(self.client().await, faults))

@@ -11,7 +11,7 @@ macro_rules! __for_all_clauses {
         $then! {
             spi {
                 a_granted_claim_is_granted_again [faithful],
-                a_granted_claim_is_granted_again_through_another_client [faithful],
+                a_granted_claim_is_granted_again_through_another_client [faithful roaming],
                 repetitions_of_one_acquire_at_once_are_one_grant [faithful],
                 a_repeated_acquire_does_not_shorten_the_lease [faithful],
                 a_grant_tells_how_long_it_lasts [faithful],
@@ -54,8 +54,8 @@ macro_rules! __for_all_clauses {
                 tokens_grow_even_when_the_store_lost_its_data [faithful fencing wipe],
                 a_repeated_acquire_has_the_same_token [faithful fencing],
                 a_holder_keeps_its_token [faithful fencing],
-                a_reserved_block_of_tokens_is_given_to_nobody_else [faithful fencing],
-                a_reserved_block_of_tokens_outlives_its_holder [faithful fencing],
+                a_reserved_block_of_tokens_is_given_to_nobody_else [faithful fencing handoff],
+                a_reserved_block_of_tokens_outlives_its_holder [faithful fencing handoff],
                 guards_of_all_processes_have_growing_tokens [fencing],
                 waiters_of_all_processes_have_growing_tokens [fencing],
             }
@@ -74,7 +74,7 @@ macro_rules! __for_all_clauses {
             }
             renewal {
                 renewing_prolongs_a_grant [faithful],
-                a_grant_is_renewed_through_another_client [faithful],
+                a_grant_is_renewed_through_another_client [faithful roaming],
                 renewing_never_shortens_a_lease [faithful],
                 renewing_does_not_bring_back_an_expired_grant [faithful],
                 renewing_does_not_bring_back_a_grant_that_was_followed_by_another [faithful],
@@ -316,6 +316,9 @@ macro_rules! need {
     };
     (remote) => {
         Need::Remote
+    };
+    (roaming) => {
+        Need::Roaming
     };
 }
 

@@ -35,11 +35,13 @@ pub enum Need {
     Wipe,
     /// [`Store::remote`](crate::Store::remote).
     Remote,
+    /// [`Store::roams`](crate::Store::roams).
+    Roaming,
 }
 
 impl Need {
     /// All needs, in the order of their declaration.
-    pub const ALL: [Self; 12] = [
+    pub const ALL: [Self; 13] = [
         Self::Faithful,
         Self::Fencing,
         Self::Fair,
@@ -52,6 +54,7 @@ impl Need {
         Self::Restart,
         Self::Wipe,
         Self::Remote,
+        Self::Roaming,
     ];
 
     /// The word for this need in `without = [..]`.
@@ -70,6 +73,7 @@ impl Need {
             Self::Restart => "restart",
             Self::Wipe => "wipe",
             Self::Remote => "remote",
+            Self::Roaming => "roaming",
         }
     }
 
@@ -107,6 +111,7 @@ impl Need {
             Self::Restart => lab.store().restart().await,
             Self::Wipe => lab.store().wipe().await,
             Self::Remote => lab.store().remote(lab.long()).await.is_some(),
+            Self::Roaming => lab.store().roams(),
             told => unreachable!("{told} is told by the capabilities"),
         }
     }

@@ -67,6 +67,7 @@ async fn run_clause(harness: &dyn Harness, clause: &Clause) {
     for need in clause.needs {
         let told = match need {
             Need::Faithful => Some(lab.store().faithful()),
+            Need::Roaming => Some(lab.store().roams()),
             need => need.told_by(lab.capabilities()),
         };
         // What the capabilities cannot tell is found out by the clause itself.

@@ -168,6 +168,11 @@ macro_rules! __ignored {
         #[ignore = "the harness cannot make the store lose its data"]
         $test
     };
+    (roaming $test:item) => {
+        #[test]
+        #[ignore = "a grant lives and dies with the client that got it"]
+        $test
+    };
     (remote $test:item) => {
         #[test]
         #[ignore = "the harness has no other process"]

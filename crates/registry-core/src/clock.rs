@@ -9,8 +9,11 @@ use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::{Duration, Instant};
 
 /// A moment on the engine's clock, in nanoseconds from an arbitrary origin of this process.
+///
+/// Follows tokio's clock, paused time in tests included, and counts the time in which the host is suspended. For backends that have to say
+/// themselves how long something is certain.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
-pub(crate) struct Moment(i64);
+pub struct Moment(i64);
 
 impl Moment {
     /// A moment that comes before all others. A lease that is valid until then is not valid.
@@ -20,7 +23,8 @@ impl Moment {
     pub(crate) const FUTURE: Self = Self(i64::MAX);
 
     /// The current moment.
-    pub(crate) fn now() -> Self {
+    #[must_use]
+    pub fn now() -> Self {
         // In this order: see `suspended`.
         let boot = boot_ns();
         let (running, origin) = running();
@@ -40,12 +44,14 @@ impl Moment {
     }
 
     /// This moment and `span`; saturates some centuries from now.
-    pub(crate) fn after(self, span: Duration) -> Self {
+    #[must_use]
+    pub fn after(self, span: Duration) -> Self {
         Self(self.0.saturating_add(nanos(span)))
     }
 
     /// The time from `earlier` to this moment; zero if it is not earlier.
-    pub(crate) fn since(self, earlier: Self) -> Duration {
+    #[must_use]
+    pub fn since(self, earlier: Self) -> Duration {
         Duration::from_nanos(u64::try_from(self.0.saturating_sub(earlier.0)).unwrap_or(0))
     }
 

@@ -64,6 +64,7 @@ pub use backend::{
     Renewal, Severity,
 };
 pub use capabilities::{Capabilities, GuaranteeClass, Reach};
+pub use clock::Moment;
 pub use error::{
     BackendError, BackendErrorKind, ConfigError, InvalidOption, LockError, LostReason,
 };

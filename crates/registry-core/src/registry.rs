@@ -123,10 +123,12 @@ struct Start {
 impl Registry {
     /// Begins a registry over `backend`.
     pub fn builder(backend: Arc<dyn LockBackend>) -> RegistryBuilder {
+        // Some stores take only shorter ones, which nobody need know who does not care.
+        let lease = Defaults::LEASE.min(backend.capabilities().lease_max);
         RegistryBuilder {
             backend,
             defaults: Defaults {
-                lease: Defaults::LEASE,
+                lease,
                 renew: true,
                 poll: Defaults::POLL,
                 handoffs_max: Defaults::HANDOFFS_MAX,
@@ -358,7 +360,7 @@ impl RegistryBuilder {
     /// they count.
     pub const HANDOFF_MAX: u32 = 10_000;
 
-    /// How long a key stays taken when its holder dies. Default: 30 s.
+    /// How long a key stays taken when its holder dies. Default: 30 s, or the longest that the store takes if that is shorter.
     pub fn lease(mut self, lease: Duration) -> Self {
         self.defaults.lease = lease;
         self

@@ -31,6 +31,8 @@ pub mod postgres;
 pub mod pgbouncer;
 #[cfg(target_os = "linux")]
 pub mod mariadb;
+#[cfg(target_os = "linux")]
+pub mod zookeeper;
 
 #[cfg(unix)]
 pub mod holder;

@@ -33,14 +33,14 @@ pub async fn close_takes_what_is_not_let_go(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let mut guards = Vec::new();
     for n in 0..3 {
-        guards.push(here.obtain(&format!("orders/{n}")).lock().await.expect("a free lock is had"));
+        guards.push(here.obtain(&format!("orders/n{n}")).lock().await.expect("a free lock is had"));
     }
     let report = here.close(Duration::from_millis(50)).await;
     assert_eq!((report.lost, report.abandoned), (3, 0), "{report:?}");
     for (n, guard) in guards.into_iter().enumerate() {
         assert!(!guard.is_held());
         assert_eq!(guard.lost().await, LostReason::Closed);
-        let next = there.obtain(&format!("orders/{n}")).try_lock().await.expect("no trouble");
+        let next = there.obtain(&format!("orders/n{n}")).try_lock().await.expect("no trouble");
         next.expect("the registry is closed").unlock().await.expect("a held lock is unlocked");
         assert!(matches!(
             guard.unlock().await,
@@ -53,12 +53,12 @@ pub async fn close_takes_what_is_not_let_go(lab: &Lab) {
 pub async fn close_gives_back_what_was_dropped_before(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     for n in 0..10 {
-        drop(here.obtain(&format!("orders/{n}")).lock().await.expect("a free lock is had"));
+        drop(here.obtain(&format!("orders/n{n}")).lock().await.expect("a free lock is had"));
     }
     let report = here.close(lab.patience()).await;
     assert!(report.is_clean(), "{report:?}");
     for n in 0..10 {
-        let next = there.obtain(&format!("orders/{n}")).try_lock().await.expect("no trouble");
+        let next = there.obtain(&format!("orders/n{n}")).try_lock().await.expect("no trouble");
         next.expect("the registry is closed").unlock().await.expect("a held lock is unlocked");
     }
 }

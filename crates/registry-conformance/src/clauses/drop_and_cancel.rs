@@ -78,7 +78,7 @@ pub async fn a_future_that_is_not_polled_holds_up_no_other_key(lab: &Lab) {
     let registry = lab.registry_of(lab.renewed()).await;
     let held = registry.obtain("orders/1").lock().await.expect("a free lock is had");
     for n in 2..5 {
-        let lock = registry.obtain(&format!("orders/{n}"));
+        let lock = registry.obtain(&format!("orders/n{n}"));
         let mut parked = pin!(lock.lock());
         // With its request on the way, if the store is one that takes time.
         let first = poll!(parked.as_mut());
@@ -181,9 +181,9 @@ pub async fn an_acquire_that_arrives_after_its_release_ends_with_its_lease(lab: 
 pub async fn no_slot_is_left_when_all_is_dropped(lab: &Lab) {
     let registry = lab.registry().await;
     let held = lab.registry().await;
-    let foreign = held.obtain("orders/3").lock().await.expect("a free lock is had");
+    let foreign = held.obtain("orders/n3").lock().await.expect("a free lock is had");
     for n in 0..20 {
-        let lock = registry.obtain(&format!("orders/{}", n % 4));
+        let lock = registry.obtain(&format!("orders/n{}", n % 4));
         match n % 4 {
             0 => drop(lock.lock().await.expect("a free lock is had")),
             1 => lock

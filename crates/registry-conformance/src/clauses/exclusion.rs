@@ -61,7 +61,7 @@ pub async fn of_many_claims_at_once_exactly_one_is_granted(lab: &Lab) {
 pub async fn claims_of_different_keys_are_held_at_once(lab: &Lab) {
     let client = lab.client().await;
     let claims: Vec<_> =
-        (0..20).map(|n| Claim::new(key(&format!("orders/{n}")), lab.long())).collect();
+        (0..20).map(|n| Claim::new(key(&format!("orders/n{n}")), lab.long())).collect();
     for claim in &claims {
         granted(&*client, claim).await;
     }
@@ -126,7 +126,7 @@ pub async fn two_handles_of_one_key_are_one_lock(lab: &Lab) {
 /// Keys have nothing to do with each other, in one process either.
 pub async fn one_caller_holds_many_keys_at_once(lab: &Lab) {
     let registry = lab.registry().await;
-    let locks: Vec<_> = (0..20).map(|n| registry.obtain(&format!("orders/{n}"))).collect();
+    let locks: Vec<_> = (0..20).map(|n| registry.obtain(&format!("orders/n{n}"))).collect();
     let guards = join_all(locks.iter().map(|lock| lock.lock())).await;
     for guard in guards {
         let guard = guard.expect("a free lock is had");

@@ -72,11 +72,14 @@ pub async fn tokens_grow_when_one_claim_is_granted_anew(lab: &Lab) {
 /// The store's data outlives the store's process, and so does the sequence.
 pub async fn tokens_grow_over_a_restart(lab: &Lab) {
     let client = lab.client().await;
-    let last = take_and_release(lab, &*client, "orders/42", 1_000).await;
+    // Nothing is handed over where the store queues, so nothing is reserved for it.
+    let block = if lab.capabilities().fair { 1 } else { 1_000 };
+    let last = take_and_release(lab, &*client, "orders/42", block).await;
     shut(client).await;
     lab.restart().await;
     let next = take_and_release(lab, &*lab.client().await, "orders/42", 1).await;
-    assert!(next.get() >= last.get() + 1_000, "{next} after {last} and its block of 1000");
+    let free_from = last.get() + u64::from(block);
+    assert!(next.get() >= free_from, "{next} after {last} and its block of {block}");
 }
 
 /// A store that came up empty still hands out larger tokens: they follow its clock, not only its data.
@@ -91,7 +94,8 @@ pub async fn tokens_grow_even_when_the_store_lost_its_data(lab: &Lab) {
 
 /// A repeated request is the same grant and has the same token.
 pub async fn a_repeated_acquire_has_the_same_token(lab: &Lab) {
-    let (first, second) = (lab.client().await, lab.client().await);
+    let first = lab.client().await;
+    let second = lab.another_client(&first).await;
     let claim = Claim::new(key("orders/42"), lab.long()).with_token_block(5);
     let grant = granted(&*first, &claim).await;
     assert_eq!(granted(&*first, &claim).await.token, grant.token);

@@ -97,7 +97,7 @@ pub async fn renewing_anothers_grant_does_nothing_to_it(lab: &Lab) {
 pub async fn a_batch_is_answered_in_the_order_of_its_claims(lab: &Lab) {
     let client = lab.client().await;
     let claims: Vec<_> =
-        (0..12).map(|n| Claim::new(key(&format!("orders/{n}")), lab.long())).collect();
+        (0..12).map(|n| Claim::new(key(&format!("orders/n{n}")), lab.long())).collect();
     for (n, claim) in claims.iter().enumerate() {
         match n % 4 {
             0 | 3 => drop(granted(&*client, claim).await),
@@ -117,7 +117,7 @@ pub async fn a_batch_is_answered_in_the_order_of_its_claims(lab: &Lab) {
     assert_eq!(answers.len(), batch.len(), "one answer for each claim");
     for (claim, answer) in batch.iter().zip(answers) {
         let n: usize =
-            claim.key().as_str()["orders/".len()..].parse().expect("the key ends in a number");
+            claim.key().as_str()["orders/n".len()..].parse().expect("the key ends in a number");
         let held = matches!(n % 4, 0 | 3);
         match answer.expect("no trouble") {
             Renewal::Renewed(left) => {
@@ -132,7 +132,7 @@ pub async fn a_batch_is_answered_in_the_order_of_its_claims(lab: &Lab) {
 pub async fn a_dead_claim_in_a_batch_does_not_stop_the_others(lab: &Lab) {
     let client = lab.client().await;
     let mut batch: Vec<_> =
-        (0..3).map(|n| Claim::new(key(&format!("orders/{n}")), lab.renewed())).collect();
+        (0..3).map(|n| Claim::new(key(&format!("orders/n{n}")), lab.renewed())).collect();
     for claim in &batch {
         granted(&*client, claim).await;
     }
@@ -192,7 +192,7 @@ pub async fn an_empty_batch_has_no_answers(lab: &Lab) {
 pub async fn a_large_batch_is_renewed_whole(lab: &Lab) {
     let client = lab.client().await;
     let claims: Vec<_> =
-        (0..1_500).map(|n| Claim::new(key(&format!("orders/{n}")), lab.long())).collect();
+        (0..1_500).map(|n| Claim::new(key(&format!("orders/n{n}")), lab.long())).collect();
     // Few are held, so that the clause is about the batch and not about 1,500 grants.
     for claim in claims.iter().step_by(100) {
         granted(&*client, claim).await;
@@ -201,7 +201,7 @@ pub async fn a_large_batch_is_renewed_whole(lab: &Lab) {
     assert_eq!(answers.len(), claims.len(), "one answer for each claim");
     for (n, answer) in answers.into_iter().enumerate() {
         let held = matches!(answer.expect("no trouble"), Renewal::Renewed(_));
-        assert_eq!(held, n % 100 == 0, "orders/{n}");
+        assert_eq!(held, n % 100 == 0, "orders/n{n}");
     }
     for claim in claims.iter().step_by(100) {
         release(&*client, claim).await;
@@ -334,14 +334,14 @@ pub async fn one_lost_lock_does_not_stop_the_renewal_of_others(lab: &Lab) {
     let mut guards = Vec::new();
     for n in 0..3 {
         guards.push(
-            registry.obtain(&format!("orders/{n}")).lock().await.expect("a free lock is had"),
+            registry.obtain(&format!("orders/n{n}")).lock().await.expect("a free lock is had"),
         );
     }
     lab.break_claim(guards[1].claim()).await;
     guards[1].lost().await;
     sleep(lab.renewed() * 2).await;
     for guard in guards {
-        let broken = guard.key() == "orders/1";
+        let broken = guard.key() == "orders/n1";
         assert_eq!(guard.is_held(), !broken, "{guard:?}");
         match guard.unlock().await {
             Ok(()) => assert!(!broken),

@@ -63,7 +63,7 @@ pub async fn a_release_between_busy_and_wait_is_not_missed(lab: &Lab) {
 pub async fn waits_of_many_keys_end_each_with_its_own_release(lab: &Lab) {
     let (first, second) = (lab.client().await, lab.client().await);
     let holders: Vec<_> =
-        (0..5).map(|n| Claim::new(key(&format!("orders/{n}")), lab.long())).collect();
+        (0..5).map(|n| Claim::new(key(&format!("orders/n{n}")), lab.long())).collect();
     let mut waiters = Vec::new();
     for holder in &holders {
         granted(&*first, holder).await;
@@ -316,7 +316,7 @@ pub async fn waiters_of_one_key_do_not_hold_up_another(lab: &Lab) {
     let waiting = pin!(join_all((0..20).map(|_| lock.lock())));
     let others = pin!(async {
         for n in 0..10 {
-            let other = here.obtain(&format!("orders/{n}")).try_lock().await.expect("no trouble");
+            let other = here.obtain(&format!("orders/n{n}")).try_lock().await.expect("no trouble");
             other.expect("the lock is free").unlock().await.expect("a held lock is unlocked");
         }
     });

@@ -12,7 +12,7 @@ use sqlx::postgres::PgRow;
 use sqlx::{Postgres, Row};
 
 use super::config::PostgresConfig;
-use super::ears::{Ears, hex};
+use super::ears::{Channel, Ears};
 use super::error::{self, damaged, explain};
 use super::link::{Link, Repeat};
 use super::open::{self, Opened};
@@ -54,7 +54,7 @@ pub struct PostgresBackend {
     pub(super) texts: Texts,
     pub(super) link: Link,
     pub(super) ears: Option<Ears>,
-    channel: String,
+    channel: Channel,
 }
 
 impl PostgresBackend {
@@ -69,7 +69,7 @@ impl PostgresBackend {
     /// Dropping the future may leave finished tables behind, never half-made ones.
     pub async fn open(config: PostgresConfig) -> Result<Self, BackendError> {
         let Opened { tables, store } = open::open(&config).await?;
-        let channel = format!("lock_registry_{}", hex(&RowId::of_namespace(&config.namespace)));
+        let channel = Channel::of(RowId::of_namespace(&config.namespace));
         let ears = config.for_listening().map(|server| Ears::new(server, channel.clone()));
         Ok(Self {
             texts: Texts::new(&tables),
@@ -105,7 +105,7 @@ impl PostgresBackend {
 
     /// What those who wait in this namespace listen to.
     pub(super) fn channel(&self) -> &str {
-        &self.channel
+        self.channel.name()
     }
 
     /// This moment, for [`heard_of`](Self::heard_of).
@@ -141,7 +141,7 @@ impl PostgresBackend {
         Statement::new(text, [bytes(id.bytes()), claim_id(claim), token])
     }
 
-    /// One statement: grants the key if it is free, or tells who has it. `None` if it was taken or let go in this very moment.
+    /// Grants the key if it is free, or tells who has it. `None` if it was taken or let go in this very moment.
     async fn ask_for(&self, claim: &Claim, mark: u64) -> Result<Option<Attempt>, BackendError> {
         let id = self.row_id(claim.key());
         let statement = Statement::new(
@@ -159,23 +159,30 @@ impl PostgresBackend {
         );
         // A claim that was granted is granted again, with the same token: to ask twice does no harm.
         let rows = self.link.rows(Errand::Acquire, &statement, Repeat::Harmless).await?;
-        let row = rows.first().ok_or_else(|| damaged("a statement was not answered"))?;
-        if let Some(token) = column::<Option<i64>>(row, 0)? {
-            let grant = Grant::new(Some(fencing_token(token)?), claim.lease());
+        if let Some(row) = rows.first() {
+            let grant = Grant::new(Some(fencing_token(column(row, 0)?)?), claim.lease());
             return Ok(Some(Attempt::Granted(grant)));
         }
-        let Some(holder) = column::<Option<Vec<u8>>>(row, 1)? else { return Ok(None) };
-        let held = told_of(Holder::new(claim.key().clone()), row, 2)?;
+        // The holder may be this claim itself, by an attempt whose answer was lost.
+        self.who_holds(claim, mark).await.map_err(BackendError::as_unknown)
+    }
+
+    async fn who_holds(&self, claim: &Claim, mark: u64) -> Result<Option<Attempt>, BackendError> {
+        let rows = self.look_at(self.row_id(claim.key())).await?;
+        let Some(row) = rows.first() else { return Ok(None) };
+        let held = told_of(Holder::new(claim.key().clone()), row, 1)?;
         let left = held.lease_left.unwrap_or_default();
-        if left.is_zero() {
-            return Ok(None);
-        }
-        if holder == claim.id().to_bytes() {
+        if column::<Vec<u8>>(row, 0)? == claim.id().to_bytes() {
             return Ok(Some(Attempt::Granted(Grant::new(held.token, left.min(claim.lease())))));
         }
         Ok(Some(Attempt::Busy(
             Busy::new().with_retry_after(left).with_mark(mark).with_holder(held),
         )))
+    }
+
+    async fn look_at(&self, id: RowId) -> Result<Vec<PgRow>, BackendError> {
+        let statement = Statement::new(&self.texts.look, [bytes(id.bytes())]);
+        self.link.rows(Errand::Acquire, &statement, Repeat::Harmless).await
     }
 
     /// How long a statement waits for a row, as the server wants it told.
@@ -186,7 +193,7 @@ impl PostgresBackend {
 
     /// What those who wait for the lock are told.
     pub(super) fn message(id: RowId) -> Value {
-        Value::Word(hex(&id.short()))
+        bytes(&id.short())
     }
 
     /// Busy, if it is a transaction [with this lock](crate::LockIn) that keeps the row.
@@ -213,7 +220,15 @@ impl PostgresBackend {
 /// The same tables and the same channel, for [`PostgresSessionBackend`](crate::PostgresSessionBackend).
 pub(super) struct ForSession {
     pub(super) texts: Texts,
-    pub(super) channel: String,
+    channel: Channel,
+}
+
+impl ForSession {
+    /// What a release says: channel, message, mark.
+    pub(super) fn news(&self, id: RowId) -> [Value; 3] {
+        let mark = Value::Number(self.channel.mark(id.short()));
+        [Value::Word(self.channel.name().to_owned()), PostgresBackend::message(id), mark]
+    }
 }
 
 #[async_trait]
@@ -262,8 +277,9 @@ impl LockBackend for PostgresBackend {
                 bytes(id.bytes()),
                 claim_id(claim),
                 self.patience(),
-                Value::Word(self.channel.clone()),
+                Value::Word(self.channel.name().to_owned()),
                 Self::message(id),
+                Value::Number(self.channel.mark(id.short())),
             ],
         );
         // Asked twice, it would say that the claim held nothing. Who repeats it must know that.
@@ -277,9 +293,7 @@ impl LockBackend for PostgresBackend {
     }
 
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
-        let id = self.row_id(key);
-        let statement = Statement::new(&self.texts.look, [bytes(id.bytes())]);
-        let rows = self.link.rows(Errand::Acquire, &statement, Repeat::Harmless).await?;
+        let rows = self.look_at(self.row_id(key)).await?;
         rows.first().map(|row| told_of(Holder::new(key.clone()), row, 1)).transpose()
     }
 
@@ -304,7 +318,7 @@ impl LockBackend for PostgresBackend {
             [
                 bytes(id.bytes()),
                 self.patience(),
-                Value::Word(self.channel.clone()),
+                Value::Word(self.channel.name().to_owned()),
                 Self::message(id),
             ],
         );

@@ -3,6 +3,9 @@
 //! A message may be lost with its connection, so everybody is woken after each reconnect; and waiting never relies on messages alone,
 //! that is the engine's part. All releases of a namespace are heard, whoever waits for them, so the last ones are remembered: a release between
 //! the answer "busy" and the wait is not missed.
+//!
+//! A message costs the server more than the rest of a release: it sends them one transaction after the other. So whoever listens says so, by advisory locks,
+//! and a release that finds nobody there sends none; see [`Channel`].
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -22,9 +25,50 @@ use super::error;
 /// Which lock a message is about.
 type Lock = [u8; 16];
 
+/// Where the releases of one namespace are told, and how those who tell know whether anybody listens.
+///
+/// Who listens keeps all of the channel's marks for its session, shared. Who releases tries to have one of them alone until its transaction ends:
+/// if it cannot, somebody listens. If it can, whoever comes to listen meanwhile gets its marks only after the release is there to be seen, and looks
+/// then. Two releases at once may take each other for a listener, which costs a message; that is why there are several marks.
+#[derive(Debug, Clone)]
+pub(super) struct Channel {
+    name: String,
+    first_mark: i64,
+}
+
+impl Channel {
+    /// For the part of the store that has this hash.
+    pub(super) fn of(part: [u8; 8]) -> Self {
+        // All eight bytes are in the name, and all but the last bits in the marks.
+        let first_mark = i64::from_be_bytes(part) & !(MARKS - 1);
+        Self { name: format!("lock_registry_{}", hex(&part)), first_mark }
+    }
+
+    pub(super) fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The mark that a release of this lock tries to have alone.
+    pub(super) fn mark(&self, lock: Lock) -> i64 {
+        self.first_mark + i64::from(lock[0]) % MARKS
+    }
+
+    /// Says that this session listens.
+    async fn listen(&self, listener: &mut PgListener) -> Result<(), sqlx::Error> {
+        listener.listen(&self.name).await?;
+        let marks =
+            "SELECT pg_advisory_lock_shared(mark) FROM generate_series($1, $1 + $2 - 1) AS mark";
+        let marks = sqlx::query(marks).bind(self.first_mark).bind(MARKS);
+        listener.execute(marks).await.map(drop)
+    }
+}
+
+/// A power of two. Each listener takes as many entries in the server's table of locks.
+const MARKS: i64 = 16;
+
 pub(super) struct Ears {
     server: PgConnectOptions,
-    channel: String,
+    channel: Channel,
     table: Arc<Table>,
     task: Mutex<Option<JoinHandle<()>>>,
 }
@@ -56,7 +100,7 @@ struct Waiting {
 
 impl Ears {
     /// Listens to `channel` from the moment when somebody waits.
-    pub(super) fn new(server: PgConnectOptions, channel: String) -> Self {
+    pub(super) fn new(server: PgConnectOptions, channel: Channel) -> Self {
         Self { server, channel, table: Arc::default(), task: Mutex::default() }
     }
 
@@ -122,7 +166,7 @@ impl Drop for Ears {
 
 impl fmt::Debug for Ears {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Ears").field("channel", &self.channel).finish_non_exhaustive()
+        f.debug_struct("Ears").field("channel", &self.channel.name).finish_non_exhaustive()
     }
 }
 
@@ -220,7 +264,7 @@ impl Drop for Waiter<'_> {
 }
 
 /// Connects, again and again, until nobody has waited for a while.
-async fn listen(table: Arc<Table>, server: PgConnectOptions, channel: String) {
+async fn listen(table: Arc<Table>, server: PgConnectOptions, channel: Channel) {
     let mut pause = RETRY_MIN;
     loop {
         let connected = timeout(ANSWER_LIMIT, connect(&server, &channel)).await;
@@ -241,13 +285,13 @@ async fn listen(table: Arc<Table>, server: PgConnectOptions, channel: String) {
     }
 }
 
-async fn connect(server: &PgConnectOptions, channel: &str) -> Result<PgListener, sqlx::Error> {
+async fn connect(server: &PgConnectOptions, channel: &Channel) -> Result<PgListener, sqlx::Error> {
     // Nothing is listened to without a pool; this one is for one connection and never makes another.
     let pool = PgPoolOptions::new().max_connections(1).max_lifetime(None).idle_timeout(None);
     let pool = pool.test_before_acquire(false).connect_lazy_with(server.clone());
     let mut listener = PgListener::connect_with(&pool).await?;
     listener.eager_reconnect(false);
-    listener.listen(channel).await?;
+    channel.listen(&mut listener).await?;
     Ok(listener)
 }
 
@@ -282,7 +326,7 @@ async fn hear(table: &Table, mut listener: PgListener) -> bool {
 }
 
 /// Bytes as small hexadecimal digits.
-pub(super) fn hex(bytes: &[u8]) -> String {
+fn hex(bytes: &[u8]) -> String {
     bytes.iter().fold(String::with_capacity(bytes.len() * 2), |mut text, byte| {
         let _ = write!(text, "{byte:02x}");
         text

@@ -284,9 +284,7 @@ impl Wire for RowWire {
 
     async fn give_back(&self, connected: &mut Connected, key: &Key) -> Result<(), Failure> {
         let id = self.row_id(key);
-        let channel = Value::Word(self.rows.channel.clone());
-        let statement =
-            Statement::new(&self.rows.texts.row_tell, [channel, PostgresBackend::message(id)]);
+        let statement = Statement::new(&self.rows.texts.row_tell, self.rows.news(id));
         // One message; those who listen are told by the commit.
         connected.ask(format!("{}; COMMIT", statement.plain())).await.map_err(broken)?;
         connected.transaction = None;

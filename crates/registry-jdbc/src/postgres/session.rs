@@ -282,8 +282,8 @@ impl Wire for PostgresWire {
 
     async fn give_back(&self, connected: &mut Connected, key: &Key) -> Result<(), Failure> {
         let id = self.row_id(key);
-        let channel = Value::Word(self.rows.channel.clone());
-        let values = [Value::Number(id.number()), channel, PostgresBackend::message(id)];
+        let [channel, message, mark] = self.rows.news(id);
+        let values = [Value::Number(id.number()), channel, message, mark];
         let statement = Statement::new(&self.rows.texts.session_give_back, values);
         self.send(connected, &statement).await.map(drop)
     }

@@ -108,41 +108,40 @@ const NOW: &str = "(date_part('epoch', clock_timestamp()) * 1000000)::bigint";
 
 const META: &str = "SELECT version, store::text FROM {meta} WHERE id = 1";
 
-/// Grants the key, unless somebody holds it, the claim itself included; and tells what was seen of the row.
+/// Grants the key, unless somebody holds it, the claim itself included; then it says nothing, see [`LOOK`].
 ///
 /// Who sees in its snapshot that the key is held does not touch the row, so a busy attempt costs no write and no flush. Who sees it free
-/// locks the row, in the strongest way: that is what the assignment of `id` to itself is for. If somebody was faster, the row is
-/// found held now; there is neither a grant nor a holder then, and one has to ask again. The clock is read anew behind that lock.
+/// locks the row, in the strongest way: that is what the assignment of `id` to itself is for. The clock is read anew behind that lock.
 ///
 /// The new token is above those of this row as it was seen and as it is, and above those of all deleted rows.
 ///
+/// It is not told in the same breath who holds the key: what that takes would cost each grant an eighth of its time on the server.
+///
 /// id, namespace, key, claim, block, label, lease, lock_timeout
 const ACQUIRE: &str = "\
-    WITH seen AS MATERIALIZED ( \
-        SELECT clock.now, l.claim, l.token, l.block, l.label, l.since, l.until \
-        FROM (SELECT {now} AS now, set_config('lock_timeout', $8::text, true)) AS clock \
-        LEFT JOIN {locks} AS l ON l.id = $1::bytea), \
-    granted AS ( \
-        INSERT INTO {locks} AS l (id, namespace, key, claim, token, block, label, since, until) \
-        SELECT $1::bytea, $2::bytea, $3::bytea, $4::bytea, greatest(now, floor + 1, token + block), $5::bigint, $6::bytea, \
-            now, now + $7::bigint \
-        FROM seen, {meta} AS meta WHERE meta.id = 1 AND (claim IS NULL OR until <= now) \
-        ON CONFLICT (id) DO UPDATE SET \
-            id = excluded.id, \
-            claim = excluded.claim, \
-            token = greatest(excluded.token, l.token + l.block), \
-            block = excluded.block, \
-            label = excluded.label, \
-            since = {now}, \
-            until = {now} + $7::bigint \
-        WHERE l.claim IS NULL OR l.until <= {now} \
-        RETURNING token) \
-    SELECT (SELECT token FROM granted), claim, token, label, now - since, until - now FROM seen";
+    INSERT INTO {locks} AS l (id, namespace, key, claim, token, block, label, since, until) \
+    SELECT $1::bytea, $2::bytea, $3::bytea, $4::bytea, greatest(now, floor + 1, seen.token + seen.block), $5::bigint, $6::bytea, \
+        now, now + $7::bigint \
+    FROM (SELECT {now} AS now, set_config('lock_timeout', $8::text, true)) AS clock \
+        CROSS JOIN {meta} AS meta LEFT JOIN {locks} AS seen ON seen.id = $1::bytea \
+    WHERE meta.id = 1 AND (seen.claim IS NULL OR seen.until <= now) \
+    ON CONFLICT (id) DO UPDATE SET \
+        id = excluded.id, \
+        claim = excluded.claim, \
+        token = greatest(excluded.token, l.token + l.block), \
+        block = excluded.block, \
+        label = excluded.label, \
+        since = {now}, \
+        until = {now} + $7::bigint \
+    WHERE l.claim IS NULL OR l.until <= {now} \
+    RETURNING token";
 
+/// Who holds the key, if anybody.
+///
 /// id
 const LOOK: &str = "\
     WITH clock AS MATERIALIZED (SELECT {now} AS now) \
-    SELECT key, token, label, now - since, until - now FROM {locks}, clock \
+    SELECT claim, token, label, now - since, until - now FROM {locks}, clock \
     WHERE id = $1::bytea AND claim IS NOT NULL AND until > now";
 
 /// Like [`LOOK`], for every held key of a namespace.
@@ -173,16 +172,18 @@ const RENEW: &str = "\
         EXISTS (SELECT FROM {locks} AS l WHERE l.id = w.id AND l.claim = w.claim AND l.until > {now}) \
     FROM wanted AS w LEFT JOIN renewed ON renewed.id = w.id AND renewed.claim = w.claim ORDER BY w.n";
 
-/// Ends the grant of one claim, and tells those who listen. The row stays, for its tokens.
+/// Ends the grant of one claim, and tells those who listen, if there are any; see [`Channel`](super::ears::Channel). The row stays, for its
+/// tokens.
 ///
 /// An ended grant is left as it is: it is as free as it can be, and the caller is told that it held nothing. The server need not have
 /// written the release to its disk: one that a crash undoes costs the rest of the lease.
 ///
-/// id, claim, lock_timeout, channel, message
+/// id, claim, lock_timeout, channel, message, mark
 const RELEASE: &str = "\
     UPDATE {locks} SET claim = NULL, until = {now} \
     WHERE id = $1::bytea AND claim = $2::bytea AND until > {now} AND set_config('lock_timeout', $3::text, true) IS NOT NULL \
-    RETURNING pg_notify($4::text, $5::text) IS NULL, set_config('synchronous_commit', 'off', true)";
+    RETURNING CASE WHEN NOT pg_try_advisory_xact_lock($6::bigint) THEN pg_notify($4::text, encode($5::bytea, 'hex')) IS NULL END, \
+        set_config('synchronous_commit', 'off', true)";
 
 /// Ends the grant of whoever holds the key, and tells those who listen.
 ///
@@ -190,7 +191,7 @@ const RELEASE: &str = "\
 const FORCE_RELEASE: &str = "\
     UPDATE {locks} SET claim = NULL, until = {now} \
     WHERE id = $1::bytea AND claim IS NOT NULL AND until > {now} AND set_config('lock_timeout', $2::text, true) IS NOT NULL \
-    RETURNING pg_notify($3::text, $4::text) IS NULL";
+    RETURNING pg_notify($3::text, encode($4::bytea, 'hex')) IS NULL";
 
 /// Finds the grant as it was made, and keeps the row from becoming anybody else's until the caller's transaction ends.
 ///
@@ -245,7 +246,7 @@ const LOCK_IN: &str = "\
     SELECT meta.floor IS NOT NULL, taken.token, held.until - now, \
         current_setting('transaction_isolation') <> 'read committed', \
         set_config('lock_timeout', patience.was, true), \
-        CASE WHEN taken.token IS NOT NULL THEN pg_notify($7::text, $8::text) IS NULL END, {kept_out} \
+        CASE WHEN taken.token IS NOT NULL THEN pg_notify($7::text, encode($8::bytea, 'hex')) IS NULL END, {kept_out} \
     FROM patience CROSS JOIN clock LEFT JOIN meta ON true LEFT JOIN taken ON true LEFT JOIN held ON true";
 
 /// Takes an advisory lock for the session and notes a larger token in the row, which is a free one for those who want a lease. No token is told if
@@ -275,13 +276,15 @@ const SESSION_TAKE: &str = "\
         RETURNING token) \
     SELECT pg_backend_pid(), tried.got, taken.token FROM tried LEFT JOIN taken ON true";
 
-/// Gives an advisory lock back, and tells those who listen.
+/// Gives an advisory lock back, and tells those who listen, if there are any; see [`Channel`](super::ears::Channel).
 ///
-/// number, channel, message
+/// number, channel, message, mark
 const SESSION_GIVE_BACK: &str = "\
-    WITH ease AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true)), \
-    freed AS MATERIALIZED (SELECT pg_advisory_unlock($1::bigint) AS was_held FROM ease) \
-    SELECT pg_backend_pid(), was_held, pg_notify($2::text, $3::text) IS NULL FROM freed";
+    WITH freed AS MATERIALIZED ( \
+        SELECT pg_advisory_unlock($1::bigint) AS was_held FROM set_config('synchronous_commit', 'off', true)) \
+    SELECT pg_backend_pid(), was_held, \
+        CASE WHEN NOT pg_try_advisory_xact_lock($4::bigint) THEN pg_notify($2::text, encode($3::bytea, 'hex')) IS NULL END \
+    FROM freed";
 
 /// Has the row there with what [`SESSION_TAKE`] noted in it, by the session that has the lock: rows without a lease are purged after a while.
 ///
@@ -357,10 +360,11 @@ const ROW_LOCK: &str = "\
     marked AS MATERIALIZED (SELECT pg_try_advisory_xact_lock_shared($3::bigint) FROM mine, ease) \
     SELECT pg_backend_pid(), pg_current_xact_id()::text FROM marked";
 
-/// Tells those who listen, when the transaction is committed.
+/// Tells those who listen, if there are any, when the transaction is committed; see [`Channel`](super::ears::Channel).
 ///
-/// channel, message
-const ROW_TELL: &str = "SELECT pg_notify($1::text, $2::text) IS NULL";
+/// channel, message, mark
+const ROW_TELL: &str = "\
+    SELECT CASE WHEN NOT pg_try_advisory_xact_lock($3::bigint) THEN pg_notify($1::text, encode($2::bytea, 'hex')) IS NULL END";
 
 /// Whether a transaction has marked itself as one with this lock.
 ///

@@ -4,6 +4,7 @@
 
 mod fence;
 mod lab;
+mod listening;
 mod lock_in;
 mod opening;
 mod row;

@@ -183,10 +183,11 @@ async fn renewals_get_through_while_acquisitions_have_all_connections() {
     assert_eq!(backend.release(&gone).await.unwrap(), Release::Freed);
     assert!(began.elapsed() < Duration::from_secs(4), "{:?}", began.elapsed());
     run(&mut data, "ROLLBACK").await;
-    let granted =
-        attempts.join_all().await.into_iter().filter(|attempt| {
-            matches!(attempt.as_ref().unwrap(), Attempt::Granted(_))
-        });
+    let granted = attempts
+        .join_all()
+        .await
+        .into_iter()
+        .filter(|attempt| matches!(attempt.as_ref().unwrap(), Attempt::Granted(_)));
     assert_eq!(granted.count(), 1);
 }
 

@@ -15,7 +15,7 @@ use sqlx::postgres::PgRow;
 
 use super::backend::{bytes, claim_id, column, micros, span};
 use super::config::{PostgresConfig, quoted, unusable};
-use super::ears::{Ears, hex};
+use super::ears::{Channel, Ears};
 use super::error::{damaged, row_is_locked};
 use super::fence::Fenced;
 use super::link::{Link, Repeat};
@@ -41,7 +41,7 @@ pub struct PostgresSpringBackend {
     texts: Texts,
     link: Link,
     ears: Option<Ears>,
-    channel: String,
+    channel: Channel,
     /// Tells the rows beside those of this table and region from all others, and from those of native namespaces.
     part: String,
 }
@@ -61,7 +61,7 @@ impl PostgresSpringBackend {
         let link = Link::new(&config);
         let lock = find_or_make(&config, &table, &link).await?;
         let part = format!("{lock} {}", table.region());
-        let channel = format!("lock_registry_{}", hex(&RowId::of_namespace(&part)));
+        let channel = Channel::of(RowId::of_namespace(&part));
         let ears = config.for_listening().map(|server| Ears::new(server, channel.clone()));
         Ok(Self {
             native: super::sql::Texts::new(&tables),
@@ -96,7 +96,7 @@ impl PostgresSpringBackend {
     }
 
     fn message(&self, lock_key: &str) -> Value {
-        Value::Word(hex(&self.row_id(lock_key).short()))
+        bytes(&self.row_id(lock_key).short())
     }
 
     /// What a fence asks.
@@ -263,7 +263,7 @@ impl LockBackend for PostgresSpringBackend {
                 bytes(lock_key.as_bytes()),
                 bytes(client_id(claim.id()).as_bytes()),
                 self.patience(),
-                Value::Word(self.channel.clone()),
+                Value::Word(self.channel.name().to_owned()),
                 self.message(&lock_key),
             ],
         );
@@ -317,7 +317,7 @@ impl LockBackend for PostgresSpringBackend {
                 self.region(),
                 bytes(lock_key.as_bytes()),
                 self.patience(),
-                Value::Word(self.channel.clone()),
+                Value::Word(self.channel.name().to_owned()),
                 self.message(&lock_key),
             ],
         );

@@ -202,7 +202,7 @@ const RELEASE: &str = "\
     freed AS ( \
         DELETE FROM {lock} AS l USING ease \
         WHERE l.lock_key = {key} AND l.region = {region} AND l.client_id = {client} RETURNING {end} >= {utc} AS held) \
-    SELECT held, pg_notify($5::text, $6::text) IS NULL FROM freed";
+    SELECT held, pg_notify($5::text, encode($6::bytea, 'hex')) IS NULL FROM freed";
 
 /// Ends the grant of whoever holds the key, and tells those who listen.
 ///
@@ -212,7 +212,7 @@ const FORCE_RELEASE: &str = "\
     freed AS ( \
         DELETE FROM {lock} AS l USING patience \
         WHERE l.lock_key = {key} AND l.region = {region} RETURNING {end} >= {utc} AS held) \
-    SELECT held, pg_notify($4::text, $5::text) IS NULL FROM freed";
+    SELECT held, pg_notify($4::text, encode($5::bytea, 'hex')) IS NULL FROM freed";
 
 /// Finds the grant as it was made, and keeps the row from becoming anybody else's until the caller's transaction ends.
 ///

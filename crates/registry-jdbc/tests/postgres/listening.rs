@@ -1,0 +1,93 @@
+//! Who is told of a release, and what is said when nobody listens.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use registry_core::{LockBackend, Release};
+use registry_jdbc::sqlx::postgres::PgListener;
+use registry_testkit::eventually;
+use registry_testkit::postgres::PostgresServer;
+use tokio::time::timeout;
+
+use crate::lab::{SOON, backend, busy, claim, config, data, grant, run, server};
+
+/// Where releases of the namespace "default" are told: the first bytes of the SHA-256 of its name.
+const CHANNEL: &str = "lock_registry_37a8eec1ce19687d";
+
+/// The marks of those who listen there; the last one has the same first bytes, and what is cut off of them.
+const MARKS: &str = "generate_series(x'37a8eec1ce196870'::bit(64)::bigint, x'37a8eec1ce19687f'::bit(64)::bigint) AS mark";
+
+/// How many sessions have, or with `false` wait for, an advisory lock.
+async fn sessions_with_marks(server: &PostgresServer, granted: bool) -> String {
+    let count = format!(
+        "SELECT count(DISTINCT pid) FROM pg_locks WHERE locktype = 'advisory' AND granted = {granted}"
+    );
+    server.sql(&count).await.unwrap()
+}
+
+async fn until_sessions_with_marks(server: &PostgresServer, granted: bool, wanted: &str) {
+    let count = async || match sessions_with_marks(server, granted).await {
+        count if count == wanted => Ok(()),
+        count => Err(std::io::Error::other(count)),
+    };
+    eventually(SOON, count).await;
+}
+
+#[tokio::test]
+async fn a_release_is_told_only_while_somebody_says_that_he_listens() {
+    let server = server().await;
+    let backend = Arc::new(backend(config(&server)).await);
+    // Hears all that is said, without a word about it.
+    let mut eavesdropper = PgListener::connect(&server.url()).await.unwrap();
+    eavesdropper.listen(CHANNEL).await.unwrap();
+
+    let (quiet, told) = (claim("quiet"), claim("told"));
+    grant(&backend, &quiet).await;
+    assert_eq!(backend.release(&quiet).await.unwrap(), Release::Freed);
+
+    grant(&backend, &told).await;
+    let waiter = claim("told");
+    let held = busy(&backend, &waiter).await;
+    let waiting = tokio::spawn({
+        let backend = Arc::clone(&backend);
+        async move { backend.wait(&waiter, &held).await }
+    });
+    until_sessions_with_marks(&server, true, "1").await;
+    assert_eq!(backend.release(&told).await.unwrap(), Release::Freed);
+    timeout(SOON, waiting).await.expect("the waiter is woken").unwrap();
+    // What comes first was said first.
+    let message = timeout(SOON, eavesdropper.recv()).await.unwrap().unwrap();
+    let id =
+        server.sql("SELECT encode(id, 'hex') FROM lock_registry_locks WHERE key = 'told'").await;
+    assert_eq!(message.payload(), &id.unwrap()[..32], "nothing was said of the first release");
+}
+
+#[tokio::test]
+async fn who_comes_to_listen_while_a_release_is_under_way_looks_when_it_is_done() {
+    let server = server().await;
+    let backend = Arc::new(backend(config(&server)).await);
+    let (holder, waiter) = (claim("k"), claim("k"));
+    grant(&backend, &holder).await;
+    // A release that has found nobody and is not yet committed.
+    let mut releasing = data(&server).await;
+    run(
+        &mut releasing,
+        &format!(
+            "BEGIN; UPDATE lock_registry_locks SET claim = NULL; SELECT pg_advisory_xact_lock(mark) FROM {MARKS}"
+        ),
+    )
+    .await;
+
+    let held = busy(&backend, &waiter).await;
+    let mut waiting = tokio::spawn({
+        let backend = Arc::clone(&backend);
+        let waiter = waiter.clone();
+        async move { backend.wait(&waiter, &held).await }
+    });
+    until_sessions_with_marks(&server, false, "1").await;
+    let early = timeout(Duration::from_millis(50), &mut waiting).await;
+    assert!(early.is_err(), "there is nothing to see yet");
+    run(&mut releasing, "COMMIT").await;
+    timeout(SOON, waiting).await.expect("the waiter looks").unwrap();
+    grant(&backend, &waiter).await;
+}

@@ -1,0 +1,130 @@
+//! What is said to a server by hand: its four-letter words, and the end of somebody else's session. No locks, no nodes.
+
+use std::io;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::time::sleep;
+
+/// A connection that a server has, as it tells of it (`cons`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct ClientOfServer {
+    /// The session, as nodes name their owner.
+    pub session: i64,
+    /// How many packets have come from the client: requests and pings.
+    pub received: u64,
+    /// How many packets the client has got: one for each that came from it, and one for each event that it watched for.
+    pub sent: u64,
+}
+
+impl ClientOfServer {
+    /// How many events the client was told of.
+    #[must_use]
+    pub fn events(&self) -> u64 {
+        self.sent.saturating_sub(self.received)
+    }
+
+    /// Reads a line such as ` /127.0.0.1:4[1](queued=0,recved=12,sent=12,sid=0x10,…)`. Connections without a session are left out.
+    pub(super) fn read(line: &str) -> Option<Self> {
+        let fields = line.trim().split_once('(')?.1.trim_end_matches(')');
+        let field = |name: &str| {
+            let mut fields = fields.split(',').filter_map(|field| field.split_once('='));
+            fields.find(|(field, _)| *field == name).map(|(_, value)| value)
+        };
+        let session = u64::from_str_radix(field("sid")?.strip_prefix("0x")?, 16).ok()?;
+        Some(Self {
+            session: session.cast_signed(),
+            received: field("recved")?.parse().ok()?,
+            sent: field("sent")?.parse().ok()?,
+        })
+    }
+}
+
+/// Asks one of the four-letter words.
+pub(super) async fn ask(addr: SocketAddr, word: &str) -> io::Result<String> {
+    let mut server = TcpStream::connect(addr).await?;
+    server.write_all(word.as_bytes()).await?;
+    let mut answer = String::new();
+    server.read_to_string(&mut answer).await?;
+    Ok(answer)
+}
+
+/// The code of the request that ends a session.
+const CLOSE_SESSION: i32 = -11;
+/// A second in milliseconds: nothing is asked of the session but its end.
+const TIMEOUT: i32 = 1_000;
+/// How often it is tried to end a session, and the pause after a connection that was lost.
+const TRIES: usize = 500;
+const PAUSE: Duration = Duration::from_millis(20);
+
+/// Takes over a session and ends it, as its own client could from another connection.
+///
+/// The client comes back as soon as its connection is taken from it, and then takes ours. Whoever is last before the end of the session
+/// is a matter of luck, so it is tried again.
+pub(super) async fn end(addr: SocketAddr, session: i64) -> io::Result<()> {
+    let unknown = || io::Error::other(format!("the server knows no session {session:#x}"));
+    let mut known = false;
+    for _ in 0..TRIES {
+        match take_and_end(addr, session).await {
+            Ok(false) if known => return Ok(()),
+            Ok(false) => return Err(unknown()),
+            // Only that the session is unknown says that it has ended.
+            Ok(true) => known = true,
+            Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => return Err(error),
+            Err(_) => sleep(PAUSE).await,
+        }
+    }
+    Err(io::Error::new(io::ErrorKind::TimedOut, format!("session {session:#x} does not end")))
+}
+
+/// Whether the server knew the session.
+async fn take_and_end(addr: SocketAddr, session: i64) -> io::Result<bool> {
+    let mut server = TcpStream::connect(addr).await?;
+    let mut hello = Vec::new();
+    hello.extend(0_i32.to_be_bytes()); // version
+    hello.extend(0_i64.to_be_bytes()); // newest transaction seen
+    hello.extend(TIMEOUT.to_be_bytes());
+    hello.extend(session.to_be_bytes());
+    hello.extend(16_i32.to_be_bytes());
+    hello.extend(password(session));
+    hello.push(0); // not read-only
+    let goodbye = [1_i32.to_be_bytes(), CLOSE_SESSION.to_be_bytes()].concat();
+    server.write_all(&[packet(&hello), packet(&goodbye)].concat()).await?;
+    let answer = receive(&mut server).await?;
+    let known = answer.get(8..16).is_some_and(|id| id == session.to_be_bytes());
+    if known {
+        // The answer to the goodbye may be the end of the connection.
+        _ = receive(&mut server).await;
+    }
+    Ok(known)
+}
+
+fn packet(content: &[u8]) -> Vec<u8> {
+    // Those that are sent here have some 50 bytes.
+    let length = u32::try_from(content.len()).unwrap_or_default();
+    [&length.to_be_bytes(), content].concat()
+}
+
+async fn receive(server: &mut TcpStream) -> io::Result<Vec<u8>> {
+    let mut packet = vec![0; server.read_u32().await?.min(1 << 20) as usize];
+    server.read_exact(&mut packet).await?;
+    Ok(packet)
+}
+
+/// The password of a session. ZooKeeper's is no secret between those who know the session: it is made of the session's number and a
+/// constant in `ZooKeeperServer`, by Java's generator of random numbers.
+fn password(session: i64) -> [u8; 16] {
+    const SECRET: i64 = 0xB341_5C00;
+    const FACTOR: u64 = 0x5_DEEC_E66D;
+    const BITS: u64 = (1 << 48) - 1;
+    let mut state = ((session ^ SECRET).cast_unsigned() ^ FACTOR) & BITS;
+    let mut password = [0; 16];
+    for four in password.chunks_mut(4) {
+        state = (state.wrapping_mul(FACTOR) + 0xB) & BITS;
+        four.copy_from_slice(&((state >> 16) as u32).to_le_bytes());
+    }
+    password
+}

@@ -1,0 +1,183 @@
+//! ZooKeeper servers, alone and as an ensemble: what the other tests build on. Needs Java and Debian's package of ZooKeeper.
+
+#![cfg(target_os = "linux")]
+#![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
+
+use std::process::Command;
+use std::time::Duration;
+
+use registry_testkit::tls::TlsFolder;
+use registry_testkit::zookeeper::{ZooKeeperEnsemble, ZooKeeperOptions, ZooKeeperServer};
+use registry_testkit::{eventually, within};
+use tokio::time::timeout;
+use zookeeper_client::{Acls, Client, CreateMode, SessionState};
+
+/// Long enough for the slowest machine; costs time only when a test fails.
+const LIMIT: Duration = Duration::from_secs(60);
+/// How long an answer is waited for that must not come.
+const SILENCE: Duration = Duration::from_millis(300);
+
+/// A client whose session ends this long after it falls silent.
+async fn client(url: &str, session: Duration) -> Client {
+    let hosts = url.strip_prefix("zk://").unwrap();
+    Client::connector().with_session_timeout(session).connect(hosts).await.unwrap()
+}
+
+/// Makes a node, and tells the number of a sequential one.
+async fn create(client: &Client, path: &str, mode: CreateMode) -> i64 {
+    let options = mode.with_acls(Acls::anyone_all());
+    client.create(path, b"", &options).await.unwrap().1.into_i64()
+}
+
+#[tokio::test]
+async fn a_killed_zookeeper_comes_back_with_its_data_and_its_sessions() {
+    let mut server = ZooKeeperServer::start().await.unwrap();
+    assert_eq!(server.mode().await.unwrap().as_deref(), Some("standalone"));
+    let client = client(&server.url(), LIMIT).await;
+    create(&client, "/kept", CreateMode::Persistent).await;
+    create(&client, "/mine", CreateMode::Ephemeral).await;
+    for _ in 0..2 {
+        server.kill();
+        assert!(!server.is_up());
+        server.ask("ruok").await.unwrap_err();
+        server.start_again().await.unwrap();
+        let mine = within(LIMIT, client.check_stat("/mine")).await.unwrap().unwrap();
+        assert_eq!(mine.ephemeral_owner, client.session_id().0);
+    }
+    server.pause().unwrap();
+    assert!(timeout(SILENCE, client.check_stat("/kept")).await.is_err());
+    server.resume().unwrap();
+    assert!(within(LIMIT, client.check_stat("/kept")).await.unwrap().is_some());
+    server.kill();
+    server.lose_data().unwrap();
+    server.start_again().await.unwrap();
+    let other = self::client(&server.url(), LIMIT).await;
+    assert!(other.check_stat("/kept").await.unwrap().is_none());
+}
+
+#[tokio::test]
+async fn a_session_is_ended_from_a_second_connection() {
+    let ensemble = ZooKeeperEnsemble::start().await.unwrap();
+    let [one, two, _] = ensemble.members() else { unreachable!() };
+    for other in [one, two] {
+        let client = client(&one.url(), Duration::from_secs(6)).await;
+        create(&client, "/mine", CreateMode::Ephemeral).await;
+        let mut states = client.state_watcher();
+        other.end_session(client.session_id().0).await.unwrap();
+        within(LIMIT, async { while states.changed().await != SessionState::Expired {} }).await;
+        let witness = self::client(&other.url(), LIMIT).await;
+        eventually(LIMIT, async || witness.check_stat("/mine").await.unwrap().is_none()).await;
+        other.end_session(client.session_id().0).await.unwrap_err();
+    }
+}
+
+#[tokio::test]
+async fn an_ensemble_elects_another_leader_and_needs_two() {
+    let mut ensemble = ZooKeeperEnsemble::start().await.unwrap();
+    // It notices within two fifths of this that a member is silent.
+    let client = client(&ensemble.url(), Duration::from_secs(5)).await;
+    create(&client, "/one", CreateMode::Persistent).await;
+    let first = ensemble.leader().await.unwrap();
+    ensemble.members()[first].pause().unwrap();
+    let second = ensemble.leader().await.unwrap();
+    assert_ne!(first, second);
+    // What is under way when a connection breaks is an error, so it is asked again.
+    eventually(LIMIT, async || client.check_stat("/one").await).await;
+    ensemble.members()[first].resume().unwrap();
+    ensemble.members_mut()[second].kill();
+    ensemble.leader().await.unwrap();
+    eventually(LIMIT, async || client.check_stat("/one").await).await;
+    let third = (second + 1) % 3;
+    ensemble.members_mut()[third].kill();
+    let alone = (second + 2) % 3;
+    // As long as it is alone, it serves nobody.
+    eventually(LIMIT, async || {
+        ensemble.members()[alone].mode().await.is_ok_and(|mode| mode.is_none())
+    })
+    .await;
+    ensemble.members_mut()[second].start_again().await.unwrap();
+    ensemble.serving().await.unwrap();
+    let other = self::client(&ensemble.url(), LIMIT).await;
+    assert!(within(LIMIT, other.check_stat("/one")).await.unwrap().is_some());
+}
+
+#[tokio::test]
+async fn clients_are_counted_and_containers_removed() {
+    let server =
+        ZooKeeperServer::start_with(ZooKeeperOptions::new().without_fsync()).await.unwrap();
+    let client = client(&server.url(), LIMIT).await;
+    create(&client, "/locks", CreateMode::Container).await;
+    create(&client, "/locks/one", CreateMode::Ephemeral).await;
+    let ours = async || {
+        let clients = server.clients().await.unwrap();
+        *clients.iter().find(|known| known.session == client.session_id().0).unwrap()
+    };
+    let before = ours().await;
+    let (_, _, watcher) = client.get_and_watch_data("/locks/one").await.unwrap();
+    assert_eq!(server.figure("zk_watch_count").await.unwrap(), 1);
+    client.delete("/locks/one", None).await.unwrap();
+    within(LIMIT, watcher.changed()).await;
+    let after = ours().await;
+    assert_eq!(after.received - before.received, 2);
+    assert_eq!(after.events() - before.events(), 1);
+    eventually(LIMIT, async || client.check_stat("/locks").await.unwrap().is_none()).await;
+    server.figure("zk_nonsense").await.unwrap_err();
+}
+
+/// What a recipe that orders by the number must know: at the end of the numbers all later nodes get the same one; and those that are made
+/// while another one is under way may get such as are smaller than all before, from -2147483648 on. Only the transactions that made them
+/// tell their order.
+#[tokio::test]
+async fn at_the_end_of_their_numbers_sequential_nodes_are_in_order_by_their_transactions_alone() {
+    let mut server = ZooKeeperServer::start().await.unwrap();
+    let client = client(&server.url(), Duration::from_secs(6)).await;
+    create(&client, "/locks", CreateMode::Persistent).await;
+    server.kill();
+    server.set_children_ever("/nothing", 7).await.unwrap_err();
+    server.set_children_ever("/locks", i32::MAX - 1).await.unwrap();
+    server.start_again().await.unwrap();
+
+    // The first one's session may have ended meanwhile.
+    let client = self::client(&server.url(), LIMIT).await;
+    let last = i64::from(i32::MAX);
+    for (path, number) in [("/locks/a-", last - 1), ("/locks/b-", last), ("/locks/c-", last)] {
+        assert_eq!(create(&client, path, CreateMode::EphemeralSequential).await, number);
+    }
+    let [first, second] = ["/locks/b-2147483647", "/locks/c-2147483647"];
+    let first = client.check_stat(first).await.unwrap().unwrap().czxid;
+    let second = client.check_stat(second).await.unwrap().unwrap().czxid;
+    assert!(first < second);
+}
+
+#[tokio::test]
+async fn an_encrypted_zookeeper_is_asked_by_the_testkit_alone() {
+    let tls = TlsFolder::new().unwrap();
+    let server = ZooKeeperServer::start_with(ZooKeeperOptions::new().tls(&tls)).await.unwrap();
+    let hello = Command::new("openssl")
+        .args([
+            "s_client",
+            "-brief",
+            "-verify_return_error",
+            "-connect",
+            &server.addr().to_string(),
+        ])
+        .arg("-CAfile")
+        .arg(tls.ca_file())
+        .output()
+        .unwrap();
+    assert!(hello.status.success(), "{hello:?}\n{}", server.said());
+    let addr = server.addr().to_string();
+    let plain = Client::connector().with_fail_eagerly().connect(&addr);
+    within(LIMIT, plain).await.unwrap_err();
+    assert_eq!(server.mode().await.unwrap().as_deref(), Some("standalone"));
+}
+
+#[tokio::test]
+async fn a_zookeeper_that_cannot_start_says_why() {
+    let wrong = ZooKeeperOptions::new().settings(&["tickTime=none"]);
+    let said = ZooKeeperServer::start_with(wrong).await.unwrap_err().to_string();
+    assert!(said.contains("\"none\""), "{said}");
+    let missing = ZooKeeperOptions::new().classes("/nowhere/zookeeper.jar");
+    let said = ZooKeeperServer::start_with(missing).await.unwrap_err().to_string();
+    assert!(said.contains("ClassNotFoundException"), "{said}");
+}

@@ -1,0 +1,85 @@
+//! What `doctor` finds: what is set up so that promises are weaker, or will be soon.
+
+use std::time::Duration;
+
+use registry_core::{BackendError, Finding};
+use zookeeper_client::Error;
+
+use crate::backend::ZkBackend;
+use crate::config::Acl;
+use crate::error::explain;
+use crate::queue::Queue;
+use crate::recipe::read;
+use crate::session::Session;
+
+impl ZkBackend {
+    pub(crate) async fn look_for_trouble(&self) -> Result<Vec<Finding>, BackendError> {
+        let session = self.sessions().get().await?;
+        session.round().await?;
+        let mut findings = Vec::new();
+        let config = session.config();
+        if session.timeout() > LONG_TIMEOUT {
+            findings.push(Finding::note(format!(
+                "the servers keep the session for {:?} after the last word of its client: so long nobody else gets the locks of a process \
+                 that has died",
+                session.timeout()
+            )));
+        }
+        match (config.has_login(), &config.acl) {
+            (true, Acl::Open) => findings.push(Finding::note(
+                "there is a login, but everybody may touch the nodes of locks; `acl=creator` keeps them to those who log in alike",
+            )),
+            (true, _) if !config.is_encrypted() => findings.push(Finding::warning(
+                "the login is sent in the clear: connections are not encrypted",
+            )),
+            _ => {}
+        }
+        self.look_at_base(&session, &mut findings).await?;
+        Ok(findings)
+    }
+
+    /// Whether nodes can be made where the locks are, and what is there already.
+    async fn look_at_base(
+        &self,
+        session: &std::sync::Arc<Session>,
+        findings: &mut Vec<Finding>,
+    ) -> Result<(), BackendError> {
+        let base = self.paths().base();
+        match read(session, base).await? {
+            Ok(children) => {
+                if Queue::of(children).first().is_some() {
+                    findings.push(Finding::warning(format!(
+                        "somebody contends for {base} itself, as if that were a lock: its keys are children of that lock"
+                    )));
+                }
+            }
+            Err(Error::NoNode) => findings.push(Finding::note(format!(
+                "{base} is not there yet; it is made with the first lock"
+            ))),
+            Err(error) => return Err(explain(&error)),
+        }
+        if let Some(servers) = servers(session).await?
+            && servers.len() == 1
+        {
+            findings
+                .push(Finding::note("there is one server: nobody gets a lock while it is away"));
+        }
+        Ok(())
+    }
+}
+
+/// The servers of the ensemble, if we may know.
+async fn servers(session: &Session) -> Result<Option<Vec<String>>, BackendError> {
+    // Older servers have no such node, and others may not show it.
+    let Ok((config, _)) = session.bounded(session.client().get_config()).await? else {
+        return Ok(None);
+    };
+    let text = String::from_utf8_lossy(&config).into_owned();
+    let servers: Vec<String> =
+        text.lines().filter(|line| line.starts_with("server.")).map(str::to_owned).collect();
+    // A server by itself lists none.
+    Ok(Some(servers).filter(|servers| !servers.is_empty()))
+}
+
+/// A process that dies keeps others out for so long.
+const LONG_TIMEOUT: Duration = Duration::from_secs(60);

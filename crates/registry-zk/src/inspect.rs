@@ -1,0 +1,104 @@
+//! Who holds what, for people; and taking it away.
+
+use std::sync::Arc;
+
+use futures_util::future::try_join_all;
+use registry_core::{BackendError, Holder, Key, Release};
+use zookeeper_client::Error;
+
+use crate::backend::ZkBackend;
+use crate::error::explain;
+use crate::queue::Queue;
+use crate::recipe::{delete, holder, read};
+use crate::session::Session;
+
+impl ZkBackend {
+    pub(crate) async fn holder(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
+        let session = self.sessions().get().await?;
+        holder_in(&session, key, &self.paths().of(key)).await
+    }
+
+    /// Below the node that all keys are below; in layouts where keys may be below others, however deep.
+    pub(crate) async fn holders(&self) -> Result<Vec<Holder>, BackendError> {
+        let session = self.sessions().get().await?;
+        let base = self.paths().base();
+        let mut holders = Vec::new();
+        let mut keys = children(&session, base).await?;
+        while !keys.is_empty() {
+            let mut deeper = Vec::new();
+            for some in keys.chunks(AT_ONCE) {
+                let seen = some.iter().map(|below| self.look_below(&session, below));
+                for (held, below) in try_join_all(seen).await? {
+                    holders.extend(held);
+                    deeper.extend(below);
+                }
+            }
+            keys = deeper;
+        }
+        Ok(holders)
+    }
+
+    /// Who holds the key of the node `below` the base, and what else may be one below that.
+    async fn look_below(
+        &self,
+        session: &Arc<Session>,
+        below: &str,
+    ) -> Result<(Option<Holder>, Vec<String>), BackendError> {
+        let Some(key) = self.paths().key_of(below) else { return Ok((None, Vec::new())) };
+        let dir = self.paths().of(&key);
+        let held = holder_in(session, &key, &dir).await?;
+        if !self.paths().are_nested() {
+            return Ok((held, Vec::new()));
+        }
+        let mut deeper = children(session, &dir).await?;
+        deeper.retain(|name| Queue::of(vec![name.clone()]).first().is_none());
+        deeper.iter_mut().for_each(|name| *name = format!("{below}/{name}"));
+        Ok((held, deeper))
+    }
+
+    pub(crate) async fn break_lock(&self, key: &Key) -> Result<Release, BackendError> {
+        let session = self.sessions().get().await?;
+        let dir = self.paths().of(key);
+        for _ in 0..TRIES {
+            let queue = Queue::of(children(&session, &dir).await?);
+            let Some(first) = queue.first() else { break };
+            if delete(&session, &format!("{dir}/{first}")).await? {
+                return Ok(Release::Freed);
+            }
+        }
+        Ok(Release::NotHeld)
+    }
+}
+
+async fn holder_in(
+    session: &Arc<Session>,
+    key: &Key,
+    dir: &str,
+) -> Result<Option<Holder>, BackendError> {
+    for _ in 0..TRIES {
+        let queue = Queue::of(children(session, dir).await?);
+        let Some(first) = queue.first() else { break };
+        let path = format!("{dir}/{first}");
+        match session.bounded(session.client().get_data(&path)).await? {
+            Ok((data, stat)) => return Ok(Some(holder(key, &data, stat.czxid))),
+            // Just gone; there may be a next one.
+            Err(Error::NoNode) => {}
+            Err(error) => return Err(explain(&error)),
+        }
+    }
+    Ok(None)
+}
+
+async fn children(session: &Arc<Session>, dir: &str) -> Result<Vec<String>, BackendError> {
+    match read(session, dir).await? {
+        Ok(children) => Ok(children),
+        Err(Error::NoNode) => Ok(Vec::new()),
+        Err(error) => Err(explain(&error)),
+    }
+}
+
+/// So many keys are looked at together.
+const AT_ONCE: usize = 64;
+
+/// More often than this a holder does not change between two looks.
+const TRIES: u32 = 8;

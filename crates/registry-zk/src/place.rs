@@ -1,0 +1,159 @@
+//! What one claim has in the store: its node, and what is watched for it. Data only; `recipe` does what is done.
+
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use futures_util::future::{BoxFuture, FutureExt as _, Shared};
+use registry_core::{Claim, Key, Moment};
+use tokio::sync::Mutex;
+use zookeeper_client::OneshotWatcher;
+
+/// A claim in one session. It never outlives that, and no other session has a part in it.
+pub(crate) struct Place {
+    pub(crate) key: Key,
+    /// The node of the key.
+    pub(crate) dir: String,
+    /// Locked for as long as something is done about the claim: one thing at a time.
+    pub(crate) stake: Arc<Mutex<Stake>>,
+    /// Who waits for its turn now.
+    waiting: AtomicUsize,
+}
+
+/// What a claim has.
+pub(crate) struct Stake {
+    /// The session does not know this place any more.
+    pub(crate) left: bool,
+    pub(crate) node: Option<Node>,
+    /// A node was asked for, and it is not known whether it was made.
+    pub(crate) in_doubt: bool,
+    /// Held, and given back at this moment unless it is renewed.
+    pub(crate) held_until: Option<Moment>,
+    /// Watches the own node of a held claim.
+    pub(crate) own: Option<OwnWatch>,
+    /// Watches the one directly before.
+    pub(crate) ahead: Option<Ahead>,
+    /// When it was last asked for.
+    attended_at: Moment,
+    lease: Duration,
+}
+
+pub(crate) struct Node {
+    pub(crate) path: String,
+    /// The transaction that made it.
+    pub(crate) czxid: i64,
+}
+
+impl Node {
+    /// Its name among the children.
+    pub(crate) fn name(&self) -> &str {
+        self.path.rsplit('/').next().unwrap_or_default()
+    }
+}
+
+pub(crate) struct OwnWatch {
+    pub(crate) watch: Watch,
+    /// How often the session had been connected again when the node was last seen.
+    pub(crate) seen_at: u32,
+}
+
+pub(crate) struct Ahead {
+    pub(crate) watch: Watch,
+    pub(crate) looked_at: Moment,
+}
+
+impl Place {
+    pub(crate) fn new(claim: &Claim, dir: String) -> Self {
+        let stake = Stake {
+            left: false,
+            node: None,
+            in_doubt: false,
+            held_until: None,
+            own: None,
+            ahead: None,
+            attended_at: Moment::now(),
+            lease: claim.lease(),
+        };
+        Self {
+            key: claim.key().clone(),
+            dir,
+            stake: Arc::new(Mutex::new(stake)),
+            waiting: AtomicUsize::new(0),
+        }
+    }
+
+    /// Says that somebody waits for its turn, for as long as the answer lives.
+    pub(crate) fn attended(&self) -> Attended<'_> {
+        self.waiting.fetch_add(1, Ordering::AcqRel);
+        Attended(self)
+    }
+
+    /// Whether nobody takes care of the claim any more: it is held and was not renewed, or it stands in line and nobody waits.
+    pub(crate) fn is_overdue(&self, stake: &Stake, now: Moment) -> bool {
+        match stake.held_until {
+            Some(until) => until <= now,
+            None => {
+                let idle = stake.lease.max(IDLE_MIN);
+                self.waiting.load(Ordering::Acquire) == 0 && stake.attended_at.after(idle) <= now
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Place").field("key", &self.key).finish_non_exhaustive()
+    }
+}
+
+/// Somebody waits.
+pub(crate) struct Attended<'a>(&'a Place);
+
+impl Drop for Attended<'_> {
+    fn drop(&mut self) {
+        self.0.waiting.fetch_sub(1, Ordering::AcqRel);
+    }
+}
+
+impl Stake {
+    pub(crate) fn attend(&mut self, claim: &Claim) {
+        self.attended_at = Moment::now();
+        self.lease = claim.lease();
+    }
+
+    /// Forgets the node, which is gone.
+    pub(crate) fn lose_node(&mut self) {
+        self.node = None;
+        self.held_until = None;
+        self.own = None;
+        self.ahead = None;
+    }
+
+    /// Whether it may have something in the store.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.node.is_none() && !self.in_doubt
+    }
+}
+
+/// A watch for one change, which any number may wait for, and which nobody need wait for.
+#[derive(Clone)]
+pub(crate) struct Watch(Shared<BoxFuture<'static, ()>>);
+
+impl Watch {
+    pub(crate) fn new(watcher: OneshotWatcher) -> Self {
+        Self(watcher.changed().map(drop).boxed().shared())
+    }
+
+    /// Whether it has happened. What the server has told before an answer that has come is known by then.
+    pub(crate) fn has_fired(&self) -> bool {
+        self.0.clone().now_or_never().is_some()
+    }
+
+    pub(crate) async fn fired(self) {
+        self.0.await;
+    }
+}
+
+/// Between two questions of one that waits there may be a pause, after trouble.
+const IDLE_MIN: Duration = Duration::from_secs(5);

@@ -1,0 +1,167 @@
+//! Who stands in line for a lock, in which order: the children of its node, by their names. No I/O.
+//!
+//! A name ends in the number that the server gave it: ten digits, from a counter of 32 bits with a sign, which goes on below zero after 2³¹
+//! children. So numbers are compared by how far they are apart, as serial numbers are (RFC 1982).
+
+use registry_core::ClaimId;
+
+use crate::config::Naming;
+
+/// What a claim's node is called, but for its number.
+pub(crate) fn prefix(claim: ClaimId, naming: Naming) -> String {
+    let id = claim.to_string();
+    match naming {
+        Naming::Curator => format!(
+            "_c_{}-{}-{}-{}-{}-lock-",
+            &id[..8],
+            &id[8..12],
+            &id[12..16],
+            &id[16..20],
+            &id[20..]
+        ),
+        Naming::Kazoo => format!("{id}__lock__"),
+    }
+}
+
+/// The number of one who contends, whether by the name of Curator, of kazoo or of us. `None` for any other child.
+fn number(name: &str) -> Option<i32> {
+    let after = |mark: &str| name.rfind(mark).map(|at| &name[at + mark.len()..]);
+    // No name can have both in such a place that a number follows each.
+    [after("lock-"), after("__lock__")].into_iter().flatten().find_map(parse_number)
+}
+
+/// A number as the server writes it: at least ten characters, the sign among them.
+fn parse_number(text: &str) -> Option<i32> {
+    let digits = text.strip_prefix('-').unwrap_or(text);
+    let is_plain = digits.bytes().all(|byte| byte.is_ascii_digit());
+    let is_whole =
+        text.len() == 10 || text == "-2147483648" || (text.len() == 11 && digits.len() == 10);
+    (is_plain && is_whole).then(|| text.parse().ok()).flatten()
+}
+
+/// Those who contend for one lock, in the order of their turn.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Queue(Vec<String>);
+
+impl Queue {
+    /// Picks out of all children those who contend.
+    pub(crate) fn of(children: Vec<String>) -> Self {
+        let mut contenders: Vec<(i32, String)> =
+            children.into_iter().filter_map(|name| Some((number(&name)?, name))).collect();
+        // From any one of them: all are far less than half of all numbers apart.
+        if let Some((start, _)) = contenders.first() {
+            let start = *start;
+            contenders.sort_unstable_by(|(one, one_name), (other, other_name)| {
+                let apart = |number: &i32| number.wrapping_sub(start);
+                apart(one).cmp(&apart(other)).then_with(|| one_name.cmp(other_name))
+            });
+        }
+        Self(contenders.into_iter().map(|(_, name)| name).collect())
+    }
+
+    /// Whose turn it is.
+    pub(crate) fn first(&self) -> Option<&str> {
+        self.0.first().map(String::as_str)
+    }
+
+    /// Where `name` stands.
+    pub(crate) fn place_of(&self, name: &str) -> Standing<'_> {
+        match self.0.iter().position(|other| other == name) {
+            None => Standing::Absent,
+            Some(0) => Standing::First,
+            Some(place) => Standing::Behind { ahead: &self.0[place - 1], is_next: place == 1 },
+        }
+    }
+
+    /// The node of `claim`, by the beginning of its name.
+    pub(crate) fn find(&self, prefix: &str) -> Option<&str> {
+        self.0.iter().find(|name| name.starts_with(prefix)).map(String::as_str)
+    }
+}
+
+/// Where somebody stands in a queue.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Standing<'a> {
+    First,
+    Behind {
+        /// The one directly before.
+        ahead: &'a str,
+        /// Nobody is before that one.
+        is_next: bool,
+    },
+    Absent,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn queue(names: &[&str]) -> Queue {
+        Queue::of(names.iter().map(|&name| name.to_owned()).collect())
+    }
+
+    fn name(number: i32) -> String {
+        // As the server does: `String.format("%010d", number)`.
+        format!("_c_0-lock-{number:010}")
+    }
+
+    #[test]
+    fn a_node_is_named_as_those_of_curator_or_of_kazoo() {
+        let claim = ClaimId::from_bits(0x0123_4567_89ab_cdef_0123_4567_89ab_cdef);
+        assert_eq!(prefix(claim, Naming::Curator), "_c_01234567-89ab-cdef-0123-456789abcdef-lock-");
+        assert_eq!(prefix(claim, Naming::Kazoo), "0123456789abcdef0123456789abcdef__lock__");
+    }
+
+    #[test]
+    fn contenders_of_all_libraries_stand_in_one_line_and_other_children_in_none() {
+        let curator = "_c_01234567-89ab-cdef-0123-456789abcdef-lock-0000000002";
+        let kazoo = "ffffffffffffffffffffffffffffffff__lock__0000000001";
+        let plain = "lock-0000000003";
+        let children = [
+            plain,
+            curator,
+            kazoo,
+            "-foo",
+            "0-child",
+            "x-lock-1",
+            "x-lock-00000000004",
+            "x__rlock__0000000000",
+            "_c_0-latch-0000000000",
+            "lock-000000000x",
+            "lock-",
+            "__lock__",
+            "",
+        ];
+        assert_eq!(queue(&children).0, [kazoo, curator, plain]);
+    }
+
+    #[test]
+    fn the_order_survives_the_end_of_all_numbers() {
+        let numbers = [i32::MAX - 1, i32::MAX, i32::MIN, i32::MIN + 1, i32::MIN + 2];
+        let names: Vec<String> = numbers.iter().map(|&number| name(number)).collect();
+        for turn in 0..names.len() {
+            let mut mixed: Vec<&str> = names.iter().map(String::as_str).collect();
+            mixed.rotate_left(turn);
+            assert_eq!(queue(&mixed).0, names);
+        }
+        assert_eq!(name(i32::MIN), "_c_0-lock--2147483648");
+        let below = [name(-6), name(-5), name(-1), name(0), name(1)];
+        assert_eq!(below[1], "_c_0-lock--000000005");
+        let mixed: Vec<&str> = below.iter().rev().map(String::as_str).collect();
+        assert_eq!(queue(&mixed).0, below);
+    }
+
+    #[test]
+    fn each_sees_the_one_directly_before() {
+        let names = [name(7), name(8), name(9)];
+        let queue = queue(&[&names[2], &names[0], &names[1]]);
+        assert_eq!(queue.first(), Some(&*names[0]));
+        assert_eq!(queue.place_of(&names[0]), Standing::First);
+        assert_eq!(queue.place_of(&names[1]), Standing::Behind { ahead: &names[0], is_next: true });
+        assert_eq!(
+            queue.place_of(&names[2]),
+            Standing::Behind { ahead: &names[1], is_next: false }
+        );
+        assert_eq!(queue.place_of("other"), Standing::Absent);
+    }
+}
