@@ -4,8 +4,10 @@ use std::collections::HashMap;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use registry_core::{BackendError, Finding};
+use sqlx::Row as _;
 
 use super::backend::MySqlBackend;
+use super::link::Link;
 use crate::server::Errand;
 
 /// A server's clock that differs by more than this is worth a note.
@@ -23,28 +25,34 @@ const CLOCK: &str = "SELECT TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTA
 impl MySqlBackend {
     /// Everything that [`diagnose`](registry_core::LockBackend::diagnose) finds.
     pub(super) async fn look_for_trouble(&self) -> Result<Vec<Finding>, BackendError> {
-        let rows = self.link.rows(Errand::Acquire, || sqlx::query(VARIABLES)).await?;
-        let mut variables = HashMap::new();
-        for row in &rows {
-            let (name, value): (String, String) = (self.column(row, 0)?, self.column(row, 1)?);
-            variables.insert(name.to_ascii_lowercase(), value);
-        }
-        let mut findings = findings(&variables);
-        let before = now();
-        let rows = self.link.rows(Errand::Acquire, || sqlx::query(CLOCK)).await?;
-        let after = now();
-        if let Some(row) = rows.first() {
-            let theirs: i64 = self.column(row, 0)?;
-            let distance = (theirs - (before + (after - before) / 2)).unsigned_abs();
-            if Duration::from_micros(distance) > CLOCK_DISTANCE_MAX {
-                findings.push(Finding::note(format!(
-                    "the server's clock and this host's differ by {:?}: locks only follow the server's, but one of them is wrong",
-                    Duration::from_millis(distance / 1000)
-                )));
-            }
-        }
-        Ok(findings)
+        look_around(&self.link).await
     }
+}
+
+/// What is wrong with a server that this link leads to.
+pub(super) async fn look_around(link: &Link) -> Result<Vec<Finding>, BackendError> {
+    let explain = |error| link.explain(error);
+    let rows = link.rows(Errand::Acquire, || sqlx::query(VARIABLES)).await?;
+    let mut variables = HashMap::new();
+    for row in &rows {
+        let name: String = row.try_get(0).map_err(explain)?;
+        variables.insert(name.to_ascii_lowercase(), row.try_get(1).map_err(explain)?);
+    }
+    let mut findings = findings(&variables);
+    let before = now();
+    let rows = link.rows(Errand::Acquire, || sqlx::query(CLOCK)).await?;
+    let after = now();
+    if let Some(row) = rows.first() {
+        let theirs: i64 = row.try_get(0).map_err(explain)?;
+        let distance = (theirs - (before + (after - before) / 2)).unsigned_abs();
+        if Duration::from_micros(distance) > CLOCK_DISTANCE_MAX {
+            findings.push(Finding::note(format!(
+                "the server's clock and this host's differ by {:?}: locks only follow the server's, but one of them is wrong",
+                Duration::from_millis(distance / 1000)
+            )));
+        }
+    }
+    Ok(findings)
 }
 
 impl MySqlBackend {

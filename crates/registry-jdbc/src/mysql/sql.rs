@@ -152,7 +152,7 @@ const FREE: &str = "{locks}.claim IS NULL OR {locks}.until <= VALUES(since)";
 
 /// Whether the server means to be written to. A replica refuses users with few rights by itself, and lets those with many do as they like: they would
 /// be granted there what somebody holds at the primary. Cast, because some servers tell a number and some a word.
-const WRITABLE: &str = "CAST(@@global.read_only AS CHAR) IN ('0', 'OFF')";
+pub(super) const WRITABLE: &str = "CAST(@@global.read_only AS CHAR) IN ('0', 'OFF')";
 
 const META: &str = "SELECT version, store, {writable} FROM {meta} WHERE id = 1";
 
