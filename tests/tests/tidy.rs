@@ -8,7 +8,7 @@ use std::process::Command;
 use serde_json::Value;
 
 /// Crates that speak to one kind of store.
-const BACKENDS: &[&str] = &["registry-jdbc", "registry-redis", "registry-zk"];
+const BACKENDS: &[&str] = &["registry-jdbc", "registry-redis", "registry-zk", "registry-etcd"];
 
 /// Client libraries of stores. The engine must never see one.
 const CLIENTS: &[&str] =

@@ -33,6 +33,8 @@ pub mod pgbouncer;
 pub mod mariadb;
 #[cfg(target_os = "linux")]
 pub mod zookeeper;
+#[cfg(target_os = "linux")]
+pub mod etcd;
 
 #[cfg(unix)]
 pub mod holder;
@@ -41,6 +43,9 @@ pub mod history;
 pub mod witness;
 // Whether it may.
 pub mod check;
+// All of it at once.
+#[cfg(unix)]
+pub mod contest;
 // Around every test.
 pub mod seed;
 

@@ -8,7 +8,7 @@ use zookeeper_client::Error;
 use crate::backend::ZkBackend;
 use crate::config::Acl;
 use crate::error::explain;
-use crate::queue::Queue;
+use crate::queue::is_contender;
 use crate::recipe::read;
 use crate::session::Session;
 
@@ -47,7 +47,7 @@ impl ZkBackend {
         let base = self.paths().base();
         match read(session, base).await? {
             Ok(children) => {
-                if Queue::of(children).first().is_some() {
+                if children.iter().any(|name| is_contender(name)) {
                     findings.push(Finding::warning(format!(
                         "somebody contends for {base} itself, as if that were a lock: its keys are children of that lock"
                     )));

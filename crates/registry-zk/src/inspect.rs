@@ -8,8 +8,8 @@ use zookeeper_client::Error;
 
 use crate::backend::ZkBackend;
 use crate::error::explain;
-use crate::queue::Queue;
-use crate::recipe::{delete, holder, read};
+use crate::queue::is_contender;
+use crate::recipe::{delete, holder, line_up, read};
 use crate::session::Session;
 
 impl ZkBackend {
@@ -51,7 +51,7 @@ impl ZkBackend {
             return Ok((held, Vec::new()));
         }
         let mut deeper = children(session, &dir).await?;
-        deeper.retain(|name| Queue::of(vec![name.clone()]).first().is_none());
+        deeper.retain(|name| !is_contender(name));
         deeper.iter_mut().for_each(|name| *name = format!("{below}/{name}"));
         Ok((held, deeper))
     }
@@ -60,7 +60,8 @@ impl ZkBackend {
         let session = self.sessions().get().await?;
         let dir = self.paths().of(key);
         for _ in 0..TRIES {
-            let queue = Queue::of(children(&session, &dir).await?);
+            let children = children(&session, &dir).await?;
+            let queue = line_up(&session, &dir, children).await?;
             let Some(first) = queue.first() else { break };
             if delete(&session, &format!("{dir}/{first}")).await? {
                 return Ok(Release::Freed);
@@ -76,7 +77,7 @@ async fn holder_in(
     dir: &str,
 ) -> Result<Option<Holder>, BackendError> {
     for _ in 0..TRIES {
-        let queue = Queue::of(children(session, dir).await?);
+        let queue = line_up(session, dir, children(session, dir).await?).await?;
         let Some(first) = queue.first() else { break };
         let path = format!("{dir}/{first}");
         match session.bounded(session.client().get_data(&path)).await? {

@@ -1,7 +1,8 @@
 //! Who stands in line for a lock, in which order: the children of its node, by their names. No I/O.
 //!
-//! A name ends in the number that the server gave it: ten digits, from a counter of 32 bits with a sign, which goes on below zero after 2³¹
-//! children. So numbers are compared by how far they are apart, as serial numbers are (RFC 1982).
+//! A name ends in the number that the server gave it: ten digits, which count all children that the parent has ever had. The count ends at 2³¹ − 1. From
+//! there on the servers give that number to everybody, and to those who come while another one is on its way such as are below zero; see
+//! `at_the_end_of_their_numbers_…` in the tests of the testkit. Then only the transactions in which the nodes were made tell who came first.
 
 use registry_core::ClaimId;
 
@@ -39,24 +40,38 @@ fn parse_number(text: &str) -> Option<i32> {
     (is_plain && is_whole).then(|| text.parse().ok()).flatten()
 }
 
+/// Whether a child is one who contends.
+pub(crate) fn is_contender(name: &str) -> bool {
+    number(name).is_some()
+}
+
+/// The node of a claim among all children, by the beginning of its name.
+pub(crate) fn find<'a>(children: &'a [String], prefix: &str) -> Option<&'a str> {
+    let is_ours = |name: &&String| name.starts_with(prefix) && is_contender(name);
+    children.iter().find(is_ours).map(String::as_str)
+}
+
 /// Those who contend for one lock, in the order of their turn.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Queue(Vec<String>);
 
+/// Those who contend for a lock whose numbers have come to their end.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct OutOfNumbers(Vec<String>);
+
 impl Queue {
     /// Picks out of all children those who contend.
-    pub(crate) fn of(children: Vec<String>) -> Self {
+    ///
+    /// # Errors
+    /// [`OutOfNumbers`] when their names do not tell their order.
+    pub(crate) fn of(children: Vec<String>) -> Result<Self, OutOfNumbers> {
         let mut contenders: Vec<(i32, String)> =
             children.into_iter().filter_map(|name| Some((number(&name)?, name))).collect();
-        // From any one of them: all are far less than half of all numbers apart.
-        if let Some((start, _)) = contenders.first() {
-            let start = *start;
-            contenders.sort_unstable_by(|(one, one_name), (other, other_name)| {
-                let apart = |number: &i32| number.wrapping_sub(start);
-                apart(one).cmp(&apart(other)).then_with(|| one_name.cmp(other_name))
-            });
+        if contenders.iter().any(|(number, _)| !(0..i32::MAX).contains(number)) {
+            return Err(OutOfNumbers(contenders.into_iter().map(|(_, name)| name).collect()));
         }
-        Self(contenders.into_iter().map(|(_, name)| name).collect())
+        contenders.sort_unstable();
+        Ok(Self(contenders.into_iter().map(|(_, name)| name).collect()))
     }
 
     /// Whose turn it is.
@@ -72,10 +87,19 @@ impl Queue {
             Some(place) => Standing::Behind { ahead: &self.0[place - 1], is_next: place == 1 },
         }
     }
+}
 
-    /// The node of `claim`, by the beginning of its name.
-    pub(crate) fn find(&self, prefix: &str) -> Option<&str> {
-        self.0.iter().find(|name| name.starts_with(prefix)).map(String::as_str)
+impl OutOfNumbers {
+    pub(crate) fn names(&self) -> &[String] {
+        &self.0
+    }
+
+    /// Puts them in the order in which they were made, by the transactions of [`names`](Self::names); `None` is one that has gone meanwhile.
+    pub(crate) fn by_transactions(self, made: impl IntoIterator<Item = Option<i64>>) -> Queue {
+        let made = made.into_iter().zip(self.0);
+        let mut there: Vec<_> = made.filter_map(|(made, name)| Some((made?, name))).collect();
+        there.sort_unstable();
+        Queue(there.into_iter().map(|(_, name)| name).collect())
     }
 }
 
@@ -97,7 +121,7 @@ mod tests {
     use super::*;
 
     fn queue(names: &[&str]) -> Queue {
-        Queue::of(names.iter().map(|&name| name.to_owned()).collect())
+        Queue::of(names.iter().map(|&name| name.to_owned()).collect()).unwrap()
     }
 
     fn name(number: i32) -> String {
@@ -136,19 +160,20 @@ mod tests {
     }
 
     #[test]
-    fn the_order_survives_the_end_of_all_numbers() {
-        let numbers = [i32::MAX - 1, i32::MAX, i32::MIN, i32::MIN + 1, i32::MIN + 2];
-        let names: Vec<String> = numbers.iter().map(|&number| name(number)).collect();
-        for turn in 0..names.len() {
-            let mut mixed: Vec<&str> = names.iter().map(String::as_str).collect();
-            mixed.rotate_left(turn);
-            assert_eq!(queue(&mixed).0, names);
-        }
+    fn at_the_end_of_all_numbers_the_transactions_decide() {
         assert_eq!(name(i32::MIN), "_c_0-lock--2147483648");
-        let below = [name(-6), name(-5), name(-1), name(0), name(1)];
-        assert_eq!(below[1], "_c_0-lock--000000005");
-        let mixed: Vec<&str> = below.iter().rev().map(String::as_str).collect();
-        assert_eq!(queue(&mixed).0, below);
+        assert_eq!(name(-5), "_c_0-lock--000000005");
+        for beyond in [i32::MAX, i32::MIN, -5, -1] {
+            let names = vec![name(i32::MAX - 1), "other".to_owned(), name(beyond), name(7)];
+            let unordered = Queue::of(names).unwrap_err();
+            let contenders = [name(i32::MAX - 1), name(beyond), name(7)];
+            assert_eq!(unordered.names(), contenders);
+            let [first, second, third] = contenders;
+            let queue = unordered.by_transactions([Some(30), Some(9), None]);
+            assert_eq!(queue.0, [second, first]);
+            assert_eq!(queue.place_of(&third), Standing::Absent);
+        }
+        queue(&[&name(i32::MAX - 1)]);
     }
 
     #[test]

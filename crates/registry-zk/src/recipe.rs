@@ -7,6 +7,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::future::try_join_all;
 use registry_core::{
     Attempt, BackendError, BackendErrorKind, Busy, Claim, ClaimId, FencingToken, Grant, Holder,
     Key, Moment, Release, Renewal,
@@ -17,7 +18,7 @@ use zookeeper_client::{CreateMode, Error};
 use crate::error::{explain, is_refusal};
 use crate::node::{label, make_parents, note};
 use crate::place::{Ahead, Node, OwnWatch, Place, Stake, Watch};
-use crate::queue::{Queue, Standing, prefix};
+use crate::queue::{Queue, Standing, find, prefix};
 use crate::session::{Session, Sessions};
 
 /// Gets `claim` in line if it is not, and tells whether it is its turn.
@@ -75,7 +76,7 @@ async fn contend(
         } else {
             look(session, place).await?
         };
-        let queue = Queue::of(children);
+        let queue = line_up(session, &place.dir, children).await?;
         let Some(node) = &stake.node else { continue };
         let (ahead, is_next) = match queue.place_of(node.name()) {
             Standing::First => return granted(session, stake, claim),
@@ -173,13 +174,9 @@ async fn find_again(
     claim: &Claim,
 ) -> Result<(), BackendError> {
     session.connected().await?;
-    let queue = match read(session, &place.dir).await? {
-        Ok(children) => Queue::of(children),
-        Err(Error::NoNode) => Queue::of(Vec::new()),
-        Err(error) => return Err(explain(&error).as_unknown()),
-    };
+    let children = look(session, place).await?;
     stake.lose_node();
-    if let Some(name) = queue.find(&prefix(claim.id(), session.config().naming)) {
+    if let Some(name) = find(&children, &prefix(claim.id(), session.config().naming)) {
         let path = format!("{}/{name}", place.dir);
         let found = session.bounded(session.client().check_stat(&path)).await?;
         match found.map_err(|error| explain(&error).as_unknown())? {
@@ -231,6 +228,25 @@ pub(crate) async fn read(
         Err(error) => return Ok(Err(error)),
     }
     session.bounded(listed).await
+}
+
+/// Puts those who contend in order. Where their names do not tell it, their nodes are asked: one question each, all at once.
+pub(crate) async fn line_up(
+    session: &Arc<Session>,
+    dir: &str,
+    children: Vec<String>,
+) -> Result<Queue, BackendError> {
+    let unordered = match Queue::of(children) {
+        Ok(queue) => return Ok(queue),
+        Err(unordered) => unordered,
+    };
+    let made = unordered.names().iter().map(async |name| {
+        let seen = session.client().check_stat(&format!("{dir}/{name}"));
+        let stat = session.bounded(seen).await?.map_err(|error| explain(&error).as_unknown())?;
+        Ok::<_, BackendError>(stat.map(|stat| stat.czxid))
+    });
+    let made = try_join_all(made).await?;
+    Ok(unordered.by_transactions(made))
 }
 
 fn granted(session: &Session, stake: &mut Stake, claim: &Claim) -> Result<Attempt, BackendError> {
@@ -371,7 +387,7 @@ pub(crate) async fn wait(place: &Place) {
 /// Waits, without a place in line, until whoever holds the lock of `dir` now has gone. Ends early where that cannot be found out.
 pub(crate) async fn wait_outside(session: &Arc<Session>, dir: &str) {
     let Ok(Ok(children)) = read(session, dir).await else { return };
-    let queue = Queue::of(children);
+    let Ok(queue) = line_up(session, dir, children).await else { return };
     let Some(first) = queue.first() else { return };
     let path = format!("{dir}/{first}");
     if let Ok(Ok((_, _, watcher))) =
@@ -409,15 +425,16 @@ async fn search_and_release(
     claim: &Claim,
     dir: &str,
 ) -> Result<Release, BackendError> {
-    let queue = match read(session, dir).await? {
-        Ok(children) => Queue::of(children),
+    let children = match read(session, dir).await? {
+        Ok(children) => children,
         Err(Error::NoNode) => return Ok(Release::NotHeld),
         Err(error) => return Err(explain(&error)),
     };
-    let Some(name) = queue.find(&prefix(claim.id(), session.config().naming)) else {
+    let prefix = prefix(claim.id(), session.config().naming);
+    let Some(name) = find(&children, &prefix).map(str::to_owned) else {
         return Ok(Release::NotHeld);
     };
-    let was_first = queue.first() == Some(name);
+    let was_first = line_up(session, dir, children).await?.first() == Some(&name);
     let was_there = delete(session, &format!("{dir}/{name}")).await?;
     Ok(if was_first && was_there { Release::Freed } else { Release::NotHeld })
 }

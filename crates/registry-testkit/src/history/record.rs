@@ -18,7 +18,9 @@ pub struct Window {
 }
 
 impl Window {
-    pub(crate) const fn new(from: u64, to: u64) -> Self {
+    /// A window from one moment to another.
+    #[must_use]
+    pub const fn new(from: u64, to: u64) -> Self {
         Self { from, to }
     }
 

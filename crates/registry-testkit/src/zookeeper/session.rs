@@ -65,15 +65,16 @@ const PAUSE: Duration = Duration::from_millis(20);
 /// The client comes back as soon as its connection is taken from it, and then takes ours. Whoever is last before the end of the session
 /// is a matter of luck, so it is tried again.
 pub(super) async fn end(addr: SocketAddr, session: i64) -> io::Result<()> {
-    let unknown = || io::Error::other(format!("the server knows no session {session:#x}"));
-    let mut known = false;
-    for _ in 0..TRIES {
+    for number in 0..TRIES {
         match take_and_end(addr, session).await {
-            Ok(false) if known => return Ok(()),
-            Ok(false) => return Err(unknown()),
+            Ok(false) if number == 0 => {
+                return Err(io::Error::other(format!("the server knows no session {session:#x}")));
+            }
             // Only that the session is unknown says that it has ended.
-            Ok(true) => known = true,
+            Ok(false) => return Ok(()),
+            Ok(true) => {}
             Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => return Err(error),
+            // It may have been heard all the same.
             Err(_) => sleep(PAUSE).await,
         }
     }

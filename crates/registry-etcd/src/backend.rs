@@ -1,0 +1,262 @@
+//! The lock store that the engine drives. What happens in a queue is in `queue`, what keeps a place in `renew`.
+
+use std::fmt;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use futures_util::future::join_all;
+use registry_core::{
+    Attempt, BackendError, Busy, Capabilities, Claim, Finding, GuaranteeClass, Holder, InvalidKey,
+    Key, LockBackend, LossHints, Reach, Release, Renewal,
+};
+
+use crate::claims::Claims;
+use crate::config::EtcdConfig;
+use crate::ears::Ears;
+use crate::error::{Failure, unreadable};
+use crate::heart::Heart;
+use crate::link::Link;
+use crate::names::{Names, end_of};
+use crate::pool::Pool;
+use crate::record;
+use crate::txn::{self, Answer};
+use crate::wire::{
+    ASCENDING, KeyValue, LeaseTimeToLiveRequest, RangeRequest, RangeResponse, TxnRequest,
+};
+
+/// Locks in an etcd cluster, of version 3.4 or later.
+///
+/// Who waits for a lock stands in a queue in the cluster, in the order of arrival over all processes, and only the first one holds it. A
+/// release, or the end of the holder's lease, wakes the next one alone. Tokens are the revisions in which the keys came to be: they grow over
+/// everything that a majority of the members survives.
+///
+/// Each claim has a lease of its own for as long as it lasts, which no other claim has at the same time: so a crashed guard is freed by itself,
+/// however many others its process holds. When a claim is over its lease is kept for the next one, which spares a write. All leases are
+/// kept alive over one stream, and all that is waited for is heard over another one.
+///
+/// Leases last for whole seconds, at least 2. The one in the cluster is up to 2 s longer than the one that was asked for, and the members look
+/// each half second for those that are over: that long after its lease the lock of a crashed holder is free.
+pub struct EtcdBackend {
+    pub(crate) config: EtcdConfig,
+    pub(crate) names: Names,
+    pub(crate) host: String,
+    pub(crate) link: Link,
+    pub(crate) heart: Heart,
+    pub(crate) ears: Ears,
+    pub(crate) pool: Pool,
+    pub(crate) claims: Claims,
+}
+
+impl EtcdBackend {
+    /// Connects to a member, and logs in.
+    ///
+    /// # Errors
+    /// [`BackendError`] with a message that says what to do: `Misconfigured` for a configuration that cannot work, `Denied` for a
+    /// wrong user or password, `Transient` when no member can be reached or has a leader.
+    ///
+    /// # Cancel safety
+    /// Dropping the future closes the connection.
+    pub async fn open(config: EtcdConfig) -> Result<Self, BackendError> {
+        let link = Link::new(&config)?;
+        let names = Names::new(config.layout, config.namespace());
+        let backend = Self {
+            host: record::host(),
+            heart: Heart::new(link.clone()),
+            ears: Ears::new(link.clone()),
+            pool: Pool::new(link.clone()),
+            claims: Claims::default(),
+            link,
+            names,
+            config,
+        };
+        backend.try_out().await?;
+        Ok(backend)
+    }
+
+    /// The namespace that this backend's locks live in.
+    #[must_use]
+    pub fn namespace(&self) -> &str {
+        self.config.namespace()
+    }
+
+    /// Reads from the namespace, of each member that is named at most once.
+    async fn try_out(&self) -> Result<(), BackendError> {
+        let mut tried = 0;
+        loop {
+            let probe = RangeRequest { limit: 1, ..self.all_names(Vec::new(), 0) };
+            tried += 1;
+            match self.link.call(probe).await {
+                Ok(_) => return Ok(()),
+                Err(Failure::Elsewhere(_)) if tried < self.link.members() => {}
+                Err(failure) => return Err(failure.into_error()),
+            }
+        }
+    }
+
+    pub(crate) async fn ask(&self, txn: TxnRequest) -> Result<Answer, Failure> {
+        let answer = self.link.call(txn).await?;
+        Answer::read(answer).map_err(Failure::Trouble)
+    }
+
+    pub(crate) async fn range(&self, range: RangeRequest) -> Result<RangeResponse, BackendError> {
+        self.link.call(range).await.map_err(Failure::into_error)
+    }
+
+    async fn first(&self, key: &Key) -> Result<Option<KeyValue>, BackendError> {
+        Ok(self.range(txn::first(&self.names.queue(key))).await?.kvs.into_iter().next())
+    }
+
+    /// Tells who holds `key`, by the first in its queue.
+    async fn holder(&self, key: Key, first: &KeyValue) -> Result<Holder, BackendError> {
+        let asked = LeaseTimeToLiveRequest { id: first.lease };
+        let answer = self.link.call(asked).await.map_err(Failure::into_error)?;
+        let left = u64::try_from(answer.ttl).ok().map(Duration::from_secs);
+        Ok(record::holder(key, first, left))
+    }
+
+    /// Keys of this namespace from `after` on, as they were in `revision`.
+    fn all_names(&self, after: Vec<u8>, revision: i64) -> RangeRequest {
+        let prefix = self.names.prefix().as_bytes();
+        let begin = if prefix.is_empty() { b"\0" } else { prefix };
+        RangeRequest {
+            key: if after.is_empty() { begin.to_vec() } else { after },
+            range_end: end_of(prefix),
+            limit: PAGE,
+            revision,
+            sort_order: ASCENDING,
+            ..RangeRequest::default()
+        }
+    }
+}
+
+#[async_trait]
+impl LockBackend for EtcdBackend {
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::new("etcd", GuaranteeClass::A, Reach::Network)
+            .with_fencing()
+            .with_fair()
+            .with_wakes()
+            .with_tells_losses()
+            .with_labels()
+            .with_inspect()
+            .with_leases(LEASE_MIN, Capabilities::LEASE_MAX)
+    }
+
+    fn check_key(&self, key: &Key) -> Result<(), InvalidKey> {
+        self.names.check(key)
+    }
+
+    async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        self.step_up(claim).await
+    }
+
+    async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
+        let mut answers = Vec::with_capacity(claims.len());
+        for batch in claims.chunks(BATCH_MAX) {
+            answers.extend(self.renew_batch(batch).await);
+        }
+        answers
+    }
+
+    async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+        self.step_down(claim).await
+    }
+
+    async fn wait(&self, claim: &Claim, busy: &Busy) {
+        self.stand_by(claim, busy.mark).await;
+    }
+
+    fn tell_losses(&self, hints: LossHints) {
+        self.ears.tell(hints);
+    }
+
+    fn first_look(&self) -> Option<Duration> {
+        Some(FIRST_LOOK)
+    }
+
+    async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
+        match self.first(key).await? {
+            Some(first) => self.holder(key.clone(), &first).await.map(Some),
+            None => Ok(None),
+        }
+    }
+
+    async fn list(&self) -> Result<Vec<Holder>, BackendError> {
+        // Queues stand next to each other, so their first ones can be told while the pages come.
+        let mut firsts: Vec<(Key, KeyValue)> = Vec::new();
+        let (mut after, mut revision) = (Vec::new(), 0);
+        loop {
+            let page = self.range(self.all_names(after, revision)).await?;
+            revision = page.header.ok_or_else(unreadable)?.revision;
+            after = page.kvs.last().map(|last| [&*last.key, b"\0"].concat()).unwrap_or_default();
+            let more = page.more && !after.is_empty();
+            for found in page.kvs {
+                // Whatever else is in there has no lease.
+                let Some(key) = self.names.key(&found.key).filter(|_| found.lease != 0) else {
+                    continue;
+                };
+                match firsts.last_mut() {
+                    Some((last, first)) if *last == key => {
+                        if found.create_revision < first.create_revision {
+                            *first = found;
+                        }
+                    }
+                    _ => firsts.push((key, found)),
+                }
+            }
+            if !more {
+                break;
+            }
+        }
+        let mut holders = Vec::with_capacity(firsts.len());
+        for some in firsts.chunks(BATCH_MAX) {
+            let told = some.iter().map(|(key, first)| self.holder(key.clone(), first));
+            for holder in join_all(told).await {
+                holders.push(holder?);
+            }
+        }
+        Ok(holders)
+    }
+
+    async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
+        for _ in 0..TRIES {
+            let Some(first) = self.first(key).await? else { return Ok(Release::NotHeld) };
+            // Its lease stays: it may be that of a peer's session, which has more than this lock.
+            let gone = txn::delete(&first.key, first.create_revision);
+            if self.ask(gone).await.map_err(Failure::into_error)?.succeeded {
+                return Ok(Release::Freed);
+            }
+        }
+        Err(BackendError::transient("etcd: the lock has another holder each time").as_refused())
+    }
+
+    async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
+        self.look_for_trouble().await
+    }
+
+    async fn close(&self) {
+        if self.ears.are_wanted() {
+            // Another registry is still there.
+            return;
+        }
+        self.pool.close().await;
+        self.link.close();
+    }
+}
+
+impl fmt::Debug for EtcdBackend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EtcdBackend").field("config", &self.config).finish_non_exhaustive()
+    }
+}
+
+/// The shortest lease that members grant as they are set up by default.
+const LEASE_MIN: Duration = Duration::from_secs(2);
+/// Holders of locks that are held for longer than this hear of a loss at once. It costs the members a watch.
+const FIRST_LOOK: Duration = Duration::from_millis(25);
+/// What is asked together: members take 128 parts of a transaction unless they are told to take more.
+const BATCH_MAX: usize = 100;
+/// Keys in one answer.
+const PAGE: i64 = 1_000;
+/// How often something is tried that somebody else may have changed meanwhile.
+pub(crate) const TRIES: usize = 4;

@@ -1,0 +1,360 @@
+//! What must be known to reach the members, and how locks are kept in them. No I/O.
+
+use std::fmt;
+use std::time::Duration;
+
+use percent_encoding::percent_decode_str;
+use registry_core::BackendError;
+use tonic::transport::Endpoint;
+#[cfg(feature = "tls")]
+use tonic::transport::{Certificate, ClientTlsConfig, Identity};
+
+use crate::error::unusable;
+
+/// Where the locks of an [`EtcdBackend`](crate::EtcdBackend) live, and in what form.
+#[derive(Clone)]
+#[non_exhaustive]
+pub struct EtcdConfig {
+    pub(crate) members: Vec<(String, u16)>,
+    pub(crate) login: Option<Login>,
+    pub(crate) layout: Layout,
+    namespace: Option<String>,
+    pub(crate) connect_timeout: Duration,
+    pub(crate) response_timeout: Duration,
+    encrypted: bool,
+    #[cfg(feature = "tls")]
+    authority: Option<Vec<u8>>,
+    #[cfg(feature = "tls")]
+    certificate: Option<(Vec<u8>, Vec<u8>)>,
+}
+
+/// A user and its password.
+#[derive(Clone)]
+pub(crate) struct Login {
+    pub(crate) user: String,
+    pub(crate) password: String,
+}
+
+/// What a lock looks like in etcd.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub enum Layout {
+    /// This library's own: `NAMESPACE/KEY/LEASE`, with namespace and key percent-encoded, so that every key is possible.
+    #[default]
+    Native,
+    /// That of `etcdctl lock NAME`, of Go's `concurrency.Mutex` and of the servers' own locks (`v3lock`), whose programs then contend for the same
+    /// locks: `KEY/LEASE`, or `NAMESPACE/KEY/LEASE` with a namespace, as they are. A key must have no slash, because whatever is below a
+    /// lock's name stands in its queue; what comes before the last slash of `NAME` goes into the namespace.
+    Etcdctl,
+}
+
+impl EtcdConfig {
+    /// The port of members unless they are told to use another one.
+    pub const PORT: u16 = 2379;
+    /// The patience with unanswered requests unless [another](Self::with_response_timeout) is set.
+    pub const RESPONSE_TIMEOUT: Duration = Duration::from_secs(3);
+
+    /// The members of one cluster, each a host (a name, or an address without brackets) and its port for clients. They need not be all.
+    #[must_use]
+    pub fn new(members: impl IntoIterator<Item = (String, u16)>) -> Self {
+        Self {
+            members: members.into_iter().collect(),
+            login: None,
+            layout: Layout::Native,
+            namespace: None,
+            connect_timeout: Duration::from_secs(2),
+            response_timeout: Self::RESPONSE_TIMEOUT,
+            encrypted: false,
+            #[cfg(feature = "tls")]
+            authority: None,
+            #[cfg(feature = "tls")]
+            certificate: None,
+        }
+    }
+
+    /// Reads a URL: `etcd://[USER:PASSWORD@]HOST[:PORT],HOST[:PORT]…`, or `etcds://…` for encrypted connections (feature `tls`).
+    ///
+    /// # Errors
+    /// `Misconfigured` for what cannot be read. The message does not repeat the URL, which may hold a password.
+    pub fn from_url(url: &str) -> Result<Self, BackendError> {
+        let unreadable = || unusable("the URL cannot be used; write etcd://HOST:PORT,HOST:PORT");
+        let (scheme, rest) = url.split_once("://").ok_or_else(unreadable)?;
+        let (login, hosts) = match rest.rsplit_once('@') {
+            Some((login, hosts)) => (Some(login), hosts),
+            None => (None, rest),
+        };
+        let hosts = hosts.strip_suffix('/').unwrap_or(hosts);
+        let members: Option<Vec<_>> = hosts.split(',').map(member).collect();
+        let mut config = Self::new(members.ok_or_else(unreadable)?);
+        config.encrypted = match scheme {
+            "etcd" => false,
+            "etcds" => true,
+            _ => return Err(unusable("the URL's scheme is not etcd or etcds")),
+        };
+        if let Some(login) = login {
+            let (user, password) = login.split_once(':').ok_or_else(unreadable)?;
+            let text = |part: &str| percent_decode_str(part).decode_utf8().map(String::from);
+            let (Ok(user), Ok(password)) = (text(user), text(password)) else {
+                return Err(unreadable());
+            };
+            config.login = Some(Login { user, password });
+        }
+        Ok(config)
+    }
+
+    /// The same with this user and password.
+    #[must_use]
+    pub fn with_login(mut self, user: &str, password: &str) -> Self {
+        self.login = Some(Login { user: user.to_owned(), password: password.to_owned() });
+        self
+    }
+
+    /// The same with locks that look like this. Native unless set.
+    #[must_use]
+    pub fn with_layout(mut self, layout: Layout) -> Self {
+        self.layout = layout;
+        self
+    }
+
+    /// The same with this namespace. Locks of different namespaces never meet, even if their keys are equal. `lock-registry` unless set;
+    /// none in the layout of etcdctl.
+    #[must_use]
+    pub fn with_namespace(mut self, namespace: impl Into<String>) -> Self {
+        self.namespace = Some(namespace.into());
+        self
+    }
+
+    /// The same with this time to connect to a member. 2 s unless set.
+    #[must_use]
+    pub fn with_connect_timeout(mut self, connect_timeout: Duration) -> Self {
+        self.connect_timeout = connect_timeout;
+        self
+    }
+
+    /// The same with this patience with unanswered requests, after which the next member is asked. 3 s unless set.
+    #[must_use]
+    pub fn with_response_timeout(mut self, response_timeout: Duration) -> Self {
+        self.response_timeout = response_timeout;
+        self
+    }
+
+    /// The same over encrypted connections, verified against the certificate authorities of the host. Feature `tls`.
+    #[cfg(feature = "tls")]
+    #[must_use]
+    pub fn with_tls(mut self) -> Self {
+        self.encrypted = true;
+        self
+    }
+
+    /// The same over encrypted connections that are verified against these certificates (PEM) instead of the host's authorities.
+    /// Feature `tls`.
+    #[cfg(feature = "tls")]
+    #[must_use]
+    pub fn with_certificate_authority(mut self, certificates: impl Into<Vec<u8>>) -> Self {
+        self.authority = Some(certificates.into());
+        self.with_tls()
+    }
+
+    /// The same over encrypted connections, in which this certificate (PEM) tells the members who we are; `key` (PEM) is its private key.
+    /// Feature `tls`.
+    #[cfg(feature = "tls")]
+    #[must_use]
+    pub fn with_client_certificate(
+        mut self,
+        certificate: impl Into<Vec<u8>>,
+        key: impl Into<Vec<u8>>,
+    ) -> Self {
+        self.certificate = Some((certificate.into(), key.into()));
+        self.with_tls()
+    }
+
+    /// The namespace that is meant.
+    pub(crate) fn namespace(&self) -> &str {
+        match (&self.namespace, self.layout) {
+            (Some(namespace), _) => namespace,
+            (None, Layout::Native) => "lock-registry",
+            (None, Layout::Etcdctl) => "",
+        }
+    }
+
+    /// Refuses what cannot work.
+    pub(crate) fn check(&self) -> Result<(), BackendError> {
+        let least = usize::from(self.layout == Layout::Native);
+        if !(least..=NAMESPACE_BYTES_MAX).contains(&self.namespace().len()) {
+            return Err(unusable(format!(
+                "a namespace has {least} to {NAMESPACE_BYTES_MAX} bytes"
+            )));
+        }
+        for (option, given) in
+            [("connect_timeout", self.connect_timeout), ("response_timeout", self.response_timeout)]
+        {
+            if !(Duration::from_millis(10)..=TIME_MAX).contains(&given) {
+                return Err(unusable(format!(
+                    "{option} of {given:?} is not between 10 ms and 1 hour"
+                )));
+            }
+        }
+        if self.encrypted && !cfg!(feature = "tls") {
+            return Err(unusable("encrypted connections need the feature `tls`"));
+        }
+        if self.members.is_empty() {
+            return Err(unusable("no member is named"));
+        }
+        let mut members = self.members.clone();
+        members.sort();
+        members.dedup();
+        if members.len() != self.members.len() {
+            return Err(unusable("a member is named twice"));
+        }
+        Ok(())
+    }
+
+    /// Where each member is, and how to reach it.
+    pub(crate) fn endpoints(&self) -> Result<Vec<Endpoint>, BackendError> {
+        self.check()?;
+        #[cfg(feature = "tls")]
+        let tls = self.encrypted.then(|| self.tls());
+        let scheme = if self.encrypted { "https" } else { "http" };
+        let endpoint = |(host, port): &(String, u16)| {
+            let host = if host.contains(':') { format!("[{host}]") } else { host.clone() };
+            let endpoint = Endpoint::from_shared(format!("{scheme}://{host}:{port}"))
+                .map_err(|_| unusable("the name of a member is none of a host"))?
+                .user_agent(concat!("lock-registry/", env!("CARGO_PKG_VERSION")))
+                .map_err(|_| unusable("the client cannot be set up"))?
+                .tcp_nodelay(true)
+                .connect_timeout(self.connect_timeout)
+                // Only finds that a host is gone while nothing is asked: members call it an attack when they are asked more often than each
+                // 5 s. What stands still while something is asked is found by the time that answers take.
+                .http2_keep_alive_interval(PING_INTERVAL)
+                .keep_alive_timeout(PING_TIMEOUT)
+                .keep_alive_while_idle(false);
+            #[cfg(feature = "tls")]
+            if let Some(tls) = &tls {
+                return endpoint.tls_config(tls.clone()).map_err(|_| {
+                    unusable(
+                        "the certificates or the key cannot be used; they must be in the form PEM",
+                    )
+                });
+            }
+            Ok(endpoint)
+        };
+        self.members.iter().map(endpoint).collect()
+    }
+
+    #[cfg(feature = "tls")]
+    fn tls(&self) -> ClientTlsConfig {
+        let tls = match &self.authority {
+            Some(authority) => {
+                ClientTlsConfig::new().ca_certificate(Certificate::from_pem(authority))
+            }
+            None => ClientTlsConfig::new().with_native_roots(),
+        };
+        match &self.certificate {
+            Some((certificate, key)) => tls.identity(Identity::from_pem(certificate, key)),
+            None => tls,
+        }
+    }
+}
+
+/// `HOST`, `HOST:PORT`, `[ADDRESS]` or `[ADDRESS]:PORT`.
+fn member(text: &str) -> Option<(String, u16)> {
+    let (host, port) = match text.strip_prefix('[') {
+        Some(rest) => {
+            let (address, port) = rest.split_once(']')?;
+            (address, if port.is_empty() { None } else { Some(port.strip_prefix(':')?) })
+        }
+        None => match text.split_once(':') {
+            Some((host, port)) => (host, Some(port)),
+            None => (text, None),
+        },
+    };
+    let is_known = |char: char| char.is_alphanumeric() || matches!(char, '.' | '-' | '_' | ':');
+    if host.is_empty() || !host.chars().all(is_known) {
+        return None;
+    }
+    let port = port.map_or(Some(EtcdConfig::PORT), |port| port.parse().ok())?;
+    Some((host.to_owned(), port))
+}
+
+const NAMESPACE_BYTES_MAX: usize = 255;
+const TIME_MAX: Duration = Duration::from_secs(60 * 60);
+const PING_INTERVAL: Duration = Duration::from_secs(6);
+const PING_TIMEOUT: Duration = Duration::from_secs(4);
+
+// By hand: it holds passwords and keys.
+impl fmt::Debug for EtcdConfig {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("EtcdConfig")
+            .field("members", &self.members)
+            .field("encrypted", &self.encrypted)
+            .field("layout", &self.layout)
+            .field("namespace", &self.namespace())
+            .field("connect_timeout", &self.connect_timeout)
+            .field("response_timeout", &self.response_timeout)
+            .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_url_says_who_and_where() {
+        let url = "etcd://worker:hunter%2F2@a:2380,[::1]:2379,b/";
+        let config = EtcdConfig::from_url(url).unwrap();
+        let members = [("a", 2380), ("::1", 2379), ("b", 2379)];
+        assert_eq!(config.members, members.map(|(host, port)| (host.to_owned(), port)));
+        let login = config.login.as_ref().unwrap();
+        assert_eq!((login.user.as_str(), login.password.as_str()), ("worker", "hunter/2"));
+        config.endpoints().unwrap();
+        let printed = format!("{config:?}");
+        assert!(!printed.contains("hunter"), "{printed}");
+    }
+
+    #[test]
+    fn what_cannot_be_read_is_refused_without_repeating_it() {
+        for url in [
+            "",
+            "etcd",
+            "etcd://",
+            "etcd://a,,b",
+            "etcd://a:hunter2",
+            "etcd://hunter2@a",
+            "etcd://u:hunter2@a b",
+            "etcd://u:hunter2@a/path",
+            "etcd://u:hunter2@[::1",
+            "etcd://u:hunter2@[::1]x",
+            "http://u:hunter2@a",
+        ] {
+            let error = EtcdConfig::from_url(url).unwrap_err();
+            let told = format!("{error} {error:?}");
+            assert!(error.refused() && !told.contains("hunter2"), "{url}: {told}");
+        }
+    }
+
+    #[test]
+    fn what_cannot_work_is_refused() {
+        let one = || EtcdConfig::new([("h".to_owned(), 1)]);
+        for (config, says) in [
+            (EtcdConfig::new([]), "no member"),
+            (EtcdConfig::new([("h".to_owned(), 1), ("h".to_owned(), 1)]), "twice"),
+            (EtcdConfig::new([("not a host".to_owned(), 1)]), "name of a member"),
+            (one().with_namespace(""), "namespace"),
+            (one().with_namespace("n".repeat(256)), "namespace"),
+            (one().with_connect_timeout(Duration::ZERO), "connect_timeout"),
+            (one().with_response_timeout(Duration::MAX), "response_timeout"),
+        ] {
+            let error = config.endpoints().unwrap_err();
+            assert!(error.refused() && error.to_string().contains(says), "{error}");
+        }
+        one().with_layout(Layout::Etcdctl).check().unwrap();
+    }
+
+    #[cfg(not(feature = "tls"))]
+    #[test]
+    fn encryption_that_is_not_built_in_is_refused() {
+        let error = EtcdConfig::from_url("etcds://a").unwrap().check().unwrap_err();
+        assert!(error.to_string().contains("feature"), "{error}");
+    }
+}

@@ -1,0 +1,129 @@
+//! What errors of etcd and of the connection mean for a lock: one table.
+
+use registry_core::{BackendError, BackendErrorKind};
+use tonic::{Code, Status};
+
+use BackendErrorKind::{Denied, Misconfigured, Protocol, Transient};
+
+/// Why a call failed.
+#[derive(Debug)]
+pub(crate) enum Failure {
+    /// The member does not know the lease. Nothing was done.
+    NoLease,
+    /// The login has grown old. Nothing was done.
+    Login,
+    /// Another member may do better.
+    Elsewhere(BackendError),
+    /// Any other trouble.
+    Trouble(BackendError),
+}
+
+impl Failure {
+    pub(crate) fn into_error(self) -> BackendError {
+        match self {
+            Self::NoLease => BackendError::transient("etcd: the lease ended just now").as_refused(),
+            Self::Login => BackendError::new(
+                Denied,
+                "etcd: the member does not take the login that it gave just now",
+            )
+            .as_refused(),
+            Self::Elsewhere(error) | Self::Trouble(error) => error,
+        }
+    }
+}
+
+/// Says that what was configured cannot work.
+pub(crate) fn unusable(says: impl std::fmt::Display) -> BackendError {
+    BackendError::new(Misconfigured, format!("etcd: {says}")).as_refused()
+}
+
+/// Says that a member answered what no member answers.
+pub(crate) fn unreadable() -> BackendError {
+    BackendError::new(Protocol, "etcd: the member answered what makes no sense")
+}
+
+/// Sorts what a call ended with.
+pub(crate) fn judge(status: &Status) -> Failure {
+    let said = status.message();
+    let has = |part: &str| said.contains(part);
+    let error = |kind, says: &str| {
+        BackendError::new(kind, format!("etcd: {says}")).with_source(Said(said.to_owned()))
+    };
+    let refused = |kind, says| Failure::Trouble(error(kind, says).as_refused());
+    match status.code() {
+        Code::NotFound if has("lease not found") => Failure::NoLease,
+        Code::Unauthenticated => Failure::Login,
+        Code::InvalidArgument if has("auth store is old") => Failure::Login,
+        Code::InvalidArgument if has("authentication failed") => {
+            refused(Denied, "the members do not take this user or password")
+        }
+        Code::InvalidArgument if has("user name is empty") => {
+            refused(Denied, "the members ask for a user and a password")
+        }
+        Code::PermissionDenied => refused(
+            Denied,
+            "this user may not do that; see the book for the rights that are needed",
+        ),
+        Code::ResourceExhausted if has("database space exceeded") => refused(
+            Transient,
+            "the members have no space left for writes (alarm NOSPACE): compact and defragment them",
+        ),
+        Code::ResourceExhausted if has("too many requests") => {
+            refused(Transient, "the members have too many requests to carry out")
+        }
+        // It may yet be carried out: a leader that was lost may have told others of it.
+        Code::Unavailable if has("etcdserver:") => {
+            Failure::Elsewhere(error(Transient, "the members have no leader just now, or lost it"))
+        }
+        Code::Unavailable | Code::Cancelled | Code::DeadlineExceeded | Code::Aborted => {
+            Failure::Elsewhere(error(Transient, "the connection was lost"))
+        }
+        // What the client makes of a stream that was cut.
+        Code::Unknown | Code::Internal if !has("etcdserver:") => {
+            Failure::Elsewhere(error(Transient, "the connection was lost"))
+        }
+        Code::Unimplemented => {
+            refused(Misconfigured, "this is no etcd, or one that is older than version 3.4")
+        }
+        Code::DataLoss => refused(Protocol, "the data of a member is corrupt (alarm CORRUPT)"),
+        _ => Failure::Trouble(error(Protocol, "the member said no")),
+    }
+}
+
+/// What a member said, without anything that a client would add. It never holds a password.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct Said(String);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_passes_is_tried_again_and_what_does_not_is_told() {
+        for (code, said, kind, refused) in [
+            (Code::Unavailable, "etcdserver: request timed out", Transient, false),
+            (Code::Unavailable, "etcdserver: leader changed", Transient, false),
+            (Code::Unavailable, "error reading from server", Transient, false),
+            (Code::Unknown, "h2 protocol error", Transient, false),
+            (Code::ResourceExhausted, "etcdserver: mvcc: database space exceeded", Transient, true),
+            (Code::ResourceExhausted, "etcdserver: too many requests", Transient, true),
+            (Code::PermissionDenied, "etcdserver: permission denied", Denied, true),
+            (
+                Code::InvalidArgument,
+                "etcdserver: authentication failed, invalid user ID or password",
+                Denied,
+                true,
+            ),
+            (Code::InvalidArgument, "etcdserver: user name is empty", Denied, true),
+            (Code::Unauthenticated, "etcdserver: invalid auth token", Denied, true),
+            (Code::NotFound, "etcdserver: requested lease not found", Transient, true),
+            (Code::DataLoss, "etcdserver: corrupt cluster", Protocol, true),
+            (Code::Unimplemented, "unknown service", Misconfigured, true),
+            (Code::OutOfRange, "something else", Protocol, false),
+        ] {
+            let error = judge(&Status::new(code, said)).into_error();
+            assert_eq!((error.kind(), error.refused()), (kind, refused), "{said}: {error:?}");
+        }
+    }
+}

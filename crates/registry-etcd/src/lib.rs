@@ -1,0 +1,48 @@
+//! etcd as a lock store, version 3.4 and later.
+//!
+//! A lock is a queue of keys under its name, each attached to a lease of its own; the one that was created first holds the lock. This is the
+//! recipe of `etcdctl lock` and of Go's `concurrency.Mutex`, and with [`Layout::Etcdctl`] their programs contend for the same locks. Where the
+//! recipe has holes this store has none: a claim is granted only after its key was read again together with the revision in which it
+//! was created, and a release deletes nothing but the key of that revision.
+//!
+//! The client is part of this crate: the few messages that are needed are written down in it, so building needs nothing but cargo.
+//! Waiting in line, renewal and loss are not decided here: the engine in `registry-core` drives a backend through `LockBackend`.
+//!
+//! # Examples
+//! ```no_run
+//! use std::sync::Arc;
+//! use registry_etcd::{EtcdBackend, EtcdConfig};
+//!
+//! # #[tokio::main(flavor = "current_thread")]
+//! # async fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let config = EtcdConfig::from_url("etcd://127.0.0.1:2379")?;
+//! let backend = EtcdBackend::open(config).await?;
+//! let registry = registry_core::Registry::builder(Arc::new(backend)).build()?;
+//! # use registry_core::LockRegistry;
+//! let guard = registry.obtain("orders/42").lock().await?;
+//! guard.unlock().await?;
+//! # Ok(())
+//! # }
+//! ```
+
+mod config;
+mod backend;
+mod queue;
+mod renew;
+mod claims;
+mod names;
+mod record;
+mod txn;
+mod lease;
+mod pool;
+mod heart;
+mod ears;
+mod link;
+mod wire;
+mod fenced;
+mod diagnose;
+mod error;
+
+pub use backend::EtcdBackend;
+pub use config::{EtcdConfig, Layout};
+pub use fenced::{Committed, Fence, FenceError, FencedTxn};

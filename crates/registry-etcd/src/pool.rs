@@ -1,0 +1,135 @@
+//! Leases that no claim has just now. A claim takes one for itself alone and gives it back for the next one, which spares a write; a
+//! lease of which something may still be on its way is never given to anybody else.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use registry_core::{BackendError, Moment};
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+
+use crate::error::{Failure, unreadable};
+use crate::lease::Lease;
+use crate::link::Link;
+use crate::wire::{LeaseGrantRequest, LeaseRevokeRequest};
+
+pub(crate) struct Pool {
+    link: Link,
+    /// By the time in seconds that was asked for.
+    idle: Mutex<HashMap<i64, Vec<Lease>>>,
+    // Without a limit: these are numbers, and most claims give their lease back.
+    done: mpsc::UnboundedSender<i64>,
+    task: JoinHandle<()>,
+}
+
+impl Pool {
+    pub(crate) fn new(link: Link) -> Self {
+        let (done, received) = mpsc::unbounded_channel();
+        let task = tokio::spawn(revoke_all(link.clone(), received));
+        Self { link, idle: Mutex::default(), done, task }
+    }
+
+    /// A lease that lasts for `seconds` when it is kept alive, and is not known to have ended.
+    pub(crate) async fn take(&self, seconds: i64) -> Result<Lease, BackendError> {
+        {
+            let mut idle = self.idle();
+            if let Some(leases) = idle.get_mut(&seconds) {
+                // The last that was given back is the youngest.
+                let lease = leases.pop().filter(|lease| !lease.left().is_zero());
+                if lease.is_none() || leases.is_empty() {
+                    idle.remove(&seconds);
+                }
+                if let Some(lease) = lease {
+                    return Ok(lease);
+                }
+            }
+        }
+        self.grant(seconds).await
+    }
+
+    /// A new lease.
+    pub(crate) async fn grant(&self, seconds: i64) -> Result<Lease, BackendError> {
+        let sent = Moment::now();
+        // A lease that nobody hears of ends by itself, and has nothing attached to it.
+        let granted = self.link.call(LeaseGrantRequest { ttl: seconds }).await;
+        let granted = granted.map_err(|failure| failure.into_error().as_refused())?;
+        let ttl = u64::try_from(granted.ttl).ok().filter(|&ttl| ttl > 0);
+        match ttl {
+            Some(ttl) if granted.error.is_empty() => {
+                Ok(Lease::new(granted.id, Duration::from_secs(ttl), sent))
+            }
+            _ => Err(unreadable().as_refused()),
+        }
+    }
+
+    /// Takes back a lease that has nothing attached to it, nor anything on its way.
+    pub(crate) fn give_back(&self, seconds: i64, lease: Lease) {
+        {
+            let mut idle = self.idle();
+            let leases = idle.entry(seconds).or_default();
+            if leases.len() < IDLE_MAX {
+                leases.push(lease);
+                return;
+            }
+        }
+        self.end(lease.id);
+    }
+
+    /// Ends a lease with all that is attached to it, in the background.
+    pub(crate) fn end(&self, lease: i64) {
+        _ = self.done.send(lease);
+    }
+
+    /// Ends a lease with all that is attached to it, and all that may yet arrive for it. True if it was there.
+    pub(crate) async fn end_now(&self, lease: i64) -> Result<bool, BackendError> {
+        match self.link.call(LeaseRevokeRequest { id: lease }).await {
+            Ok(_) => Ok(true),
+            Err(Failure::NoLease) => Ok(false),
+            Err(failure) => Err(failure.into_error()),
+        }
+    }
+
+    /// Forgets all leases: the servers have ended one that should have lasted.
+    pub(crate) fn distrust(&self) {
+        self.idle().clear();
+    }
+
+    /// Ends all leases that no claim has.
+    pub(crate) async fn close(&self) {
+        let idle = std::mem::take(&mut *self.idle());
+        for lease in idle.into_values().flatten() {
+            if self.end_now(lease.id).await.is_err() {
+                // They end by themselves.
+                return;
+            }
+        }
+    }
+
+    fn idle(&self) -> MutexGuard<'_, HashMap<i64, Vec<Lease>>> {
+        self.idle.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl fmt::Debug for Pool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pool").finish_non_exhaustive()
+    }
+}
+
+async fn revoke_all(link: Link, mut done: mpsc::UnboundedReceiver<i64>) {
+    while let Some(id) = done.recv().await {
+        // One that is not heard ends by itself.
+        _ = link.call(LeaseRevokeRequest { id }).await;
+    }
+}
+
+/// How many leases of one length wait for a claim. Those who hold many locks and let them go at once need no more of them afterwards.
+const IDLE_MAX: usize = 64;

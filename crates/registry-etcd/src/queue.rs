@@ -1,0 +1,396 @@
+//! The queue of a lock: who is first in it holds the lock. Joins, looks, waits and leaves.
+
+use std::time::Duration;
+
+use registry_core::{Attempt, BackendError, Busy, Claim, FencingToken, Grant, Moment, Release};
+use tokio::time::{Instant, sleep, sleep_until};
+
+use crate::backend::{EtcdBackend, TRIES};
+use crate::claims::{Place, Seat};
+
+use crate::ears::Heard;
+use crate::error::{Failure, unreadable};
+use crate::heart::Beating;
+use crate::lease::{Lease, seconds};
+use crate::record;
+use crate::txn;
+use crate::wire::KeyValue;
+
+/// What came of one look.
+enum Step {
+    Answer(Attempt),
+    /// The queue has changed, or the place is lost: once more.
+    Again,
+}
+
+impl EtcdBackend {
+    /// Takes the claim's place in the queue, if it has none, and looks whether it is the first.
+    pub(crate) async fn step_up(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        let mut seat = self.claims.seat(claim).await;
+        for _ in 0..TRIES {
+            let step = match &mut *seat {
+                Some(place) if place.created.is_some() => self.look(claim, &mut seat).await?,
+                _ => self.join(claim, &mut seat).await?,
+            };
+            if let Step::Answer(attempt) = step {
+                return Ok(attempt);
+            }
+        }
+        Err(BackendError::transient("etcd: the leases end faster than they can be used"))
+    }
+
+    /// Joins the queue; if the claim does not wait, only where nobody stands.
+    async fn join(&self, claim: &Claim, seat: &mut Seat<'_>) -> Result<Step, BackendError> {
+        let queue = self.names.queue(claim.key());
+        let mut place = match seat.take() {
+            // The one of an attempt whose outcome is not known.
+            Some(place) => place,
+            None => {
+                let seconds = seconds(claim.lease());
+                Place::new(&queue, self.pool.take(seconds).await?, seconds)
+            }
+        };
+        match self.refresh(claim, &mut place.lease).await {
+            Ok(Beating::Yes) => {}
+            Ok(Beating::Unknown) => {
+                self.abandon(place);
+                return Ok(Step::Again);
+            }
+            // Nothing was asked for the place this time.
+            Err(error) => return Err(self.keep_or_drop(seat, place, error.as_refused())),
+        }
+        let record = record::write(claim, &self.host);
+        let join = if claim.queue() { txn::join } else { txn::join_empty };
+        let mut answer = match self.ask(join(&queue, &place.name, record, place.lease.id)).await {
+            Ok(answer) => answer,
+            Err(Failure::NoLease) => {
+                // Nothing that was asked for it can arrive any more.
+                self.pool.distrust();
+                return Ok(Step::Again);
+            }
+            Err(failure) => return Err(self.keep_or_drop(seat, place, failure.into_error())),
+        };
+        place.lease.prove(answer.header.raft_term);
+        let revision = answer.header.revision;
+        if answer.succeeded {
+            place.created = Some(revision);
+            if claim.queue() {
+                answer.skip()?;
+                let before = answer.keys()?.into_iter().find(|other| other.key != place.name);
+                place.before = before.map(|before| (before.key, before.create_revision));
+            }
+            let first = None;
+            return Ok(self.judge(claim, seat, place, revision, first));
+        }
+        let (own, first) = (answer.key()?, answer.key()?);
+        if let Some(own) = own {
+            if !record::is_of(&own.value, claim.id()) {
+                // Nobody else has this lease, unless somebody chose the same number.
+                self.abandon(place);
+                return Ok(Step::Again);
+            }
+            place.created = Some(own.create_revision);
+            **seat = Some(place);
+            return Ok(Step::Again);
+        }
+        let Some(first) = first else { return Err(unreadable()) };
+        self.leave_unused(seat, place);
+        if record::is_of(&first.value, claim.id()) {
+            return self.adopt(claim, seat, first).await;
+        }
+        Ok(Step::Answer(Attempt::Busy(busy(claim, &first).with_mark(mark(&first)))))
+    }
+
+    /// Looks at the place of the claim again: first of all, whether it is still there and still the same.
+    async fn look(&self, claim: &Claim, seat: &mut Seat<'_>) -> Result<Step, BackendError> {
+        let (Some(mut place), queue) = (seat.take(), self.names.queue(claim.key())) else {
+            return Ok(Step::Again);
+        };
+        let created = place.created.unwrap_or_default();
+        match self.refresh(claim, &mut place.lease).await {
+            Ok(Beating::Yes) => {}
+            Ok(Beating::Unknown) => {
+                // The next one of the queue may hold the lock by now. Whoever was too late stands behind it.
+                self.abandon(place);
+                return Ok(Step::Again);
+            }
+            Err(error) => {
+                **seat = Some(place);
+                return Err(error.as_unknown());
+            }
+        }
+        let look = txn::look(&queue, &place.name, created);
+        let answer = self.ask(look).await.and_then(|mut answer| {
+            let found = (answer.key(), answer.key(), answer.key());
+            let (Ok(own), Ok(before), Ok(first)) = found else {
+                return Err(Failure::Trouble(unreadable()));
+            };
+            Ok((answer.header, own, before, first))
+        });
+        let (header, own, before, first) = match answer {
+            Ok(answer) => answer,
+            Err(failure) => {
+                **seat = Some(place);
+                return Err(failure.into_error().as_unknown());
+            }
+        };
+        place.lease.prove(header.raft_term);
+        if own.is_none_or(|own| own.create_revision != created) {
+            self.abandon(place);
+            return Ok(Step::Again);
+        }
+        let revision = header.revision;
+        place.before = before.map(|before| (before.key, before.create_revision));
+        if place.before.is_none() && place.lease.left() < claim.lease() / 2 {
+            // Granted, but it is not proven for how long: the leader has just changed.
+            **seat = Some(place);
+            return Ok(Step::Again);
+        }
+        Ok(self.judge(claim, seat, place, revision, first.as_ref()))
+    }
+
+    /// Whether the place is the first, as it was in `revision`.
+    fn judge(
+        &self,
+        claim: &Claim,
+        seat: &mut Seat<'_>,
+        mut place: Place,
+        revision: i64,
+        first: Option<&KeyValue>,
+    ) -> Step {
+        let attempt = match &mut place.before {
+            None => {
+                place.granted = true;
+                let token = place.created.and_then(|created| FencingToken::try_from(created).ok());
+                let lease = place.lease.left().min(claim.lease());
+                Attempt::Granted(Grant::new(token, lease))
+            }
+            Some((_, seen)) => {
+                let busy = first.map_or_else(Busy::new, |first| busy(claim, first));
+                let busy = busy.with_mark(u64::try_from(*seen).unwrap_or(0));
+                // From here on it may be gone.
+                *seen = revision;
+                Attempt::Busy(busy)
+            }
+        };
+        **seat = Some(place);
+        Step::Answer(attempt)
+    }
+
+    /// Takes over what another client was granted for the same claim.
+    async fn adopt(
+        &self,
+        claim: &Claim,
+        seat: &mut Seat<'_>,
+        first: KeyValue,
+    ) -> Result<Step, BackendError> {
+        let lease = Lease::new(first.lease, Duration::ZERO, Moment::now());
+        **seat = Some(Place::found(first, lease, true));
+        self.look(claim, seat).await
+    }
+
+    /// Makes sure that the lease lasts for as long as the claim wants.
+    async fn refresh(&self, claim: &Claim, lease: &mut Lease) -> Result<Beating, BackendError> {
+        if lease.left() >= claim.lease() {
+            return Ok(Beating::Yes);
+        }
+        self.heart.keep_alive(lease, self.link.patience()).await
+    }
+
+    /// Does away with a place that is worth nothing any more, and with whatever may be left of it.
+    pub(crate) fn abandon(&self, place: Place) {
+        if place.seconds.is_some() {
+            self.pool.end(place.lease.id);
+        }
+    }
+
+    /// After trouble: a place that something may have been asked for is remembered.
+    fn keep_or_drop(
+        &self,
+        seat: &mut Seat<'_>,
+        mut place: Place,
+        error: BackendError,
+    ) -> BackendError {
+        if !error.refused() {
+            place.stray = true;
+        }
+        if place.stray {
+            **seat = Some(place);
+            return error.as_unknown();
+        }
+        self.give_lease_back(place);
+        error
+    }
+
+    /// A place that was not taken.
+    fn leave_unused(&self, seat: &mut Seat<'_>, place: Place) {
+        if place.stray {
+            **seat = Some(place);
+        } else {
+            self.give_lease_back(place);
+        }
+    }
+
+    /// Keeps the lease of a place that is over for the next claim, if nothing is on its way for it.
+    fn give_lease_back(&self, place: Place) {
+        match place.seconds {
+            Some(seconds) if !place.stray => self.pool.give_back(seconds, place.lease),
+            _ => self.abandon(place),
+        }
+    }
+
+    /// Leaves the queue.
+    pub(crate) async fn step_down(&self, claim: &Claim) -> Result<Release, BackendError> {
+        let mut seat = self.claims.seat(claim).await;
+        let known = seat.as_ref().is_some_and(|place| place.created.is_some());
+        if !known {
+            return self.leave_unknown(claim, &mut seat).await;
+        }
+        let Some(place) = &mut *seat else { return Ok(Release::NotHeld) };
+        // What comes of it is our own doing, and no loss.
+        place.watch = None;
+        let (created, queue) = (place.created.unwrap_or_default(), self.names.queue(claim.key()));
+        let leave = if place.granted {
+            txn::delete(&place.name, created)
+        } else {
+            txn::leave(&queue, &place.name, created)
+        };
+        let mut answer = self.ask(leave).await.map_err(Failure::into_error)?;
+        let was_first = answer.succeeded && (place.granted || answer.key()?.is_none());
+        if let Some(place) = seat.take() {
+            self.give_lease_back(place);
+        }
+        Ok(if was_first { Release::Freed } else { Release::NotHeld })
+    }
+
+    /// Leaves the queue wherever the claim stands in it, if it does.
+    async fn leave_unknown(
+        &self,
+        claim: &Claim,
+        seat: &mut Seat<'_>,
+    ) -> Result<Release, BackendError> {
+        let freed = match self.find(claim).await? {
+            Some(found) => {
+                let created = found.created.unwrap_or_default();
+                let gone = self.ask(txn::delete(&found.name, created)).await;
+                gone.map_err(Failure::into_error)?.succeeded && found.granted
+            }
+            None => false,
+        };
+        if let Some(place) = &**seat {
+            // Nothing that was asked for the place can take effect after that.
+            self.pool.end_now(place.lease.id).await?;
+            **seat = None;
+        }
+        Ok(if freed { Release::Freed } else { Release::NotHeld })
+    }
+
+    /// Looks for the claim in the queue.
+    pub(crate) async fn find(&self, claim: &Claim) -> Result<Option<Place>, BackendError> {
+        let all = self.range(txn::all(&self.names.queue(claim.key()))).await?.kvs;
+        let at = all.iter().position(|place| record::is_of(&place.value, claim.id()));
+        Ok(at.and_then(|at| {
+            let found = all.into_iter().nth(at)?;
+            let lease = Lease::new(found.lease, Duration::ZERO, Moment::now());
+            Some(Place::found(found, lease, at == 0))
+        }))
+    }
+
+    /// The key by which the claim that was granted in the revision `created` holds its lock; `None` if it is not there.
+    pub(crate) async fn name_of(
+        &self,
+        claim: &Claim,
+        created: i64,
+    ) -> Result<Option<Vec<u8>>, BackendError> {
+        let known = {
+            let seat = self.claims.seat(claim).await;
+            let place = seat.as_ref().filter(|place| place.created == Some(created));
+            place.map(|place| place.name.clone())
+        };
+        if known.is_some() {
+            return Ok(known);
+        }
+        let mark = u64::try_from(created).unwrap_or(0);
+        Ok(self.one_of(claim, mark).await?.map(|(name, _)| name))
+    }
+
+    /// Returns when the one before the claim may be gone; keeps its place in the queue until then. `mark` is when the one before came.
+    pub(crate) async fn stand_by(&self, claim: &Claim, mark: u64) {
+        let known = {
+            let seat = self.claims.seat(claim).await;
+            seat.as_ref().and_then(|place| {
+                let every = place.lease.ttl() / 3;
+                Some((place.before.clone()?, every.max(BEAT_MIN)))
+            })
+        };
+        let (before, every) = match known {
+            Some((before, every)) => (Some(before), Some(every)),
+            None => match self.one_of(claim, mark).await {
+                Ok(before) => (before, None),
+                Err(_) => return sleep(PAUSE).await,
+            },
+        };
+        let Some((name, seen)) = before else { return };
+        let (_watch, mut hears) = self.ears.wait(name, seen + 1);
+        let mut beat_at = every.map(|every| Instant::now() + every);
+        loop {
+            let beat = async {
+                match beat_at {
+                    Some(at) => sleep_until(at).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                heard = &mut hears => {
+                    if heard != Ok(Heard::Deleted) {
+                        // It is looked again, but not at once and again and again.
+                        sleep(PAUSE).await;
+                    }
+                    return;
+                }
+                () = beat => {}
+            }
+            let every = every.unwrap_or(BEAT_MIN);
+            let next = match self.beat(claim, every).await {
+                Ok(Beating::Yes) => every,
+                // The place may be lost: it is time to look.
+                Ok(Beating::Unknown) => return,
+                Err(_) => every / 4,
+            };
+            beat_at = Some(Instant::now() + next);
+        }
+    }
+
+    /// The one that came to be in the revision `mark`, and the revision in which it was there.
+    async fn one_of(
+        &self,
+        claim: &Claim,
+        mark: u64,
+    ) -> Result<Option<(Vec<u8>, i64)>, BackendError> {
+        let mark = i64::try_from(mark).unwrap_or(0);
+        let found = self.range(txn::of_revision(&self.names.queue(claim.key()), mark)).await?;
+        let revision = found.header.ok_or_else(unreadable)?.revision;
+        Ok(found.kvs.into_iter().next().map(|found| (found.key, revision)))
+    }
+
+    /// Keeps the lease of one who waits alive.
+    async fn beat(&self, claim: &Claim, every: Duration) -> Result<Beating, BackendError> {
+        let mut seat = self.claims.seat(claim).await;
+        let Some(place) = &mut *seat else { return Ok(Beating::Unknown) };
+        let limit = self.link.patience().min(every);
+        self.heart.keep_alive(&mut place.lease, limit).await
+    }
+}
+
+fn busy(claim: &Claim, first: &KeyValue) -> Busy {
+    Busy::new().with_holder(record::holder(claim.key().clone(), first, None))
+}
+
+fn mark(place: &KeyValue) -> u64 {
+    u64::try_from(place.create_revision).unwrap_or(0)
+}
+
+/// The least time between two signs of life of one who waits.
+const BEAT_MIN: Duration = Duration::from_millis(500);
+/// How long a waiter that cannot listen waits before it looks.
+const PAUSE: Duration = Duration::from_millis(100);

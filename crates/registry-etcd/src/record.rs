@@ -1,0 +1,101 @@
+//! What is written under the key of one in a queue: `CLAIM SINCE HOST LABEL`, in text that people can read. Peers write nothing.
+
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
+use registry_core::{Claim, ClaimId, FencingToken, Holder, Key};
+
+use crate::wire::KeyValue;
+
+/// Writes the record of a claim that joins the queue now.
+pub(crate) fn write(claim: &Claim, host: &str) -> Vec<u8> {
+    let label = claim.label().unwrap_or_default();
+    format!("{} {} {host} {label}", claim.id(), now_ms()).into_bytes()
+}
+
+/// Whether the record is that of the claim `id`.
+pub(crate) fn is_of(record: &[u8], id: ClaimId) -> bool {
+    record.get(..ID_LENGTH).is_some_and(|written| written == id.to_string().as_bytes())
+        && record.get(ID_LENGTH) == Some(&b' ')
+}
+
+/// Tells who holds `key`, by the first in its queue. Of somebody else's record nothing is known but that it is there.
+pub(crate) fn holder(key: Key, first: &KeyValue, left: Option<Duration>) -> Holder {
+    let fields = read(&first.value);
+    // When it was written is told by the holder's wall clock, and how long ago that is by ours. It is shown to people and decides nothing.
+    let held_for = fields.and_then(|(since, _)| now_ms().checked_sub(since));
+    Holder::new(key)
+        .with_label(fields.and_then(|(_, label)| label).map(str::to_owned))
+        .with_token(token(first))
+        .with_times(held_for.map(Duration::from_millis), left)
+}
+
+/// The fencing token of a holder: the revision in which its key came to be.
+pub(crate) fn token(first: &KeyValue) -> Option<FencingToken> {
+    FencingToken::try_from(first.create_revision).ok()
+}
+
+/// Since when, and the label.
+fn read(record: &[u8]) -> Option<(u64, Option<&str>)> {
+    let mut fields = std::str::from_utf8(record).ok()?.splitn(4, ' ');
+    let id = fields.next()?;
+    if id.len() != ID_LENGTH || !id.bytes().all(|byte| byte.is_ascii_hexdigit()) {
+        return None;
+    }
+    let since = fields.next()?.parse().ok()?;
+    Some((since, fields.nth(1).filter(|label| !label.is_empty())))
+}
+
+/// What this host is called, in one word.
+pub(crate) fn host() -> String {
+    let told = std::fs::read_to_string("/proc/sys/kernel/hostname").ok();
+    let name =
+        told.or_else(|| std::env::var("HOSTNAME").or_else(|_| std::env::var("COMPUTERNAME")).ok());
+    let name = name.unwrap_or_default();
+    let name = utf8_percent_encode(name.trim(), IN_HOST).to_string();
+    if name.is_empty() { "-".to_owned() } else { name }
+}
+
+fn now_ms() -> u64 {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(now.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// Escaped in the name of a host: all that is in none.
+const IN_HOST: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_');
+const ID_LENGTH: usize = 32;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_record_is_read_as_it_is_written() {
+        let claim = Claim::new(Key::new("k").unwrap(), Duration::from_secs(5));
+        let claim = claim.with_label(Some("a label of three\n\0".into()));
+        let record = write(&claim, "host-1");
+        assert!(is_of(&record, claim.id()) && !is_of(&record, ClaimId::random()));
+        let first = KeyValue { create_revision: 7, value: record, ..KeyValue::default() };
+        let holder = holder(claim.key().clone(), &first, None);
+        assert_eq!(holder.label.as_deref(), Some("a label of three\n\0"));
+        assert_eq!(holder.token, FencingToken::new(7));
+        assert!(holder.held_for.is_some());
+    }
+
+    #[test]
+    fn of_a_stranger_nothing_is_known() {
+        for record in [&b""[..], b"x", b"\xff\xfe", b"1 2 3 4", b"000102030405060708090a0b0c0d0e0f"]
+        {
+            let first = KeyValue { value: record.to_vec(), ..KeyValue::default() };
+            let holder = holder(Key::new("k").unwrap(), &first, None);
+            assert_eq!((holder.label, holder.held_for), (None, None));
+            assert!(!is_of(record, ClaimId::from_bits(0x0001_0203_0405_0607_0809_0a0b_0c0d_0e0f)));
+        }
+    }
+
+    #[test]
+    fn a_host_is_one_word() {
+        let host = host();
+        assert!(!host.is_empty() && !host.contains(' '), "{host:?}");
+    }
+}

@@ -1,0 +1,183 @@
+//! Keeps places: each lease is kept alive, then one look at all of the keys proves that they are there and that the leases will last.
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use registry_core::{BackendError, Claim, Moment, Renewal};
+
+use crate::backend::EtcdBackend;
+use crate::claims::Place;
+
+use crate::ears::Watch;
+use crate::error::Failure;
+use crate::heart::Beating;
+use crate::lease::{Lease, seconds};
+use crate::txn;
+use crate::wire::{KeyValue, TxnRequest};
+
+/// A place as it was when its renewal began.
+struct Renewing {
+    name: Vec<u8>,
+    created: i64,
+    lease: Lease,
+    /// What the lease was made for, if that is another one than before.
+    new_seconds: Option<i64>,
+    beating: Beating,
+}
+
+type Answer = Result<Renewal, BackendError>;
+
+impl EtcdBackend {
+    /// Renews claims, all of which fit into one look.
+    pub(crate) async fn renew_batch(&self, claims: &[Claim]) -> Vec<Answer> {
+        let begun = join_all(claims.iter().map(|claim| self.begin(claim))).await;
+        let names = begun.iter().flatten().flatten().map(|renewing| &*renewing.name);
+        let look = txn::look_at_all(names);
+        let seen = if look.success.is_empty() { Ok(Seen::default()) } else { self.see(look).await };
+        let settle = claims.iter().zip(begun).map(|(claim, begun)| {
+            let seen = &seen;
+            async move {
+                match (begun?, seen) {
+                    (None, _) => Ok(Renewal::Gone),
+                    (Some(renewing), Ok(seen)) => self.settle(claim, renewing, seen).await,
+                    (Some(_), Err(error)) => Err(error.clone()),
+                }
+            }
+        });
+        join_all(settle).await
+    }
+
+    /// Keeps the claim's lease alive. `None` if it has no place, or not the first.
+    async fn begin(&self, claim: &Claim) -> Result<Option<Renewing>, BackendError> {
+        let known = {
+            let seat = self.claims.seat(claim).await;
+            seat.as_ref().and_then(Renewing::of)
+        };
+        let known = match known {
+            Some(known) => Some(known),
+            None => self.find(claim).await?.as_ref().and_then(Renewing::of),
+        };
+        let Some(mut renewing) = known else { return Ok(None) };
+        // However slow a member is, there must be time to ask another one.
+        let limit = self.link.patience().min((claim.lease() / 6).max(LIMIT_MIN));
+        renewing.beating = self.heart.keep_alive(&mut renewing.lease, limit).await?;
+        if claim.lease() > renewing.lease.ttl() && renewing.beating == Beating::Yes {
+            return self.lengthen(claim, renewing).await;
+        }
+        Ok(Some(renewing))
+    }
+
+    /// Attaches the claim's key to a longer lease. The key stays the one that it is.
+    async fn lengthen(
+        &self,
+        claim: &Claim,
+        mut renewing: Renewing,
+    ) -> Result<Option<Renewing>, BackendError> {
+        let seconds = seconds(claim.lease());
+        let longer = self.pool.grant(seconds).await?;
+        let moved = txn::move_to(&renewing.name, renewing.created, longer.id);
+        // Of an unknown outcome the next look tells, by the lease that the key has.
+        let moved = self.ask(moved).await.map_err(Failure::into_error)?.succeeded;
+        if !moved {
+            self.pool.end(longer.id);
+            return Ok(None);
+        }
+        renewing.lease = longer;
+        renewing.new_seconds = Some(seconds);
+        Ok(Some(renewing))
+    }
+
+    async fn see(&self, look: TxnRequest) -> Result<Seen, BackendError> {
+        let mut answer = self.ask(look).await.map_err(Failure::into_error)?;
+        let mut seen = Seen {
+            revision: answer.header.revision,
+            term: answer.header.raft_term,
+            keys: HashMap::new(),
+        };
+        while let Ok(found) = answer.key() {
+            if let Some(found) = found {
+                seen.keys.insert(found.key.clone(), found);
+            }
+        }
+        Ok(seen)
+    }
+
+    async fn settle(&self, claim: &Claim, mut renewing: Renewing, seen: &Seen) -> Answer {
+        let Some(found) = seen.keys.get(&renewing.name) else { return Ok(Renewal::Gone) };
+        if found.create_revision != renewing.created {
+            return Ok(Renewal::Gone);
+        }
+        let mut seat = self.claims.seat(claim).await;
+        let place = seat.as_mut().filter(|place| place.created == Some(renewing.created));
+        if found.lease != renewing.lease.id {
+            // It was moved, and nobody heard of that. From the next try on the right lease is kept alive.
+            if let Some(place) = place {
+                self.change_lease(
+                    place,
+                    Lease::new(found.lease, Duration::ZERO, Moment::now()),
+                    None,
+                );
+            }
+            return Err(BackendError::transient("etcd: the lock is attached to another lease"));
+        }
+        if renewing.beating == Beating::Unknown {
+            // A member that lags behind may not know what the majority does.
+            return Err(BackendError::transient("etcd: the member does not know the lease"));
+        }
+        renewing.lease.prove(seen.term);
+        let left = renewing.lease.left();
+        if let Some(place) = place {
+            if renewing.new_seconds.is_some() {
+                self.change_lease(place, renewing.lease, renewing.new_seconds);
+            } else if place.lease.id == renewing.lease.id && place.lease.left() < left {
+                place.lease = renewing.lease;
+            }
+            if !place.watch.as_ref().is_some_and(Watch::lives) && self.ears.are_wanted() {
+                let from = seen.revision + 1;
+                place.watch = Some(self.ears.watch_over(claim.key(), place.name.clone(), from));
+            }
+        }
+        if left < claim.lease() / 2 {
+            return Err(BackendError::transient(
+                "etcd: the leader that kept the lease alive is none any more",
+            ));
+        }
+        Ok(Renewal::Renewed(left.min(claim.lease())))
+    }
+
+    /// Gives a place the lease that its key is attached to.
+    fn change_lease(&self, place: &mut Place, lease: Lease, seconds: Option<i64>) {
+        let before = std::mem::replace(&mut place.lease, lease);
+        // The name does not tell the lease any more, so the lease cannot be that of another place with a name of its own.
+        place.stray = true;
+        if place.seconds.is_some() && before.id != place.lease.id {
+            self.pool.end(before.id);
+        }
+        place.seconds = seconds.or(place.seconds);
+    }
+}
+
+impl Renewing {
+    fn of(place: &Place) -> Option<Self> {
+        let created = place.created.filter(|_| place.granted)?;
+        Some(Self {
+            name: place.name.clone(),
+            created,
+            lease: place.lease.clone(),
+            new_seconds: None,
+            beating: Beating::Yes,
+        })
+    }
+}
+
+/// What one look at many keys has found.
+#[derive(Default)]
+struct Seen {
+    revision: i64,
+    term: u64,
+    keys: HashMap<Vec<u8>, KeyValue>,
+}
+
+/// The least time that a member gets to keep a lease alive.
+const LIMIT_MIN: Duration = Duration::from_millis(500);

@@ -1,0 +1,167 @@
+//! What is asked of etcd about a queue, and how the answers read.
+
+use registry_core::BackendError;
+
+use crate::error::unreadable;
+use crate::names::end_of;
+use crate::wire::{
+    ASCENDING, BY_CREATION, CREATE, Compare, DESCENDING, DeleteRangeRequest, Done, EQUAL, KeyValue,
+    Op, PutRequest, RangeRequest, RequestOp, ResponseHeader, Target, TxnRequest, TxnResponse,
+};
+
+/// Puts `name` at the end of `queue`, unless it is in it. Answers with the two newest of the queue; or else with what is under `name`, and
+/// with the first of the queue.
+pub(crate) fn join(queue: &[u8], name: &[u8], record: Vec<u8>, lease: i64) -> TxnRequest {
+    TxnRequest {
+        compare: vec![created_in(name, 0)],
+        success: ops([put(name, record, lease), Op::Range(newest(queue, 2))]),
+        failure: ops([Op::Range(one(name)), Op::Range(first(queue))]),
+    }
+}
+
+/// Puts `name` into `queue` if that is empty. Answers with nothing; or else with what is under `name`, and with the first of the queue.
+pub(crate) fn join_empty(queue: &[u8], name: &[u8], record: Vec<u8>, lease: i64) -> TxnRequest {
+    let mut nobody = created_in(queue, 0);
+    nobody.range_end = end_of(queue);
+    TxnRequest {
+        compare: vec![nobody],
+        success: ops([put(name, record, lease)]),
+        failure: ops([Op::Range(one(name)), Op::Range(first(queue))]),
+    }
+}
+
+/// Answers with what is under `name`, with the one that came last before the revision `created`, and with the first of the queue.
+pub(crate) fn look(queue: &[u8], name: &[u8], created: i64) -> TxnRequest {
+    let ranges = [one(name), before(queue, created), first(queue)];
+    TxnRequest { success: ops(ranges.map(Op::Range)), ..TxnRequest::default() }
+}
+
+/// Answers with what is under each of `names`, without the records.
+pub(crate) fn look_at_all<'a>(names: impl Iterator<Item = &'a [u8]>) -> TxnRequest {
+    let key = |name| Op::Range(RangeRequest { keys_only: true, ..one(name) });
+    TxnRequest { success: ops(names.map(key)), ..TxnRequest::default() }
+}
+
+/// Deletes `name` if it is the key that came to be in `created`.
+pub(crate) fn delete(name: &[u8], created: i64) -> TxnRequest {
+    let gone = DeleteRangeRequest { key: name.to_vec(), range_end: Vec::new() };
+    TxnRequest {
+        compare: vec![created_in(name, created)],
+        success: ops([Op::Delete(gone)]),
+        failure: Vec::new(),
+    }
+}
+
+/// As [`delete`]; answers first with the one that came last before it.
+pub(crate) fn leave(queue: &[u8], name: &[u8], created: i64) -> TxnRequest {
+    let mut txn = delete(name, created);
+    txn.success.insert(0, op(Op::Range(before(queue, created))));
+    txn
+}
+
+/// Attaches `name` to another lease if it is the key that came to be in `created`, which stays as it is.
+pub(crate) fn move_to(name: &[u8], created: i64, lease: i64) -> TxnRequest {
+    let put = PutRequest { key: name.to_vec(), lease, ignore_value: true, ..PutRequest::default() };
+    TxnRequest {
+        compare: vec![created_in(name, created)],
+        success: ops([Op::Put(put)]),
+        failure: Vec::new(),
+    }
+}
+
+/// That `name` is the key that came to be in `revision`; that it is not there, for zero.
+pub(crate) fn created_in(name: &[u8], revision: i64) -> Compare {
+    Compare {
+        result: EQUAL,
+        target: CREATE,
+        key: name.to_vec(),
+        than: Some(Target::CreateRevision(revision)),
+        range_end: Vec::new(),
+    }
+}
+
+pub(crate) fn one(name: &[u8]) -> RangeRequest {
+    RangeRequest { key: name.to_vec(), ..RangeRequest::default() }
+}
+
+/// All of a queue, the first one first.
+pub(crate) fn all(queue: &[u8]) -> RangeRequest {
+    RangeRequest {
+        key: queue.to_vec(),
+        range_end: end_of(queue),
+        sort_order: ASCENDING,
+        sort_target: BY_CREATION,
+        ..RangeRequest::default()
+    }
+}
+
+pub(crate) fn first(queue: &[u8]) -> RangeRequest {
+    RangeRequest { limit: 1, ..all(queue) }
+}
+
+fn newest(queue: &[u8], count: i64) -> RangeRequest {
+    RangeRequest { limit: count, sort_order: DESCENDING, keys_only: true, ..all(queue) }
+}
+
+/// The one that came last before the revision `created`.
+pub(crate) fn before(queue: &[u8], created: i64) -> RangeRequest {
+    RangeRequest { max_create_revision: created - 1, ..newest(queue, 1) }
+}
+
+/// The one that came to be in `created`.
+pub(crate) fn of_revision(queue: &[u8], created: i64) -> RangeRequest {
+    RangeRequest {
+        min_create_revision: created,
+        max_create_revision: created,
+        limit: 1,
+        ..all(queue)
+    }
+}
+
+fn put(name: &[u8], value: Vec<u8>, lease: i64) -> Op {
+    Op::Put(PutRequest { key: name.to_vec(), value, lease, ignore_value: false })
+}
+
+pub(crate) fn op(op: Op) -> RequestOp {
+    RequestOp { request: Some(op) }
+}
+
+fn ops(all: impl IntoIterator<Item = Op>) -> Vec<RequestOp> {
+    all.into_iter().map(op).collect()
+}
+
+/// The answer to a transaction, read part by part.
+#[derive(Debug)]
+pub(crate) struct Answer {
+    pub(crate) succeeded: bool,
+    pub(crate) header: ResponseHeader,
+    parts: std::vec::IntoIter<crate::wire::ResponseOp>,
+}
+
+impl Answer {
+    pub(crate) fn read(answer: TxnResponse) -> Result<Self, BackendError> {
+        Ok(Self {
+            succeeded: answer.succeeded,
+            header: answer.header.ok_or_else(unreadable)?,
+            parts: answer.responses.into_iter(),
+        })
+    }
+
+    /// Passes over a part.
+    pub(crate) fn skip(&mut self) -> Result<(), BackendError> {
+        self.parts.next().map(drop).ok_or_else(unreadable)
+    }
+
+    /// The keys that the next part has found.
+    pub(crate) fn keys(&mut self) -> Result<Vec<KeyValue>, BackendError> {
+        match self.parts.next().and_then(|part| part.response) {
+            Some(Done::Range(range)) => Ok(range.kvs),
+            _ => Err(unreadable()),
+        }
+    }
+
+    /// The first key that the next part has found.
+    pub(crate) fn key(&mut self) -> Result<Option<KeyValue>, BackendError> {
+        Ok(self.keys()?.into_iter().next())
+    }
+}

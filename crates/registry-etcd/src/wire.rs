@@ -1,0 +1,382 @@
+//! The messages and calls of etcd's API that locks need, written out by hand: so building needs no compiler of protocol files, and
+//! what is spoken is what stands here. Field numbers are those of etcd's `rpc.proto`; fields that nobody here reads are left out,
+//! which the encoding allows.
+
+use prost::Message;
+
+/// A call with one request and one answer.
+pub(crate) trait Call: Message + Default + Clone + 'static {
+    type Answer: Message + Default + 'static;
+    const PATH: &'static str;
+}
+
+macro_rules! calls {
+    ($($request:ident -> $answer:ident at $path:literal,)*) => {
+        $(impl Call for $request {
+            type Answer = $answer;
+            const PATH: &'static str = $path;
+        })*
+    };
+}
+
+calls! {
+    RangeRequest -> RangeResponse at "/etcdserverpb.KV/Range",
+    TxnRequest -> TxnResponse at "/etcdserverpb.KV/Txn",
+    LeaseGrantRequest -> LeaseGrantResponse at "/etcdserverpb.Lease/LeaseGrant",
+    LeaseRevokeRequest -> LeaseRevokeResponse at "/etcdserverpb.Lease/LeaseRevoke",
+    LeaseTimeToLiveRequest -> LeaseTimeToLiveResponse at "/etcdserverpb.Lease/LeaseTimeToLive",
+    AuthenticateRequest -> AuthenticateResponse at "/etcdserverpb.Auth/Authenticate",
+    StatusRequest -> StatusResponse at "/etcdserverpb.Maintenance/Status",
+    MemberListRequest -> MemberListResponse at "/etcdserverpb.Cluster/MemberList",
+}
+
+/// A stream of [`LeaseKeepAliveRequest`]s, each of which is answered, in order.
+pub(crate) const KEEP_ALIVE: &str = "/etcdserverpb.Lease/LeaseKeepAlive";
+/// A stream of [`WatchRequest`]s.
+pub(crate) const WATCH: &str = "/etcdserverpb.Watch/Watch";
+
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct ResponseHeader {
+    /// Of the data, when the request was carried out.
+    #[prost(int64, tag = "3")]
+    pub(crate) revision: i64,
+    /// That of the last change that the member had carried out.
+    #[prost(uint64, tag = "4")]
+    pub(crate) raft_term: u64,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct KeyValue {
+    #[prost(bytes = "vec", tag = "1")]
+    pub(crate) key: Vec<u8>,
+    #[prost(int64, tag = "2")]
+    pub(crate) create_revision: i64,
+    #[prost(bytes = "vec", tag = "5")]
+    pub(crate) value: Vec<u8>,
+    #[prost(int64, tag = "6")]
+    pub(crate) lease: i64,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct RangeRequest {
+    #[prost(bytes = "vec", tag = "1")]
+    pub(crate) key: Vec<u8>,
+    /// Empty for one key; otherwise the first key that is not meant any more.
+    #[prost(bytes = "vec", tag = "2")]
+    pub(crate) range_end: Vec<u8>,
+    #[prost(int64, tag = "3")]
+    pub(crate) limit: i64,
+    #[prost(int64, tag = "4")]
+    pub(crate) revision: i64,
+    #[prost(int32, tag = "5")]
+    pub(crate) sort_order: i32,
+    #[prost(int32, tag = "6")]
+    pub(crate) sort_target: i32,
+    #[prost(bool, tag = "8")]
+    pub(crate) keys_only: bool,
+    #[prost(int64, tag = "12")]
+    pub(crate) min_create_revision: i64,
+    #[prost(int64, tag = "13")]
+    pub(crate) max_create_revision: i64,
+}
+
+/// `sort_order`: the smallest first.
+pub(crate) const ASCENDING: i32 = 1;
+/// `sort_order`: the largest first.
+pub(crate) const DESCENDING: i32 = 2;
+/// `sort_target`: the revision in which a key came to be.
+pub(crate) const BY_CREATION: i32 = 2;
+
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct RangeResponse {
+    #[prost(message, optional, tag = "1")]
+    pub(crate) header: Option<ResponseHeader>,
+    #[prost(message, repeated, tag = "2")]
+    pub(crate) kvs: Vec<KeyValue>,
+    #[prost(bool, tag = "3")]
+    pub(crate) more: bool,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct PutRequest {
+    #[prost(bytes = "vec", tag = "1")]
+    pub(crate) key: Vec<u8>,
+    #[prost(bytes = "vec", tag = "2")]
+    pub(crate) value: Vec<u8>,
+    #[prost(int64, tag = "3")]
+    pub(crate) lease: i64,
+    #[prost(bool, tag = "5")]
+    pub(crate) ignore_value: bool,
+}
+
+/// What is answered to a put has nothing that is needed.
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct PutResponse {}
+
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct DeleteRangeRequest {
+    #[prost(bytes = "vec", tag = "1")]
+    pub(crate) key: Vec<u8>,
+    #[prost(bytes = "vec", tag = "2")]
+    pub(crate) range_end: Vec<u8>,
+}
+
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct DeleteRangeResponse {
+    #[prost(int64, tag = "2")]
+    pub(crate) deleted: i64,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct RequestOp {
+    #[prost(oneof = "Op", tags = "1, 2, 3")]
+    pub(crate) request: Option<Op>,
+}
+
+#[derive(Clone, PartialEq, prost::Oneof)]
+pub(crate) enum Op {
+    #[prost(message, tag = "1")]
+    Range(RangeRequest),
+    #[prost(message, tag = "2")]
+    Put(PutRequest),
+    #[prost(message, tag = "3")]
+    Delete(DeleteRangeRequest),
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct ResponseOp {
+    #[prost(oneof = "Done", tags = "1, 2, 3")]
+    pub(crate) response: Option<Done>,
+}
+
+#[derive(Clone, PartialEq, prost::Oneof)]
+pub(crate) enum Done {
+    #[prost(message, tag = "1")]
+    Range(RangeResponse),
+    #[prost(message, tag = "2")]
+    Put(PutResponse),
+    #[prost(message, tag = "3")]
+    Delete(DeleteRangeResponse),
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct Compare {
+    #[prost(int32, tag = "1")]
+    pub(crate) result: i32,
+    #[prost(int32, tag = "2")]
+    pub(crate) target: i32,
+    #[prost(bytes = "vec", tag = "3")]
+    pub(crate) key: Vec<u8>,
+    #[prost(oneof = "Target", tags = "4, 5, 6, 7, 8")]
+    pub(crate) than: Option<Target>,
+    /// With it, all keys of the range have to compare so; of none, zero is compared.
+    #[prost(bytes = "vec", tag = "64")]
+    pub(crate) range_end: Vec<u8>,
+}
+
+#[derive(Clone, PartialEq, prost::Oneof)]
+pub(crate) enum Target {
+    #[prost(int64, tag = "4")]
+    Version(i64),
+    #[prost(int64, tag = "5")]
+    CreateRevision(i64),
+    #[prost(int64, tag = "6")]
+    ModRevision(i64),
+    #[prost(bytes = "vec", tag = "7")]
+    Value(Vec<u8>),
+    #[prost(int64, tag = "8")]
+    Lease(i64),
+}
+
+/// `result`: the two are equal.
+pub(crate) const EQUAL: i32 = 0;
+/// `target`: the revision in which a key came to be; zero for one that is not there.
+pub(crate) const CREATE: i32 = 1;
+
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct TxnRequest {
+    #[prost(message, repeated, tag = "1")]
+    pub(crate) compare: Vec<Compare>,
+    #[prost(message, repeated, tag = "2")]
+    pub(crate) success: Vec<RequestOp>,
+    #[prost(message, repeated, tag = "3")]
+    pub(crate) failure: Vec<RequestOp>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct TxnResponse {
+    #[prost(message, optional, tag = "1")]
+    pub(crate) header: Option<ResponseHeader>,
+    #[prost(bool, tag = "2")]
+    pub(crate) succeeded: bool,
+    #[prost(message, repeated, tag = "3")]
+    pub(crate) responses: Vec<ResponseOp>,
+}
+
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct LeaseGrantRequest {
+    /// In seconds.
+    #[prost(int64, tag = "1")]
+    pub(crate) ttl: i64,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct LeaseGrantResponse {
+    #[prost(int64, tag = "2")]
+    pub(crate) id: i64,
+    #[prost(int64, tag = "3")]
+    pub(crate) ttl: i64,
+    #[prost(string, tag = "4")]
+    pub(crate) error: String,
+}
+
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct LeaseRevokeRequest {
+    #[prost(int64, tag = "1")]
+    pub(crate) id: i64,
+}
+
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct LeaseRevokeResponse {}
+
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct LeaseKeepAliveRequest {
+    #[prost(int64, tag = "1")]
+    pub(crate) id: i64,
+}
+
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct LeaseKeepAliveResponse {
+    #[prost(message, optional, tag = "1")]
+    pub(crate) header: Option<ResponseHeader>,
+    #[prost(int64, tag = "2")]
+    pub(crate) id: i64,
+    /// Zero or less for a lease that the member does not know.
+    #[prost(int64, tag = "3")]
+    pub(crate) ttl: i64,
+}
+
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct LeaseTimeToLiveRequest {
+    #[prost(int64, tag = "1")]
+    pub(crate) id: i64,
+}
+
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct LeaseTimeToLiveResponse {
+    #[prost(int64, tag = "3")]
+    pub(crate) ttl: i64,
+    #[prost(int64, tag = "4")]
+    pub(crate) granted_ttl: i64,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct WatchRequest {
+    #[prost(oneof = "WatchUnion", tags = "1, 2")]
+    pub(crate) request: Option<WatchUnion>,
+}
+
+#[derive(Clone, PartialEq, prost::Oneof)]
+pub(crate) enum WatchUnion {
+    #[prost(message, tag = "1")]
+    Create(WatchCreateRequest),
+    #[prost(message, tag = "2")]
+    Cancel(WatchCancelRequest),
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct WatchCreateRequest {
+    #[prost(bytes = "vec", tag = "1")]
+    pub(crate) key: Vec<u8>,
+    #[prost(int64, tag = "3")]
+    pub(crate) start_revision: i64,
+    #[prost(int32, repeated, tag = "5")]
+    pub(crate) filters: Vec<i32>,
+    /// Ours to choose since etcd 3.4.
+    #[prost(int64, tag = "7")]
+    pub(crate) watch_id: i64,
+}
+
+/// `filters`: nothing of keys that are written.
+pub(crate) const NO_PUTS: i32 = 0;
+
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct WatchCancelRequest {
+    #[prost(int64, tag = "1")]
+    pub(crate) watch_id: i64,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct WatchResponse {
+    #[prost(int64, tag = "2")]
+    pub(crate) watch_id: i64,
+    #[prost(bool, tag = "4")]
+    pub(crate) canceled: bool,
+    #[prost(message, repeated, tag = "11")]
+    pub(crate) events: Vec<Event>,
+}
+
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct Event {
+    /// Zero for a key that was written, one for one that was deleted.
+    #[prost(int32, tag = "1")]
+    pub(crate) kind: i32,
+}
+
+#[derive(Clone, PartialEq, Message)]
+#[prost(skip_debug)]
+pub(crate) struct AuthenticateRequest {
+    #[prost(string, tag = "1")]
+    pub(crate) name: String,
+    #[prost(string, tag = "2")]
+    pub(crate) password: String,
+}
+
+// By hand: it holds a password.
+impl std::fmt::Debug for AuthenticateRequest {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("AuthenticateRequest").finish_non_exhaustive()
+    }
+}
+
+#[derive(Clone, PartialEq, Message)]
+#[prost(skip_debug)]
+pub(crate) struct AuthenticateResponse {
+    #[prost(string, tag = "2")]
+    pub(crate) token: String,
+}
+
+impl std::fmt::Debug for AuthenticateResponse {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("AuthenticateResponse").finish_non_exhaustive()
+    }
+}
+
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct StatusRequest {}
+
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct StatusResponse {
+    #[prost(string, tag = "2")]
+    pub(crate) version: String,
+    /// The leader's number; zero for none.
+    #[prost(uint64, tag = "4")]
+    pub(crate) leader: u64,
+    #[prost(string, repeated, tag = "8")]
+    pub(crate) errors: Vec<String>,
+}
+
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct MemberListRequest {}
+
+#[derive(Clone, PartialEq, Message)]
+pub(crate) struct MemberListResponse {
+    #[prost(message, repeated, tag = "2")]
+    pub(crate) members: Vec<Member>,
+}
+
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct Member {
+    #[prost(bool, tag = "5")]
+    pub(crate) is_learner: bool,
+}

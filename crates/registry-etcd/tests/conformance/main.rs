@@ -1,0 +1,138 @@
+//! The promises of lock-registry over one member and over a cluster.
+//!
+//! Over one member each clause is a test with a server of its own. Elsewhere the clauses share one set of servers, each in a namespace of its
+//! own; only those that restart the servers get their own.
+#![expect(clippy::unwrap_used, reason = "a helper of tests, which may")]
+
+mod shared;
+
+use std::sync::Arc;
+
+use async_trait::async_trait;
+use registry_conformance::{Harness, Store};
+use registry_core::LockBackend;
+use registry_etcd::{EtcdBackend, EtcdConfig};
+#[cfg(feature = "tls")]
+use registry_testkit::etcd::EtcdOptions;
+use registry_testkit::etcd::{EtcdCluster, EtcdServer};
+#[cfg(feature = "tls")]
+use registry_testkit::tls::TlsFolder;
+use shared::{Servers, keeps_its_promises};
+use tokio::sync::Mutex;
+
+#[derive(Debug)]
+struct Standalone;
+
+#[async_trait]
+impl Harness for Standalone {
+    async fn store(&self) -> Box<dyn Store> {
+        Box::new(OneServer(Mutex::new(EtcdServer::start().await.unwrap())))
+    }
+}
+
+#[derive(Debug)]
+struct OneServer(Mutex<EtcdServer>);
+
+impl OneServer {
+    async fn open(&self, namespace: &str) -> Arc<dyn LockBackend> {
+        let config = of(&*self.0.lock().await);
+        Arc::new(EtcdBackend::open(config.with_namespace(namespace)).await.unwrap())
+    }
+}
+
+fn of(server: &EtcdServer) -> EtcdConfig {
+    EtcdConfig::new([(server.addr().ip().to_string(), server.addr().port())])
+}
+
+#[async_trait]
+impl Store for OneServer {
+    async fn client(&self) -> Arc<dyn LockBackend> {
+        self.open("lock-registry").await
+    }
+
+    async fn stranger(&self) -> Option<Arc<dyn LockBackend>> {
+        Some(self.open("other").await)
+    }
+
+    async fn restart(&self) -> bool {
+        let mut server = self.0.lock().await;
+        server.kill();
+        server.start_again().await.unwrap();
+        true
+    }
+}
+
+registry_conformance::conformance! {
+    harness = Standalone,
+    runs = 206,
+    skips = 15,
+    without = [handoff, wipe, remote],
+}
+
+#[async_trait]
+impl Servers for EtcdCluster {
+    async fn begin() -> Self {
+        Self::start(3).await.unwrap()
+    }
+
+    fn config(&self) -> EtcdConfig {
+        EtcdConfig::from_url(&self.url()).unwrap()
+    }
+
+    async fn restart(&mut self) {
+        for number in 0..3 {
+            self.member_mut(number).kill();
+        }
+        for number in 0..3 {
+            self.member_mut(number).launch_again().await.unwrap();
+        }
+        for number in 0..3 {
+            self.member_mut(number).serving().await.unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_cluster_keeps_all_promises() {
+    keeps_its_promises::<EtcdCluster>(206, 15);
+}
+
+/// A member that is reached by encrypted connections only, asks each client for a certificate, and lets in only users.
+#[cfg(feature = "tls")]
+#[derive(Debug)]
+struct Guarded {
+    server: EtcdServer,
+    certificates: TlsFolder,
+}
+
+#[cfg(feature = "tls")]
+#[async_trait]
+impl Servers for Guarded {
+    async fn begin() -> Self {
+        let certificates = TlsFolder::new().unwrap();
+        let options = EtcdOptions::new().tls(&certificates).login("worker", "opensesame");
+        Self { server: EtcdServer::start_with(options).await.unwrap(), certificates }
+    }
+
+    fn config(&self) -> EtcdConfig {
+        let pem = |path| std::fs::read(path).unwrap();
+        of(&self.server)
+            .with_certificate_authority(pem(self.certificates.ca_file()))
+            .with_client_certificate(
+                pem(self.certificates.client_cert_file()),
+                pem(self.certificates.client_key_file()),
+            )
+            .with_login("worker", "opensesame")
+    }
+
+    async fn restart(&mut self) {
+        self.server.kill();
+        self.server.start_again().await.unwrap();
+    }
+}
+
+#[cfg(feature = "tls")]
+#[test]
+fn an_encrypted_member_with_users_and_certificates_keeps_all_promises() {
+    keeps_its_promises::<Guarded>(206, 15);
+}

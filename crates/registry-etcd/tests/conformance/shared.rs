@@ -1,0 +1,111 @@
+//! Runs the whole suite over one set of servers.
+
+use std::fmt::Debug;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, PoisonError};
+
+use async_trait::async_trait;
+use registry_conformance::{Clause, Harness, Need, Store, all_clauses, run};
+use registry_core::LockBackend;
+use registry_etcd::{EtcdBackend, EtcdConfig};
+use tokio::sync::RwLock;
+
+/// How many clauses run at a time: they mostly wait.
+const AT_ONCE: usize = 8;
+
+/// Some kind of servers.
+#[async_trait]
+pub(crate) trait Servers: Debug + Send + Sync + Sized + 'static {
+    async fn begin() -> Self;
+    fn config(&self) -> EtcdConfig;
+    async fn restart(&mut self);
+}
+
+/// Runs all clauses that the servers can keep: `runs` and `skips` count them, so that none is forgotten.
+///
+/// # Panics
+/// With the names of the clauses that were not kept.
+pub(crate) fn keeps_its_promises<S: Servers>(runs: usize, skips: usize) {
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    let servers = Arc::new(RwLock::new(runtime.block_on(S::begin())));
+    let capabilities = {
+        let servers = Arc::clone(&servers);
+        runtime.block_on(async move { open(&servers, "lock-registry-probe").await.capabilities() })
+    };
+    let can = |need: &Need| match need {
+        Need::Remote | Need::Wipe => false,
+        Need::Handoff => !capabilities.fair,
+        _ => true,
+    };
+    let (kept, skipped): (Vec<&'static Clause>, Vec<_>) =
+        all_clauses().iter().partition(|clause| clause.needs.iter().all(can));
+    assert_eq!((kept.len(), skipped.len()), (runs, skips), "skipped: {skipped:?}");
+
+    let next = AtomicUsize::new(0);
+    let broken = std::sync::Mutex::new(Vec::new());
+    std::thread::scope(|scope| {
+        for _ in 0..AT_ONCE {
+            scope.spawn(|| {
+                while let Some(&clause) = kept.get(next.fetch_add(1, Ordering::Relaxed)) {
+                    let harness = SharedServers { servers: Arc::clone(&servers), clause };
+                    let kept =
+                        catch_unwind(AssertUnwindSafe(|| run(harness, clause.theme, clause.name)));
+                    if kept.is_err() {
+                        let mut broken = broken.lock().unwrap_or_else(PoisonError::into_inner);
+                        broken.push(format!("{clause:?}"));
+                    }
+                }
+            });
+        }
+    });
+    let broken = broken.into_inner().unwrap_or_else(PoisonError::into_inner);
+    assert!(broken.is_empty(), "{} promises are broken: {broken:#?}", broken.len());
+}
+
+async fn open<S: Servers>(servers: &RwLock<S>, namespace: &str) -> Arc<dyn LockBackend> {
+    let config = servers.read().await.config().with_namespace(namespace);
+    Arc::new(EtcdBackend::open(config).await.unwrap())
+}
+
+/// Servers for one clause.
+#[derive(Debug)]
+struct SharedServers<S> {
+    servers: Arc<RwLock<S>>,
+    clause: &'static Clause,
+}
+
+#[async_trait]
+impl<S: Servers> Harness for SharedServers<S> {
+    async fn store(&self) -> Box<dyn Store> {
+        let servers = if self.clause.needs.contains(&Need::Restart) {
+            Arc::new(RwLock::new(S::begin().await))
+        } else {
+            Arc::clone(&self.servers)
+        };
+        let namespace = format!("lock-registry-{}-{}", self.clause.theme, self.clause.name);
+        Box::new(InNamespace { servers, namespace })
+    }
+}
+
+#[derive(Debug)]
+struct InNamespace<S> {
+    servers: Arc<RwLock<S>>,
+    namespace: String,
+}
+
+#[async_trait]
+impl<S: Servers> Store for InNamespace<S> {
+    async fn client(&self) -> Arc<dyn LockBackend> {
+        open(&self.servers, &self.namespace).await
+    }
+
+    async fn stranger(&self) -> Option<Arc<dyn LockBackend>> {
+        Some(open(&self.servers, &format!("{}-other", self.namespace)).await)
+    }
+
+    async fn restart(&self) -> bool {
+        self.servers.write().await.restart().await;
+        true
+    }
+}

@@ -1,0 +1,64 @@
+//! How servers are to be started.
+
+use std::path::PathBuf;
+
+use crate::programs;
+use crate::tls::TlsFolder;
+
+/// Names another program than `etcd`.
+pub const SERVER_VARIABLE: &str = "LOCK_REGISTRY_ETCD_SERVER";
+/// Names another program than `etcdctl`.
+pub const CTL_VARIABLE: &str = "LOCK_REGISTRY_ETCDCTL";
+
+/// How an [`EtcdServer`](super::EtcdServer), or each member of an [`EtcdCluster`](super::EtcdCluster), is to be started.
+#[derive(Debug, Clone)]
+pub struct EtcdOptions {
+    pub(super) program: PathBuf,
+    pub(super) ctl: PathBuf,
+    pub(super) args: Vec<String>,
+    pub(super) login: Option<(String, String)>,
+    pub(super) tls: Option<TlsFolder>,
+}
+
+impl Default for EtcdOptions {
+    fn default() -> Self {
+        Self {
+            program: programs::server(SERVER_VARIABLE, "etcd"),
+            ctl: programs::server(CTL_VARIABLE, "etcdctl"),
+            args: Vec::new(),
+            login: None,
+            tls: None,
+        }
+    }
+}
+
+impl EtcdOptions {
+    /// Servers with their defaults.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Adds arguments, such as `["--auth-token-ttl", "1"]`.
+    #[must_use]
+    pub fn args(mut self, args: &[&str]) -> Self {
+        self.args.extend(args.iter().map(|&arg| arg.to_owned()));
+        self
+    }
+
+    /// Lets in only those who log in: `root`, with the password `root`, in whose name the testkit asks; and this user, who may do
+    /// everything with keys that begin with `lock-registry`.
+    #[must_use]
+    pub fn login(mut self, user: &str, password: &str) -> Self {
+        self.login = Some((user.to_owned(), password.to_owned()));
+        self
+    }
+
+    /// Encrypts all connections of clients with the server's certificate from `folder`, and takes only clients with a certificate of the
+    /// same authority.
+    #[must_use]
+    pub fn tls(mut self, folder: &TlsFolder) -> Self {
+        self.tls = Some(folder.clone());
+        self
+    }
+}

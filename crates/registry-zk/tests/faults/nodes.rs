@@ -1,0 +1,125 @@
+//! What happens to the nodes of locks: parents that are removed, numbers that end, nodes that somebody deletes.
+
+use std::collections::HashSet;
+
+use registry_core::{LockRegistry as _, LostReason};
+use registry_testkit::contest::LONG;
+use registry_testkit::history::Window;
+use registry_testkit::within;
+use registry_testkit::zookeeper::ZooKeeperServer;
+use tokio::task::JoinSet;
+use zookeeper_client::{Acls, Client, CreateMode};
+
+use crate::lab::{LONG_SESSION, contest, end, operator, registry, secs};
+
+const ROOT: &str = "/lock-registry";
+/// Where the store has its keys.
+const BASE: &str = "/lock-registry/default";
+
+/// As the servers do with parents that are empty, only all the time.
+async fn reap(operator: Client) {
+    loop {
+        for key in operator.list_children(BASE).await.unwrap_or_default() {
+            _ = operator.delete(&format!("{BASE}/{key}"), None).await;
+        }
+        _ = operator.delete(BASE, None).await;
+        _ = operator.delete(ROOT, None).await;
+    }
+}
+
+#[tokio::test]
+async fn parents_that_vanish_at_any_moment_cost_nothing_and_tokens_grow_on() {
+    let server = ZooKeeperServer::start().await.unwrap();
+    let operator = operator(&server).await;
+    let ours = registry(&server.url(), LONG_SESSION).await;
+    let mut reaping = JoinSet::new();
+    reaping.spawn(reap(operator.clone()));
+    let contest = contest(&server.url(), LONG_SESSION).await;
+    let mut last = None;
+    let mut parents = HashSet::new();
+    for _ in 0..300 {
+        // Alone, so that the parent goes each time.
+        let guard = within(LONG, ours.obtain("alone").lock()).await.unwrap();
+        let parent = operator.check_stat(&format!("{BASE}/alone")).await.unwrap().unwrap();
+        parents.insert(parent.czxid);
+        assert!(guard.fencing_token() > last);
+        last = guard.fencing_token();
+        guard.unlock().await.unwrap();
+    }
+    contest.goes_on().await;
+    reaping.shutdown().await;
+    println!("{} parents", parents.len());
+    assert!(parents.len() > 10, "they were hardly ever removed");
+    let outcome = end(contest, &server.url()).await;
+    assert_eq!(outcome.steady_losses(), []);
+    outcome.assert_flawless();
+}
+
+/// The number in a node's name counts all children that its parent ever had, with 31 bits. What comes after that is not in order any
+/// more, and the servers give one number to many.
+#[tokio::test]
+async fn the_end_of_all_numbers_breaks_no_promise_and_keeps_the_order() {
+    let mut server = ZooKeeperServer::start().await.unwrap();
+    let operator = operator(&server).await;
+    let persistent = CreateMode::Persistent.with_acls(Acls::anyone_all());
+    let keys: Vec<String> = (0..3).map(|key| format!("{BASE}/contested%2F{key}")).collect();
+    for path in &keys {
+        operator.mkdir(path, &persistent).await.unwrap();
+    }
+    server.kill();
+    for path in &keys {
+        server.set_children_ever(path, i32::MAX - 20).await.unwrap();
+    }
+    server.start_again().await.unwrap();
+    let contest = contest(&server.url(), LONG_SESSION).await;
+    for _ in 0..20 {
+        contest.goes_on().await;
+    }
+    let names = crate::lab::operator(&server).await;
+    let names = names.list_children(&keys[0]).await.unwrap();
+    let outcome = end(contest, &server.url()).await;
+    let grants = |key: &str| {
+        let key = key.replace("%2F", "/");
+        outcome.history.grants.iter().filter(|grant| key.ends_with(&*grant.key)).count()
+    };
+    println!("{names:?}; {:?}", keys.iter().map(|key| grants(key)).collect::<Vec<_>>());
+    assert!(keys.iter().all(|key| grants(key) > 25), "the numbers have not ended");
+    assert_eq!(outcome.steady_losses(), []);
+    outcome.assert_flawless();
+}
+
+/// By an operator. Others may have the lock before its holder has heard of it, which takes no more than the way back from the server.
+#[tokio::test]
+async fn a_node_that_somebody_deletes_is_a_lock_that_is_lost() {
+    let server = ZooKeeperServer::start().await.unwrap();
+    let operator = operator(&server).await;
+    let contest = contest(&server.url(), LONG_SESSION).await;
+    let mut windows = Vec::new();
+    for round in 1..=2 {
+        contest.goes_on().await;
+        contest.steady().await;
+        // They have been held for long enough to be watched over.
+        tokio::time::sleep(secs(1)).await;
+        let begin = contest.now();
+        for key in 0..3 {
+            let path = format!("{BASE}/steady%2F{key}");
+            let mut all = operator.list_children(&path).await.unwrap();
+            // Nobody of those who envy the holder for a moment was there before it.
+            all.sort_by_key(|name| name[name.len() - 10..].to_owned());
+            operator.delete(&format!("{path}/{}", all[0]), None).await.unwrap();
+        }
+        contest.loses_steadily(3 * round).await;
+        windows.push(Window::new(begin, contest.now() + 1_000_000_000));
+        let told = contest.losses();
+        let told = told.iter().filter(|loss| loss.key.starts_with("steady") && loss.at > begin);
+        let told: Vec<_> =
+            told.map(|loss| std::time::Duration::from_nanos(loss.at - begin)).collect();
+        println!("told after {told:?}");
+        assert!(told.iter().all(|after| *after < LONG_SESSION / 4), "{told:?}");
+    }
+    contest.goes_on().await;
+    let outcome = end(contest, &server.url()).await;
+    let losses = outcome.steady_losses();
+    assert!(losses.iter().all(|reason| *reason == LostReason::Gone), "{losses:?}");
+    outcome.assert_flawless_but_between(&windows);
+}
