@@ -288,13 +288,13 @@ const LOCK_ROW: &str = "\
 const RAISE_TOKEN: &str = "\
     UPDATE {locks} SET claim = NULL, token = ?, block = 1, label = NULL, since = {now}, until = {now} WHERE id = ?";
 
-/// Has the row there with what was noted in it by the session that has the lock: rows without a lease are purged after a while.
+/// Has the row there with what was noted in it by the session that has the lock: rows without a lease are purged after a while. One that is there
+/// is left as it is, and waits for nobody who has locked it for a fence.
 ///
 /// id, namespace, key, claim, token, block
 const SESSION_KEEP: &str = "\
-    INSERT INTO {locks} (id, namespace, lock_key, claim, token, block, label, since, until) \
-    SELECT ?, ?, ?, ?, ?, ?, NULL, {now}, {now} FROM DUAL \
-    ON DUPLICATE KEY UPDATE until = IF({locks}.claim = VALUES(claim), GREATEST({locks}.until, VALUES(until)), {locks}.until)";
+    INSERT IGNORE INTO {locks} (id, namespace, lock_key, claim, token, block, label, since, until) \
+    SELECT ?, ?, ?, ?, ?, ?, NULL, {now}, {now} FROM DUAL";
 
 /// Like [`FENCE`], for a lock that ends with a connection: whoever comes next changes the row first, whatever became of the connection. Shared,
 /// with that connection perhaps.

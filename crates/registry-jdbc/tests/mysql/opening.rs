@@ -171,3 +171,23 @@ async fn encrypted_connections_are_verified_if_that_is_wanted() {
         assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{}", told(&error));
     }
 }
+
+/// A statement that began before a row was made, used and deleted again would have the smaller token.
+#[tokio::test]
+async fn rows_are_kept_for_longer_than_any_statement_may_last() {
+    let server = server().await;
+    let seconds = std::time::Duration::from_secs;
+    for (purge_after, response_timeout, works) in
+        [(60, 10, true), (59, 10, false), (119, 60, false), (120, 60, true)]
+    {
+        let config = config(&server).with_purge_after(seconds(purge_after));
+        let config = config.with_response_timeout(seconds(response_timeout));
+        if works {
+            backend(config).await;
+        } else {
+            let error = refused(config).await;
+            assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{}", told(&error));
+            assert!(error.to_string().contains("purge_after"), "{error}");
+        }
+    }
+}
