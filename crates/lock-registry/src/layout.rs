@@ -19,12 +19,19 @@ pub enum Layout {
     /// That of Spring Integration: in Redis, but for quorums, of its `RedisLockRegistry`, whose registry key is the namespace; in PostgreSQL,
     /// MariaDB and MySQL of its `JdbcLockRegistry`.
     Spring,
+    /// That of Apache Curator's `InterProcessMutex`, which Spring Integration's `ZookeeperLockRegistry` uses, whose root the option `root` names. For
+    /// ZooKeeper.
+    Curator,
     /// That of Redisson's `RLock`, whose name is the key, after the namespace and a colon if there is one. For Redis, but for quorums.
     Redisson,
 }
 
-const LAYOUTS: [(&str, Layout); 3] =
-    [("native", Layout::Native), ("spring", Layout::Spring), ("redisson", Layout::Redisson)];
+const LAYOUTS: [(&str, Layout); 4] = [
+    ("native", Layout::Native),
+    ("spring", Layout::Spring),
+    ("redisson", Layout::Redisson),
+    ("curator", Layout::Curator),
+];
 
 /// Reads the name of a layout.
 pub(crate) fn layout(text: &str) -> Result<Layout, Problem> {
@@ -37,6 +44,7 @@ impl fmt::Display for Layout {
             Self::Native => "native",
             Self::Spring => "spring",
             Self::Redisson => "redisson",
+            Self::Curator => "curator",
         })
     }
 }

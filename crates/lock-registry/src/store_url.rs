@@ -7,6 +7,7 @@ mod database;
 mod parts;
 mod redis;
 mod shown;
+mod zk;
 
 use std::path::PathBuf;
 
@@ -24,6 +25,7 @@ pub(crate) use redis::Place;
 pub(crate) use redis::RedisServers;
 pub(crate) use shown::UrlText;
 pub use shown::redact_url;
+pub(crate) use zk::ZkServers;
 
 /// A store and the options that its URL sets.
 #[derive(Debug, PartialEq, Eq)]
@@ -46,6 +48,8 @@ pub(crate) enum Store {
     MySql(DatabaseServer),
     /// These Redis servers.
     Redis(RedisServers),
+    /// These ZooKeeper servers.
+    Zk(ZkServers),
     /// No store: everybody is always granted.
     PassThrough,
 }
@@ -59,6 +63,7 @@ impl Store {
             Self::Postgres(_) => "postgres",
             Self::MySql(_) => "mysql",
             Self::Redis(servers) => servers.scheme,
+            Self::Zk(servers) => servers.scheme,
             Self::PassThrough => "pass-through",
         }
     }
@@ -106,6 +111,7 @@ impl StoreUrl {
             "mysql" | "mariadb" => {
                 Store::MySql(DatabaseServer::parse(&parts, scheme, database::MYSQL_PORT)?)
             }
+            "zk" | "zks" => Store::Zk(ZkServers::parse(&parts, scheme)?),
             name if name.starts_with("redis") => Store::Redis(RedisServers::parse(&parts, scheme)?),
             _ => pass_through(&parts, scheme)?,
         };

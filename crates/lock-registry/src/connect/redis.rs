@@ -54,7 +54,8 @@ fn records(mut config: RedisConfig, options: &Layer) -> RedisConfig {
     }
     if let Some(layout) = options.layout {
         config = config.with_layout(match layout {
-            Layout::Native => RedisLayout::Native,
+            // Refused when options are checked.
+            Layout::Native | Layout::Curator => RedisLayout::Native,
             Layout::Spring => RedisLayout::Spring,
             Layout::Redisson => RedisLayout::Redisson,
         });

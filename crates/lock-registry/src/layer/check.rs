@@ -19,7 +19,7 @@ pub(super) enum Stores {
     /// PostgreSQL, MariaDB and MySQL.
     Database,
     Postgres,
-    /// Database servers and Redis.
+    /// All that connections are made to.
     Servers,
     Redis,
     /// Redis, at the path of a socket.
@@ -30,7 +30,8 @@ pub(super) enum Stores {
     RedisQuorum,
     /// Redis, with replicas that count.
     RedisReplicated,
-    /// Redis over encrypted connections, and database servers.
+    ZooKeeper,
+    /// Redis and ZooKeeper over encrypted connections, and database servers.
     Encrypted,
 }
 
@@ -40,18 +41,20 @@ impl Stores {
         let (store, kind) = scheme.split_once('+').unwrap_or((scheme, ""));
         let redis = matches!(store, "redis" | "rediss");
         let database = matches!(store, "postgres" | "mysql");
+        let zookeeper = matches!(store, "zk" | "zks");
         match self {
             Self::All => true,
             Self::Sql => database || store == "sqlite",
             Self::Database => database,
             Self::Postgres => store == "postgres",
-            Self::Servers => redis || database,
+            Self::Servers => redis || database || zookeeper,
             Self::Redis => redis,
             Self::RedisUnix => redis && kind == "unix",
             Self::RedisSentinel => redis && kind == "sentinel",
             Self::RedisQuorum => redis && kind == "quorum",
             Self::RedisReplicated => redis && kind != "quorum",
-            Self::Encrypted => database || store == "rediss",
+            Self::ZooKeeper => zookeeper,
+            Self::Encrypted => database || matches!(store, "rediss" | "zks"),
         }
     }
 
@@ -62,13 +65,16 @@ impl Stores {
             Self::Sql => "sqlite, postgres and mysql stores",
             Self::Database => "postgres and mysql stores",
             Self::Postgres => "postgres stores",
-            Self::Servers => "redis, postgres and mysql stores",
+            Self::Servers => "redis, zk, postgres and mysql stores",
             Self::Redis => "redis stores",
             Self::RedisUnix => "redis+unix stores",
             Self::RedisSentinel => "redis+sentinel stores",
             Self::RedisQuorum => "redis+quorum stores",
             Self::RedisReplicated => "redis stores that are no quorum",
-            Self::Encrypted => "encrypted redis stores (`rediss://`), postgres and mysql stores",
+            Self::ZooKeeper => "zk stores",
+            Self::Encrypted => {
+                "encrypted redis and zk stores (`rediss://`, `zks://`), postgres and mysql stores"
+            }
         }
     }
 }
@@ -102,6 +108,7 @@ impl Layer {
             ("token_memory", self.token_memory, SERVERS_MIN, DAYS_MAX),
             ("replica_timeout", self.replica_timeout, SERVERS_MIN, RegistryBuilder::TIMEOUT_MAX),
             ("restart_guard", self.restart_guard, Duration::ZERO, DAYS_MAX),
+            ("session", self.session, SESSION_MIN, Capabilities::LEASE_MAX),
         ];
         for (option, given, min, max) in spans {
             match given {
@@ -136,8 +143,19 @@ impl Layer {
         }
         if let Some(layout) = self.layout
             && layout != Layout::Native
-            && !Stores::RedisReplicated.have(store)
+            && !(Stores::RedisReplicated.have(store) && layout != Layout::Curator)
+            && !(Stores::ZooKeeper.have(store) && layout == Layout::Curator)
         {
+            if Stores::ZooKeeper.have(store) {
+                let both = format!("is {layout}, and {store} stores have `native` and `curator`");
+                return wrong("layout", both);
+            }
+            if Stores::RedisReplicated.have(store) {
+                let all = format!(
+                    "is {layout}, and {store} stores have `native`, `spring` and `redisson`"
+                );
+                return wrong("layout", all);
+            }
             if !Stores::Database.have(store) {
                 let only = format!("is {layout}, and {store} stores have only `native`");
                 return wrong("layout", only);
@@ -193,6 +211,9 @@ impl Layer {
         }
         if self.row_locks.is_some() && self.mode != Some(Mode::Row) {
             return wrong("row_locks", "is of no use without `mode=row`".to_owned());
+        }
+        if Stores::ZooKeeper.have(store) {
+            self.check_session().or_else(|(option, problem)| wrong(option, problem))?;
         }
         if Stores::Database.have(store) {
             self.check_spring().or_else(|(option, problem)| wrong(option, problem))?;
@@ -265,6 +286,34 @@ impl Layer {
 }
 
 impl Layer {
+    /// Checks what ZooKeeper makes of times and logins.
+    fn check_session(&self) -> Result<(), (&'static str, String)> {
+        if self.namespace.as_deref() == Some("") {
+            return Err(("namespace", "is empty; leave it away".to_owned()));
+        }
+        if let (Some(lease), Some(session)) = (self.lease, self.session)
+            && session < lease * 2
+        {
+            return Err((
+                "session",
+                format!(
+                    "is {}, less than twice the `lease`, {}: half of a session is what is certain of it",
+                    shown(session),
+                    shown(lease)
+                ),
+            ));
+        }
+        if self.auth.as_ref().is_some_and(|auth| {
+            auth.told().split_once(':').is_none_or(|(scheme, _)| scheme.is_empty())
+        }) {
+            return Err((
+                "auth",
+                "is no SCHEME:CREDENTIALS, such as `digest:USER:PASSWORD`".to_owned(),
+            ));
+        }
+        Ok(())
+    }
+
     /// Checks what a database's layout of Spring asks for, and what is of no use in any other.
     fn check_spring(&self) -> Result<(), (&'static str, String)> {
         if self.layout != Some(Layout::Spring) {
@@ -304,6 +353,8 @@ impl Layer {
 const LEASE: Duration = Duration::from_secs(30);
 const TIMEOUT: Duration = Duration::from_secs(3);
 const DAYS_MAX: Duration = LockOptions::WAIT_MAX;
+/// The shortest session that can be asked for: of twice the shortest lease, and as much again.
+const SESSION_MIN: Duration = Duration::from_millis(400);
 /// More connections than any server has for one program.
 const POOL_MAX: u32 = 10_000;
 /// The shortest time that rows are kept in a server.

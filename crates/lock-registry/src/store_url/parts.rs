@@ -1,5 +1,6 @@
 //! A store URL cut into its parts, and what is the same in the parts of all stores. What they mean is not decided here.
 
+use std::collections::BTreeSet;
 use std::net::Ipv6Addr;
 use std::path::PathBuf;
 
@@ -146,6 +147,39 @@ pub(super) fn server(host: &str, default_port: u16) -> Option<Host> {
     let port = port.filter(|port| is_host(host) && *port != 0 && !name.is_empty())?;
     let name = name.strip_prefix('[').and_then(|name| name.strip_suffix(']')).unwrap_or(name);
     Some((name.to_owned(), port))
+}
+
+/// A list of servers, each of them once.
+pub(super) fn servers(
+    hosts: &str,
+    scheme: &Scheme,
+    port: u16,
+    form: &str,
+) -> Result<Vec<Host>, ConfigError> {
+    if hosts.is_empty() {
+        return Err(unusable(scheme, &format!("names no server; {form}")));
+    }
+    let servers: Option<Vec<Host>> = hosts.split(',').map(|host| server(host, port)).collect();
+    let Some(servers) = servers else {
+        return Err(unusable(
+            scheme,
+            &format!(
+                "has something in its list that is not a host and, after a colon, perhaps a port from 1 to 65535; {form}; special \
+                 characters in a password are percent-encoded, `/` as `%2F`"
+            ),
+        ));
+    };
+    let different: BTreeSet<_> =
+        servers.iter().map(|(name, port)| (name.to_ascii_lowercase(), port)).collect();
+    if different.len() < servers.len() {
+        return Err(unusable(
+            scheme,
+            &format!(
+                "names a server twice (the port is {port} unless it is given); name each once"
+            ),
+        ));
+    }
+    Ok(servers)
 }
 
 /// A host with an optional port. `user:password` is none, unless the password is a port number.
