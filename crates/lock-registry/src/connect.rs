@@ -1,8 +1,15 @@
 //! From a checked configuration to an open registry.
 
+#[cfg(feature = "etcd")]
+mod etcd;
 #[cfg(feature = "mysql")]
 mod mysql;
-#[cfg(any(feature = "postgres-tls", feature = "mysql-tls", feature = "redis-tls"))]
+#[cfg(any(
+    feature = "postgres-tls",
+    feature = "mysql-tls",
+    feature = "redis-tls",
+    feature = "etcd-tls"
+))]
 mod pem;
 #[cfg(feature = "postgres")]
 mod postgres;
@@ -38,6 +45,8 @@ use crate::store_url::Store;
 /// | `redis+cluster://[[USER]:PASSWORD@]HOST[:PORT],…` | all hosts that reach the cluster that these are some members of |
 /// | `redis+quorum://[[USER]:PASSWORD@]HOST[:PORT],…[/DATABASE]` | all hosts that reach most of these masters, three or more, which know nothing of each other |
 /// | `rediss://…`, `rediss+sentinel://…`, `rediss+cluster://…`, `rediss+quorum://…` | the same over encrypted connections; feature `redis-tls` |
+/// | `etcd://[USER:PASSWORD@]HOST[:PORT],…` | all hosts that reach the etcd cluster that these are members of; feature `etcd` |
+/// | `etcds://…` | the same over encrypted connections; feature `etcd-tls` |
 /// | `pass-through:` | none: callers of this registry take turns, nobody else is kept out; for tests, or to turn locking off |
 ///
 /// Options follow as a query: `sqlite:locks.db?lease=10s&label=worker%201`. Special characters are percent-encoded. See
@@ -149,6 +158,13 @@ async fn backend(store: Store, options: &Layer) -> Result<Arc<dyn LockBackend>, 
         }
         #[cfg(not(feature = "redis"))]
         Store::Redis(_) => unreachable!("its scheme is refused when the URL is parsed"),
+        #[cfg(feature = "etcd")]
+        Store::Etcd(cluster) => {
+            let backend = etcd::open(&cluster, options).await;
+            Arc::new(backend.map_err(|error| ConfigError::open(cluster.scheme, error))?)
+        }
+        #[cfg(not(feature = "etcd"))]
+        Store::Etcd(_) => unreachable!("its scheme is refused when the URL is parsed"),
     })
 }
 

@@ -21,10 +21,16 @@ pub enum Layout {
     Spring,
     /// That of Redisson's `RLock`, whose name is the key, after the namespace and a colon if there is one. For Redis, but for quorums.
     Redisson,
+    /// That of `etcdctl lock` and of Go's `concurrency.Mutex`, whose name is the key, after the namespace and a slash if there is one. For etcd.
+    Etcdctl,
 }
 
-const LAYOUTS: [(&str, Layout); 3] =
-    [("native", Layout::Native), ("spring", Layout::Spring), ("redisson", Layout::Redisson)];
+const LAYOUTS: [(&str, Layout); 4] = [
+    ("native", Layout::Native),
+    ("spring", Layout::Spring),
+    ("redisson", Layout::Redisson),
+    ("etcdctl", Layout::Etcdctl),
+];
 
 /// Reads the name of a layout.
 pub(crate) fn layout(text: &str) -> Result<Layout, Problem> {
@@ -37,6 +43,7 @@ impl fmt::Display for Layout {
             Self::Native => "native",
             Self::Spring => "spring",
             Self::Redisson => "redisson",
+            Self::Etcdctl => "etcdctl",
         })
     }
 }

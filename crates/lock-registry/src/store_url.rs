@@ -4,6 +4,7 @@
 //! `.` and `..`, which changes what a path with symbolic links means.
 
 mod database;
+mod etcd;
 mod parts;
 mod redis;
 mod shown;
@@ -19,6 +20,7 @@ use parts::{Parts, decoded_text, file_path, unusable};
 pub(crate) use database::DatabaseServer;
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub(crate) use database::Place as DatabasePlace;
+pub(crate) use etcd::EtcdMembers;
 #[cfg(feature = "redis")]
 pub(crate) use redis::Place;
 pub(crate) use redis::RedisServers;
@@ -46,6 +48,8 @@ pub(crate) enum Store {
     MySql(DatabaseServer),
     /// These Redis servers.
     Redis(RedisServers),
+    /// The cluster of these members.
+    Etcd(EtcdMembers),
     /// No store: everybody is always granted.
     PassThrough,
 }
@@ -59,6 +63,7 @@ impl Store {
             Self::Postgres(_) => "postgres",
             Self::MySql(_) => "mysql",
             Self::Redis(servers) => servers.scheme,
+            Self::Etcd(cluster) => cluster.scheme,
             Self::PassThrough => "pass-through",
         }
     }
@@ -106,6 +111,7 @@ impl StoreUrl {
             "mysql" | "mariadb" => {
                 Store::MySql(DatabaseServer::parse(&parts, scheme, database::MYSQL_PORT)?)
             }
+            "etcd" | "etcds" => Store::Etcd(EtcdMembers::parse(&parts, scheme)?),
             name if name.starts_with("redis") => Store::Redis(RedisServers::parse(&parts, scheme)?),
             _ => pass_through(&parts, scheme)?,
         };

@@ -19,7 +19,7 @@ pub(super) enum Stores {
     /// PostgreSQL, MariaDB and MySQL.
     Database,
     Postgres,
-    /// Database servers and Redis.
+    /// Database servers, Redis and etcd.
     Servers,
     Redis,
     /// Redis, at the path of a socket.
@@ -30,7 +30,7 @@ pub(super) enum Stores {
     RedisQuorum,
     /// Redis, with replicas that count.
     RedisReplicated,
-    /// Redis over encrypted connections, and database servers.
+    /// Redis and etcd over encrypted connections, and database servers.
     Encrypted,
 }
 
@@ -45,13 +45,13 @@ impl Stores {
             Self::Sql => database || store == "sqlite",
             Self::Database => database,
             Self::Postgres => store == "postgres",
-            Self::Servers => redis || database,
+            Self::Servers => redis || database || matches!(store, "etcd" | "etcds"),
             Self::Redis => redis,
             Self::RedisUnix => redis && kind == "unix",
             Self::RedisSentinel => redis && kind == "sentinel",
             Self::RedisQuorum => redis && kind == "quorum",
             Self::RedisReplicated => redis && kind != "quorum",
-            Self::Encrypted => database || store == "rediss",
+            Self::Encrypted => database || matches!(store, "rediss" | "etcds"),
         }
     }
 
@@ -62,13 +62,15 @@ impl Stores {
             Self::Sql => "sqlite, postgres and mysql stores",
             Self::Database => "postgres and mysql stores",
             Self::Postgres => "postgres stores",
-            Self::Servers => "redis, postgres and mysql stores",
+            Self::Servers => "redis, etcd, postgres and mysql stores",
             Self::Redis => "redis stores",
             Self::RedisUnix => "redis+unix stores",
             Self::RedisSentinel => "redis+sentinel stores",
             Self::RedisQuorum => "redis+quorum stores",
             Self::RedisReplicated => "redis stores that are no quorum",
-            Self::Encrypted => "encrypted redis stores (`rediss://`), postgres and mysql stores",
+            Self::Encrypted => {
+                "encrypted redis and etcd stores (`rediss://`, `etcds://`), postgres and mysql stores"
+            }
         }
     }
 }
@@ -131,17 +133,12 @@ impl Layer {
             return wrong("pool", format!("is not between 1 and {POOL_MAX}"));
         }
         if let Some(layout) = self.layout
-            && layout != Layout::Native
-            && !Stores::RedisReplicated.have(store)
+            && !layouts(store).contains(&layout)
         {
-            if !Stores::Database.have(store) {
-                let only = format!("is {layout}, and {store} stores have only `native`");
-                return wrong("layout", only);
-            }
-            if layout != Layout::Spring {
-                let both = format!("is {layout}, and {store} stores have `native` and `spring`");
-                return wrong("layout", both);
-            }
+            let known: Vec<_> = layouts(store).iter().map(|known| format!("`{known}`")).collect();
+            let only = if known.len() == 1 { "only " } else { "" };
+            let known = known.join(" and ");
+            return wrong("layout", format!("is {layout}, and {store} stores have {only}{known}"));
         }
         if self.layout == Some(Layout::Spring) && self.mode == Some(Mode::Session) {
             return wrong(
@@ -289,6 +286,19 @@ impl Layer {
     }
 }
 
+/// The layouts that the stores of this scheme have.
+fn layouts(store: &str) -> &'static [Layout] {
+    if Stores::RedisReplicated.have(store) {
+        &[Layout::Native, Layout::Spring, Layout::Redisson]
+    } else if Stores::Database.have(store) {
+        &[Layout::Native, Layout::Spring]
+    } else if matches!(store, "etcd" | "etcds") {
+        &[Layout::Native, Layout::Etcdctl]
+    } else {
+        &[Layout::Native]
+    }
+}
+
 // The engine's own, for what is not set.
 const LEASE: Duration = Duration::from_secs(30);
 const TIMEOUT: Duration = Duration::from_secs(3);
@@ -384,7 +394,7 @@ mod tests {
             (
                 "layout",
                 "redison",
-                "did you mean `redisson`? There are `native`, `spring`, `redisson`",
+                "did you mean `redisson`? There are `native`, `spring`, `redisson`, `etcdctl`",
             ),
             ("publish", "sharp", "did you mean `sharded`? There are `auto`, `plain`, `sharded`"),
             ("cert", "a.pem", "without `key`"),
@@ -446,6 +456,29 @@ mod tests {
             let error = problem("postgres", &[(option, value)]).unwrap();
             assert!(error.contains(hint) && error.contains(option), "{option}={value}: {error}");
         }
+    }
+
+    #[test]
+    fn each_option_of_etcd_is_for_clusters_that_know_it() {
+        for store in ["etcd", "etcds"] {
+            for (option, value, knows) in [
+                ("connect_timeout", "1s", true),
+                ("namespace", "", true),
+                ("layout", "etcdctl", true),
+                ("layout", "native", true),
+                ("layout", "redisson", false),
+                ("ca", "ca.pem", store == "etcds"),
+                ("token_memory", "1h", false),
+                ("pool", "1", false),
+            ] {
+                let problem = problem(store, &[(option, value)]);
+                assert_eq!(problem.is_none(), knows, "{option} of {store}: {problem:?}");
+            }
+        }
+        let error = problem("redis", &[("layout", "etcdctl")]).unwrap();
+        assert!(error.contains("have `native` and `spring` and `redisson`"), "{error}");
+        let error = problem("memory", &[("layout", "etcdctl")]).unwrap();
+        assert!(error.contains("have only `native`"), "{error}");
     }
 
     #[test]

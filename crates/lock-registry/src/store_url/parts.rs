@@ -1,5 +1,6 @@
 //! A store URL cut into its parts, and what is the same in the parts of all stores. What they mean is not decided here.
 
+use std::collections::BTreeSet;
 use std::net::Ipv6Addr;
 use std::path::PathBuf;
 
@@ -169,4 +170,37 @@ pub(super) fn is_host(host: &str) -> bool {
 
 pub(super) fn unusable(scheme: &Scheme, problem: &str) -> ConfigError {
     ConfigError::Invalid(format!("the `{}:` store URL {problem}", scheme.name))
+}
+
+/// A list of servers, each of them once.
+pub(super) fn several(
+    hosts: &str,
+    scheme: &Scheme,
+    port: u16,
+    form: &str,
+) -> Result<Vec<Host>, ConfigError> {
+    if hosts.is_empty() {
+        return Err(unusable(scheme, &format!("names no server; {form}")));
+    }
+    let servers: Option<Vec<Host>> = hosts.split(',').map(|host| server(host, port)).collect();
+    let Some(servers) = servers else {
+        return Err(unusable(
+            scheme,
+            &format!(
+                "has something in its list that is not a host and, after a colon, perhaps a port from 1 to 65535; {form}; special \
+                 characters in a password are percent-encoded, `/` as `%2F`"
+            ),
+        ));
+    };
+    let different: BTreeSet<_> =
+        servers.iter().map(|(name, port)| (name.to_ascii_lowercase(), port)).collect();
+    if different.len() < servers.len() {
+        return Err(unusable(
+            scheme,
+            &format!(
+                "names a server twice (the port is {port} unless it is given); name each once"
+            ),
+        ));
+    }
+    Ok(servers)
 }

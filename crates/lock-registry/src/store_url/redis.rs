@@ -1,12 +1,11 @@
 //! URLs of Redis servers. What follows `//` is the same for all of them, `[[USER]:PASSWORD@]` and one host or several; what the
 //! path means depends on how the servers work together.
 
-use std::collections::BTreeSet;
 use std::path::PathBuf;
 
 use registry_core::ConfigError;
 
-use super::parts::{Host, Parts, decoded_text, file_path, server, unusable};
+use super::parts::{Host, Parts, decoded_text, file_path, server, several, unusable};
 use crate::scheme::Scheme;
 use crate::value::Secret;
 
@@ -137,34 +136,6 @@ fn one(host: &str, scheme: &Scheme) -> Result<Host, ConfigError> {
              percent-encoded, `/` as `%2F`",
         )
     })
-}
-
-/// A list of servers, each of them once.
-fn several(hosts: &str, scheme: &Scheme, port: u16, form: &str) -> Result<Vec<Host>, ConfigError> {
-    if hosts.is_empty() {
-        return Err(unusable(scheme, &format!("names no server; {form}")));
-    }
-    let servers: Option<Vec<Host>> = hosts.split(',').map(|host| server(host, port)).collect();
-    let Some(servers) = servers else {
-        return Err(unusable(
-            scheme,
-            &format!(
-                "has something in its list that is not a host and, after a colon, perhaps a port from 1 to 65535; {form}; special \
-                 characters in a password are percent-encoded, `/` as `%2F`"
-            ),
-        ));
-    };
-    let different: BTreeSet<_> =
-        servers.iter().map(|(name, port)| (name.to_ascii_lowercase(), port)).collect();
-    if different.len() < servers.len() {
-        return Err(unusable(
-            scheme,
-            &format!(
-                "names a server twice (the port is {port} unless it is given); name each once"
-            ),
-        ));
-    }
-    Ok(servers)
 }
 
 fn socket(host: &str, path: &str, scheme: &Scheme, form: &str) -> Result<PathBuf, ConfigError> {
