@@ -72,12 +72,14 @@ pub(crate) struct Before {
     pub(crate) seen: i64,
     /// It was heard that it is gone.
     pub(crate) gone: bool,
+    /// It is none of a peer, which would write no record.
+    pub(crate) is_ours: bool,
 }
 
 impl Before {
     pub(crate) fn new(found: KeyValue, seen: i64) -> Self {
-        let KeyValue { key: name, create_revision: created, lease, .. } = found;
-        Self { name, created, lease, seen, gone: false }
+        let KeyValue { key: name, create_revision: created, value, lease } = found;
+        Self { name, created, lease, seen, gone: false, is_ours: !value.is_empty() }
     }
 }
 

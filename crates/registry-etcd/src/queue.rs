@@ -162,8 +162,12 @@ impl EtcdBackend {
         Ok(self.judge(claim, seat, place, first.as_ref()))
     }
 
-    /// Whether the one before, which is gone, left by its own will. If it did not, its lease has ended too.
+    /// Whether the one before, which is gone, left by its own will. If it did not, its lease has ended too; but peers end theirs with
+    /// the lock, and none of them would hear of a loss any sooner.
     async fn has_let_go(&self, before: &Before) -> bool {
+        if !before.is_ours {
+            return true;
+        }
         let asked = LeaseTimeToLiveRequest { id: before.lease };
         matches!(self.link.call(asked).await, Ok(answer) if answer.ttl > 0)
     }
