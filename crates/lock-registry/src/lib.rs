@@ -70,3 +70,8 @@ pub use registry_redis::{
     Fenced, FencedScript, FencedWrites, Layout as RedisLayout, Publish as RedisPublish,
     RedisBackend, RedisConfig, ScriptReply,
 };
+#[cfg(feature = "zk")]
+pub use registry_zk::{
+    Acl as ZkAcl, FenceError as ZkFenceError, FencedMulti, Layout as ZkLayout, Multi,
+    Naming as ZkNaming, Written, ZkBackend, ZkConfig,
+};

@@ -280,6 +280,10 @@ impl LockBackend for FaultyBackend {
         self.inner.tell_losses(hints);
     }
 
+    fn renewals_max(&self) -> usize {
+        self.inner.renewals_max()
+    }
+
     fn first_look(&self) -> Option<Duration> {
         self.inner.first_look()
     }

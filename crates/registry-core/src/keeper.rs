@@ -286,7 +286,7 @@ async fn work(listening: Listening, backend: Arc<dyn LockBackend>) {
             }
         }
         for (_, shard) in renewals {
-            for batch in shard.chunks(BATCH_MAX) {
+            for batch in shard.chunks(renewals_max(&*backend)) {
                 calls.push(renew(Arc::clone(&backend), batch.to_vec(), now));
             }
         }
@@ -335,6 +335,10 @@ fn shard(backend: &dyn LockBackend, claim: &Claim) -> u32 {
     catch_unwind(AssertUnwindSafe(|| backend.shard(claim))).unwrap_or_default()
 }
 
+fn renewals_max(backend: &dyn LockBackend) -> usize {
+    catch_unwind(AssertUnwindSafe(|| backend.renewals_max())).unwrap_or_default().max(1)
+}
+
 fn settle(batch: Batch) {
     let mut answers = batch.answers.into_iter();
     for held in batch.helds {
@@ -347,8 +351,5 @@ fn settle(batch: Batch) {
         }
     }
 }
-
-/// The most claims in one call: large enough to make the round trip cheap, small enough to hold up nobody.
-const BATCH_MAX: usize = 100;
 
 const LOOK_AT_CLOCK: Duration = Duration::from_secs(1);

@@ -13,6 +13,7 @@ use registry_core::{
 
 use crate::config::ZkConfig;
 use crate::path::Paths;
+use crate::place::Place;
 use crate::recipe;
 use crate::session::{Session, Sessions};
 
@@ -120,7 +121,16 @@ impl LockBackend for ZkBackend {
             }
             return claims.iter().map(|_| Ok(Renewal::Gone)).collect();
         };
-        if let Err(error) = session.round().await {
+        let places: Vec<_> = claims.iter().map(|claim| session.find(claim)).collect();
+        let is_quiet = |place: &Arc<Place>| recipe::is_quiet(&session, place);
+        // Of what nothing is heard while it is watched over, one question in a while is enough, and that is of the session.
+        let round = if places.iter().flatten().all(is_quiet) {
+            let shortest = claims.iter().map(Claim::lease).min().unwrap_or_default();
+            session.calm_round(CALM_MAX.min(shortest / CALM_PART)).await
+        } else {
+            session.round().await
+        };
+        if let Err(error) = round {
             let answer = |claim| match session.find(claim) {
                 Some(_) => Err(error.clone()),
                 None => Ok(Renewal::Gone),
@@ -187,3 +197,7 @@ impl fmt::Debug for ZkBackend {
 
 /// A watch on the own node is worth its request only for locks that are held for longer than this.
 const FIRST_LOOK: Duration = Duration::from_millis(25);
+
+/// Renewals of locks that are watched over may wait so long for each other, or this part of their lease.
+const CALM_MAX: Duration = Duration::from_secs(1);
+const CALM_PART: u32 = 5;

@@ -167,6 +167,10 @@ impl LockBackend for Probe {
         self.inner.tell_losses(hints);
     }
 
+    fn renewals_max(&self) -> usize {
+        self.inner.renewals_max()
+    }
+
     fn first_look(&self) -> Option<Duration> {
         self.inner.first_look()
     }

@@ -25,6 +25,7 @@ impl PanickingBackend {
         "try_acquire",
         "try_acquire, done",
         "first_look",
+        "renewals_max",
         "renew",
         "release",
         "release, done",
@@ -109,6 +110,11 @@ impl LockBackend for PanickingBackend {
     fn tell_losses(&self, hints: LossHints) {
         self.pass("tell_losses");
         self.inner.tell_losses(hints);
+    }
+
+    fn renewals_max(&self) -> usize {
+        self.pass("renewals_max");
+        self.inner.renewals_max()
     }
 
     fn first_look(&self) -> Option<Duration> {

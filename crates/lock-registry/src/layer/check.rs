@@ -19,7 +19,7 @@ pub(super) enum Stores {
     /// PostgreSQL, MariaDB and MySQL.
     Database,
     Postgres,
-    /// Database servers, Redis and etcd.
+    /// All that connections are made to.
     Servers,
     Redis,
     /// Redis, at the path of a socket.
@@ -30,7 +30,8 @@ pub(super) enum Stores {
     RedisQuorum,
     /// Redis, with replicas that count.
     RedisReplicated,
-    /// Redis and etcd over encrypted connections, and database servers.
+    ZooKeeper,
+    /// Redis, ZooKeeper and etcd over encrypted connections, and database servers.
     Encrypted,
 }
 
@@ -40,18 +41,21 @@ impl Stores {
         let (store, kind) = scheme.split_once('+').unwrap_or((scheme, ""));
         let redis = matches!(store, "redis" | "rediss");
         let database = matches!(store, "postgres" | "mysql");
+        let zookeeper = matches!(store, "zk" | "zks");
+        let etcd = matches!(store, "etcd" | "etcds");
         match self {
             Self::All => true,
             Self::Sql => database || store == "sqlite",
             Self::Database => database,
             Self::Postgres => store == "postgres",
-            Self::Servers => redis || database || matches!(store, "etcd" | "etcds"),
+            Self::Servers => redis || database || zookeeper || etcd,
             Self::Redis => redis,
             Self::RedisUnix => redis && kind == "unix",
             Self::RedisSentinel => redis && kind == "sentinel",
             Self::RedisQuorum => redis && kind == "quorum",
             Self::RedisReplicated => redis && kind != "quorum",
-            Self::Encrypted => database || matches!(store, "rediss" | "etcds"),
+            Self::ZooKeeper => zookeeper,
+            Self::Encrypted => database || matches!(store, "rediss" | "zks" | "etcds"),
         }
     }
 
@@ -62,14 +66,15 @@ impl Stores {
             Self::Sql => "sqlite, postgres and mysql stores",
             Self::Database => "postgres and mysql stores",
             Self::Postgres => "postgres stores",
-            Self::Servers => "redis, etcd, postgres and mysql stores",
+            Self::Servers => "redis, zk, etcd, postgres and mysql stores",
             Self::Redis => "redis stores",
             Self::RedisUnix => "redis+unix stores",
             Self::RedisSentinel => "redis+sentinel stores",
             Self::RedisQuorum => "redis+quorum stores",
             Self::RedisReplicated => "redis stores that are no quorum",
+            Self::ZooKeeper => "zk stores",
             Self::Encrypted => {
-                "encrypted redis and etcd stores (`rediss://`, `etcds://`), postgres and mysql stores"
+                "encrypted redis, zk and etcd stores (`rediss://`, `zks://`, `etcds://`), postgres and mysql stores"
             }
         }
     }
@@ -102,6 +107,7 @@ impl Layer {
             ("token_memory", self.token_memory, SERVERS_MIN, DAYS_MAX),
             ("replica_timeout", self.replica_timeout, SERVERS_MIN, RegistryBuilder::TIMEOUT_MAX),
             ("restart_guard", self.restart_guard, Duration::ZERO, DAYS_MAX),
+            ("session", self.session, SESSION_MIN, Capabilities::LEASE_MAX),
         ];
         for (option, given, min, max) in spans {
             match given {
@@ -135,10 +141,12 @@ impl Layer {
         if let Some(layout) = self.layout
             && !layouts(store).contains(&layout)
         {
-            let known: Vec<_> = layouts(store).iter().map(|known| format!("`{known}`")).collect();
-            let only = if known.len() == 1 { "only " } else { "" };
-            let known = known.join(" and ");
-            return wrong("layout", format!("is {layout}, and {store} stores have {only}{known}"));
+            let known = match layouts(store) {
+                [first, second, third] => format!("`{first}`, `{second}` and `{third}`"),
+                [first, second] => format!("`{first}` and `{second}`"),
+                _ => "only `native`".to_owned(),
+            };
+            return wrong("layout", format!("is {layout}, and {store} stores have {known}"));
         }
         if self.layout == Some(Layout::Spring) && self.mode == Some(Mode::Session) {
             return wrong(
@@ -182,6 +190,9 @@ impl Layer {
                 "is empty; in Redis every name begins with it, but for those of the layout `redisson`"
                     .to_owned(),
             );
+        }
+        if Stores::ZooKeeper.have(store) {
+            self.check_session().or_else(|(option, problem)| wrong(option, problem))?;
         }
         if Stores::Database.have(store) {
             self.check_spring().or_else(|(option, problem)| wrong(option, problem))?;
@@ -254,6 +265,34 @@ impl Layer {
 }
 
 impl Layer {
+    /// Checks what ZooKeeper makes of times and logins.
+    fn check_session(&self) -> Result<(), (&'static str, String)> {
+        if self.namespace.as_deref() == Some("") {
+            return Err(("namespace", "is empty; leave it away".to_owned()));
+        }
+        if let (Some(lease), Some(session)) = (self.lease, self.session)
+            && session < lease * 2
+        {
+            return Err((
+                "session",
+                format!(
+                    "is {}, less than twice the `lease`, {}: half of a session is what is certain of it",
+                    shown(session),
+                    shown(lease)
+                ),
+            ));
+        }
+        if self.auth.as_ref().is_some_and(|auth| {
+            auth.told().split_once(':').is_none_or(|(scheme, _)| scheme.is_empty())
+        }) {
+            return Err((
+                "auth",
+                "is no SCHEME:CREDENTIALS, such as `digest:USER:PASSWORD`".to_owned(),
+            ));
+        }
+        Ok(())
+    }
+
     /// Checks what a database's layout of Spring asks for, and what is of no use in any other.
     fn check_spring(&self) -> Result<(), (&'static str, String)> {
         if self.layout != Some(Layout::Spring) {
@@ -292,6 +331,8 @@ fn layouts(store: &str) -> &'static [Layout] {
         &[Layout::Native, Layout::Spring, Layout::Redisson]
     } else if Stores::Database.have(store) {
         &[Layout::Native, Layout::Spring]
+    } else if Stores::ZooKeeper.have(store) {
+        &[Layout::Native, Layout::Curator]
     } else if matches!(store, "etcd" | "etcds") {
         &[Layout::Native, Layout::Etcdctl]
     } else {
@@ -303,6 +344,8 @@ fn layouts(store: &str) -> &'static [Layout] {
 const LEASE: Duration = Duration::from_secs(30);
 const TIMEOUT: Duration = Duration::from_secs(3);
 const DAYS_MAX: Duration = LockOptions::WAIT_MAX;
+/// The shortest session that can be asked for: of twice the shortest lease, and as much again.
+const SESSION_MIN: Duration = Duration::from_millis(400);
 /// More connections than any server has for one program.
 const POOL_MAX: u32 = 10_000;
 /// The shortest time that servers can be given for anything.
@@ -394,7 +437,7 @@ mod tests {
             (
                 "layout",
                 "redison",
-                "did you mean `redisson`? There are `native`, `spring`, `redisson`, `etcdctl`",
+                "did you mean `redisson`? There are `native`, `spring`, `redisson`, `curator`, `etcdctl`",
             ),
             ("publish", "sharp", "did you mean `sharded`? There are `auto`, `plain`, `sharded`"),
             ("cert", "a.pem", "without `key`"),
@@ -476,7 +519,7 @@ mod tests {
             }
         }
         let error = problem("redis", &[("layout", "etcdctl")]).unwrap();
-        assert!(error.contains("have `native` and `spring` and `redisson`"), "{error}");
+        assert!(error.contains("have `native`, `spring` and `redisson`"), "{error}");
         let error = problem("memory", &[("layout", "etcdctl")]).unwrap();
         assert!(error.contains("have only `native`"), "{error}");
     }

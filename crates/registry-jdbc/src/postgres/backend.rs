@@ -16,6 +16,7 @@ use super::ears::{Channel, Ears};
 use super::error::{self, damaged, explain};
 use super::link::{Link, Repeat};
 use super::open::{self, Opened};
+use super::renew::CLAIMS_MAX;
 use super::sql::{self, Texts};
 use super::statement::{Statement, Value};
 use crate::server::{Errand, RowId};
@@ -252,6 +253,10 @@ impl LockBackend for PostgresBackend {
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
         self.renew_in_chunks(claims).await
+    }
+
+    fn renewals_max(&self) -> usize {
+        CLAIMS_MAX
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
