@@ -31,9 +31,10 @@ use crate::store_url::{Store, UrlText};
 /// | `label` | what others see when they ask who holds a lock | nothing |
 /// | `layout` | how the store lays out its records: `native`, or that of a peer, `spring` (Redis, PostgreSQL, MariaDB, MySQL) `redisson` (Redis) or `curator` (ZooKeeper) | `native` |
 /// | `busy_timeout` | SQL stores: how long a statement waits for other writers, `0s` (servers: `10ms`) to `1h`; MariaDB and MySQL round up to seconds | `2.5s`, servers `1s`; at most five sixths of a `timeout` that is set |
-/// | `purge_after` | SQL stores: how long rows of free keys are kept, `0s` to `366days` | `1h` |
+/// | `purge_after` | SQL stores: how long rows of free keys are kept, `0s` (servers: `1m`, and twice the longest wait for an answer) to `366days` | `1h` |
 /// | `pool` | PostgreSQL, MariaDB, MySQL: how many connections there are for statements, besides one each for renewals, releases and (PostgreSQL) wake-ups | `4` |
-/// | `mode` | PostgreSQL, MariaDB, MySQL: what a lock is: `lease`, a row; `session`, an advisory or named lock that ends with the connection of its holder | `lease` |
+/// | `mode` | PostgreSQL, MariaDB, MySQL: what a lock is: `lease`, a row; `session`, an advisory or named lock that ends with the connection of its holder; `row`, a row that a transaction locks | `lease` |
+/// | `row_locks` | the same with `mode=row`: how many locks may be held at once, each by a connection of its own, `1` to `10000` | `16` |
 /// | `schema` | PostgreSQL only: where the tables are | as the `search_path` says |
 /// | `table_prefix` | PostgreSQL, MariaDB, MySQL: how the names of the tables begin | `lock_registry` |
 /// | `create_schema` | PostgreSQL, MariaDB, MySQL: whether missing tables are made | `true` |
@@ -324,6 +325,7 @@ impl Layer {
             purge_after: self.purge_after.or(weaker.purge_after),
             pool: self.pool.or(weaker.pool),
             mode: self.mode.or(weaker.mode),
+            row_locks: self.row_locks.or(weaker.row_locks),
             schema: self.schema.or(weaker.schema),
             table_prefix: self.table_prefix.or(weaker.table_prefix),
             create_schema: self.create_schema.or(weaker.create_schema),

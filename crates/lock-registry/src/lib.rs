@@ -47,16 +47,19 @@ pub use registry_core::{
     RoutingRegistry, Severity,
 };
 #[cfg(any(feature = "postgres", feature = "mysql"))]
-pub use registry_jdbc::{Encryption as DatabaseEncryption, SpringTable};
+pub use registry_jdbc::{Encryption as DatabaseEncryption, RowLocksExhausted, SpringTable};
 #[cfg(any(feature = "sqlite", feature = "postgres", feature = "mysql"))]
 pub use registry_jdbc::{Fence, FenceError, sqlx};
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub use registry_jdbc::{LockIn, LockInError, TransactionLock};
 #[cfg(feature = "mysql")]
-pub use registry_jdbc::{MySqlBackend, MySqlConfig, MySqlSessionBackend, MySqlSpringBackend};
+pub use registry_jdbc::{
+    MySqlBackend, MySqlConfig, MySqlRowBackend, MySqlSessionBackend, MySqlSpringBackend,
+};
 #[cfg(feature = "postgres")]
 pub use registry_jdbc::{
-    PostgresBackend, PostgresConfig, PostgresSessionBackend, PostgresSpringBackend,
+    PostgresBackend, PostgresConfig, PostgresRowBackend, PostgresSessionBackend,
+    PostgresSpringBackend,
 };
 #[cfg(feature = "sqlite")]
 pub use registry_jdbc::{SqliteBackend, SqliteConfig};

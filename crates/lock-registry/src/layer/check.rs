@@ -96,12 +96,14 @@ impl Layer {
         };
         // To a server no time at all is all the time in the world, or less than it counts.
         let busy_min = if Stores::Database.have(store) { SERVERS_MIN } else { Duration::ZERO };
+        // Longer than any statement, or tokens could go back.
+        let purge_min = if Stores::Database.have(store) { PURGE_MIN } else { Duration::ZERO };
         let spans = [
             ("lease", self.lease, Capabilities::LEASE_MIN, Capabilities::LEASE_MAX),
             ("poll", self.poll, RegistryBuilder::POLL_MIN, RegistryBuilder::POLL_MAX),
             ("timeout", self.timeout, RegistryBuilder::TIMEOUT_MIN, RegistryBuilder::TIMEOUT_MAX),
             ("busy_timeout", self.busy_timeout, busy_min, RegistryBuilder::TIMEOUT_MAX),
-            ("purge_after", self.purge_after, Duration::ZERO, DAYS_MAX),
+            ("purge_after", self.purge_after, purge_min, DAYS_MAX),
             ("connect_timeout", self.connect_timeout, SERVERS_MIN, RegistryBuilder::TIMEOUT_MAX),
             ("token_memory", self.token_memory, SERVERS_MIN, DAYS_MAX),
             ("replica_timeout", self.replica_timeout, SERVERS_MIN, RegistryBuilder::TIMEOUT_MAX),
@@ -134,8 +136,10 @@ impl Layer {
             }
             _ => {}
         }
-        if self.pool.is_some_and(|pool| !(1..=POOL_MAX).contains(&pool)) {
-            return wrong("pool", format!("is not between 1 and {POOL_MAX}"));
+        for (option, given) in [("pool", self.pool), ("row_locks", self.row_locks)] {
+            if given.is_some_and(|given| !(1..=POOL_MAX).contains(&given)) {
+                return wrong(option, format!("is not between 1 and {POOL_MAX}"));
+            }
         }
         if let Some(layout) = self.layout
             && layout != Layout::Native
@@ -161,10 +165,11 @@ impl Layer {
                 return wrong("layout", both);
             }
         }
-        if self.layout == Some(Layout::Spring) && self.mode == Some(Mode::Session) {
+        if self.layout == Some(Layout::Spring) && self.mode.is_some_and(|mode| mode != Mode::Lease)
+        {
             return wrong(
                 "mode",
-                "is session, and the locks of layout `spring` are rows".to_owned(),
+                "is not lease, and the locks of layout `spring` are leases".to_owned(),
             );
         }
         let texts = [
@@ -203,6 +208,9 @@ impl Layer {
                 "is empty; in Redis every name begins with it, but for those of the layout `redisson`"
                     .to_owned(),
             );
+        }
+        if self.row_locks.is_some() && self.mode != Some(Mode::Row) {
+            return wrong("row_locks", "is of no use without `mode=row`".to_owned());
         }
         if Stores::ZooKeeper.have(store) {
             self.check_session().or_else(|(option, problem)| wrong(option, problem))?;
@@ -318,8 +326,11 @@ impl Layer {
                     return Err((option, "is of no use without `layout=spring`".to_owned()));
                 }
             }
-        } else if self.mode == Some(Mode::Session) {
-            return Err(("mode", "is session, and locks in Spring's table are rows".to_owned()));
+        } else if self.mode.is_some_and(|mode| mode != Mode::Lease) {
+            return Err((
+                "mode",
+                "is not lease, and locks in Spring's table are leases".to_owned(),
+            ));
         } else if self.namespace.is_some() {
             return Err((
                 "namespace",
@@ -346,6 +357,8 @@ const DAYS_MAX: Duration = LockOptions::WAIT_MAX;
 const SESSION_MIN: Duration = Duration::from_millis(400);
 /// More connections than any server has for one program.
 const POOL_MAX: u32 = 10_000;
+/// The shortest time that rows are kept in a server.
+const PURGE_MIN: Duration = Duration::from_secs(60);
 /// The shortest time that servers can be given for anything.
 pub(crate) const SERVERS_MIN: Duration = Duration::from_millis(10);
 
@@ -487,6 +500,8 @@ mod tests {
             ("region", "EU", "without `layout=spring`"),
             ("spring", "v8", "`v6`, `v7`"),
             ("pool", "0", "between 1 and"),
+            ("row_locks", "0", "between 1 and"),
+            ("mode", "rows", "did you mean `row`?"),
             ("busy_timeout", "0s", "less than the least, 10ms"),
             ("mode", "sesion", "did you mean `session`?"),
             ("sslmode", "verify", "did you mean `verify-ca`?"),
@@ -518,7 +533,18 @@ mod tests {
         let error = problem("postgres", &[("layout", "spring"), ("namespace", "n")]).unwrap();
         assert!(error.contains("give `region`"), "{error}");
         let error = problem("mysql", &[("layout", "spring"), ("mode", "session")]).unwrap();
-        assert!(error.contains("are rows"), "{error}");
+        assert!(error.contains("are leases"), "{error}");
+        for store in ["postgres", "mysql"] {
+            assert_eq!(problem(store, &[("mode", "row"), ("row_locks", "64")]), None);
+            for options in [&[("row_locks", "64")][..], &[("mode", "session"), ("row_locks", "64")]]
+            {
+                let error = problem(store, options).unwrap();
+                assert!(error.contains("without `mode=row`"), "{error}");
+            }
+            let error = problem(store, &[("purge_after", "59s")]).unwrap();
+            assert!(error.contains("less than the least, 1m"), "{error}");
+        }
+        assert_eq!(problem("sqlite", &[("purge_after", "0s")]), None);
         for store in ["postgres", "mysql"] {
             for mode in ["disable", "prefer", "require"] {
                 let error = problem(store, &[("ca", "a.pem"), ("sslmode", mode)]).unwrap();
