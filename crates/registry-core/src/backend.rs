@@ -115,6 +115,12 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
         None
     }
 
+    /// Whether renewing one claim of a shard costs as much as renewing them all. Then all of them are renewed whenever one is due, unless they
+    /// have been a moment ago; so soon they are all due at the same time. The default is no.
+    fn renews_together(&self) -> bool {
+        false
+    }
+
     /// Tells who holds `key`, if anybody.
     ///
     /// # Errors

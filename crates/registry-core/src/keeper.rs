@@ -285,6 +285,17 @@ async fn work(listening: Listening, backend: Arc<dyn LockBackend>) {
                 }
             }
         }
+        if !renewals.is_empty() && renews_together(&*backend) {
+            for held in keeper.all() {
+                let Some(renewals) = renewals.get_mut(&shard(&*backend, held.claim())) else {
+                    continue;
+                };
+                if let Some(ask) = held.join(now) {
+                    let claim = held.claim().clone().with_lease(ask);
+                    renewals.push((Arc::downgrade(&held), claim));
+                }
+            }
+        }
         for (_, shard) in renewals {
             for batch in shard.chunks(renewals_max(&*backend)) {
                 calls.push(renew(Arc::clone(&backend), batch.to_vec(), now));
@@ -329,6 +340,10 @@ fn renew(
         sent_at,
         answers: answers.unwrap_or_default(),
     }))
+}
+
+fn renews_together(backend: &dyn LockBackend) -> bool {
+    catch_unwind(AssertUnwindSafe(|| backend.renews_together())).unwrap_or_default()
 }
 
 fn shard(backend: &dyn LockBackend, claim: &Claim) -> u32 {
