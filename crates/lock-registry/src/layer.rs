@@ -33,6 +33,7 @@ pub(crate) struct Layer {
     pub(crate) purge_after: Option<Duration>,
     pub(crate) pool: Option<u32>,
     pub(crate) mode: Option<Mode>,
+    pub(crate) row_locks: Option<u32>,
     pub(crate) schema: Option<String>,
     pub(crate) table_prefix: Option<String>,
     pub(crate) create_schema: Option<bool>,
@@ -71,11 +72,14 @@ pub(crate) struct Layer {
 pub(crate) enum Mode {
     /// A row with the end of a lease.
     Lease,
-    /// Something that ends with a connection.
+    /// Something that ends with the one connection of a registry.
     Session,
+    /// A row, locked in a transaction that ends with the lock.
+    Row,
 }
 
-const MODE: [(&str, Mode); 2] = [("lease", Mode::Lease), ("session", Mode::Session)];
+const MODE: [(&str, Mode); 3] =
+    [("lease", Mode::Lease), ("session", Mode::Session), ("row", Mode::Row)];
 
 /// By which command those who wait are told of a release.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -168,6 +172,7 @@ pub(crate) static OPTIONS: &[OptionRow] = &[
     row("purge_after",       Sql,             Always, |l, t| put(&mut l.purge_after, duration(t)),                  |l| l.purge_after.map(shown)),
     row("pool",              Database,        Always, |l, t| put(&mut l.pool, count(t)),                            |l| l.pool.map(|n| n.to_string())),
     row("mode",              Database,        Always, |l, t| put(&mut l.mode, choice(t, "mode", &MODE)),            |l| l.mode.map(mode_name)),
+    row("row_locks",         Database,        Always, |l, t| put(&mut l.row_locks, count(t)),                       |l| l.row_locks.map(|n| n.to_string())),
     row("schema",            Postgres,        Always, |l, t| put(&mut l.schema, Ok(t.into())),                      |l| l.schema.clone()),
     row("table_prefix",      Database,        Always, |l, t| put(&mut l.table_prefix, Ok(t.into())),                |l| l.table_prefix.clone()),
     row("create_schema",     Database,        Always, |l, t| put(&mut l.create_schema, switch(t)),                  |l| l.create_schema.map(|on| on.to_string())),
@@ -415,6 +420,7 @@ mod tests {
             ("purge_after", "1h"),
             ("pool", "16"),
             ("mode", "session"),
+            ("row_locks", "64"),
             ("schema", "locks"),
             ("table_prefix", "app_locks"),
             ("create_schema", "false"),

@@ -46,17 +46,25 @@ pub use registry_core::{
     Observer, Owner, PassThroughBackend, Reach, Registry, RegistryBuilder, Release, Renewal,
     RoutingRegistry, Severity,
 };
+#[cfg(feature = "etcd")]
+pub use registry_etcd::{
+    Committed as EtcdCommitted, EtcdBackend, EtcdConfig, Fence as EtcdFence,
+    FenceError as EtcdFenceError, FencedTxn as EtcdFencedTxn, Layout as EtcdLayout,
+};
 #[cfg(any(feature = "postgres", feature = "mysql"))]
-pub use registry_jdbc::{Encryption as DatabaseEncryption, SpringTable};
+pub use registry_jdbc::{Encryption as DatabaseEncryption, RowLocksExhausted, SpringTable};
 #[cfg(any(feature = "sqlite", feature = "postgres", feature = "mysql"))]
 pub use registry_jdbc::{Fence, FenceError, sqlx};
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub use registry_jdbc::{LockIn, LockInError, TransactionLock};
 #[cfg(feature = "mysql")]
-pub use registry_jdbc::{MySqlBackend, MySqlConfig, MySqlSessionBackend, MySqlSpringBackend};
+pub use registry_jdbc::{
+    MySqlBackend, MySqlConfig, MySqlRowBackend, MySqlSessionBackend, MySqlSpringBackend,
+};
 #[cfg(feature = "postgres")]
 pub use registry_jdbc::{
-    PostgresBackend, PostgresConfig, PostgresSessionBackend, PostgresSpringBackend,
+    PostgresBackend, PostgresConfig, PostgresRowBackend, PostgresSessionBackend,
+    PostgresSpringBackend,
 };
 #[cfg(feature = "sqlite")]
 pub use registry_jdbc::{SqliteBackend, SqliteConfig};
