@@ -1,12 +1,15 @@
 //! From a checked configuration to an open registry.
 
+#[cfg(feature = "etcd")]
+mod etcd;
 #[cfg(feature = "mysql")]
 mod mysql;
 #[cfg(any(
     feature = "postgres-tls",
     feature = "mysql-tls",
     feature = "redis-tls",
-    feature = "zk-tls"
+    feature = "zk-tls",
+    feature = "etcd-tls"
 ))]
 mod pem;
 #[cfg(feature = "postgres")]
@@ -47,6 +50,8 @@ use crate::store_url::Store;
 /// | `rediss://…`, `rediss+sentinel://…`, `rediss+cluster://…`, `rediss+quorum://…` | the same over encrypted connections; feature `redis-tls` |
 /// | `zk://[USER:PASSWORD@]HOST[:PORT],…[/CHROOT]` | all hosts that reach this ZooKeeper; feature `zk` |
 /// | `zks://…` | the same over encrypted connections; feature `zk-tls` |
+/// | `etcd://[USER:PASSWORD@]HOST[:PORT],…` | all hosts that reach the etcd cluster that these are members of; feature `etcd` |
+/// | `etcds://…` | the same over encrypted connections; feature `etcd-tls` |
 /// | `pass-through:` | none: callers of this registry take turns, nobody else is kept out; for tests, or to turn locking off |
 ///
 /// Options follow as a query: `sqlite:locks.db?lease=10s&label=worker%201`. Special characters are percent-encoded. See
@@ -169,6 +174,13 @@ async fn backend(store: Store, options: &Layer) -> Result<Arc<dyn LockBackend>, 
         Store::Zk(_) => unreachable!("its scheme is refused when the URL is parsed"),
         #[cfg(not(feature = "redis"))]
         Store::Redis(_) => unreachable!("its scheme is refused when the URL is parsed"),
+        #[cfg(feature = "etcd")]
+        Store::Etcd(cluster) => {
+            let backend = etcd::open(&cluster, options).await;
+            Arc::new(backend.map_err(|error| ConfigError::open(cluster.scheme, error))?)
+        }
+        #[cfg(not(feature = "etcd"))]
+        Store::Etcd(_) => unreachable!("its scheme is refused when the URL is parsed"),
     })
 }
 

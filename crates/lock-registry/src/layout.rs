@@ -24,13 +24,16 @@ pub enum Layout {
     Curator,
     /// That of Redisson's `RLock`, whose name is the key, after the namespace and a colon if there is one. For Redis, but for quorums.
     Redisson,
+    /// That of `etcdctl lock` and of Go's `concurrency.Mutex`, whose name is the key, after the namespace and a slash if there is one. For etcd.
+    Etcdctl,
 }
 
-const LAYOUTS: [(&str, Layout); 4] = [
+const LAYOUTS: [(&str, Layout); 5] = [
     ("native", Layout::Native),
     ("spring", Layout::Spring),
     ("redisson", Layout::Redisson),
     ("curator", Layout::Curator),
+    ("etcdctl", Layout::Etcdctl),
 ];
 
 /// Reads the name of a layout.
@@ -45,6 +48,7 @@ impl fmt::Display for Layout {
             Self::Spring => "spring",
             Self::Redisson => "redisson",
             Self::Curator => "curator",
+            Self::Etcdctl => "etcdctl",
         })
     }
 }

@@ -46,6 +46,11 @@ pub use registry_core::{
     Observer, Owner, PassThroughBackend, Reach, Registry, RegistryBuilder, Release, Renewal,
     RoutingRegistry, Severity,
 };
+#[cfg(feature = "etcd")]
+pub use registry_etcd::{
+    Committed as EtcdCommitted, EtcdBackend, EtcdConfig, Fence as EtcdFence,
+    FenceError as EtcdFenceError, FencedTxn as EtcdFencedTxn, Layout as EtcdLayout,
+};
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub use registry_jdbc::{Encryption as DatabaseEncryption, RowLocksExhausted, SpringTable};
 #[cfg(any(feature = "sqlite", feature = "postgres", feature = "mysql"))]

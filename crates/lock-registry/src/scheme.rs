@@ -15,17 +15,8 @@ pub(crate) struct Scheme {
 #[derive(Debug)]
 struct Feature {
     name: &'static str,
-    here: Here,
-}
-
-/// Whether a store can be opened by this build.
-#[derive(Debug, PartialEq, Eq)]
-enum Here {
-    BuiltIn,
-    /// The feature exists and is off.
-    Off,
-    /// No released version has it yet.
-    NotYet,
+    /// Whether it is on in this build.
+    is_on: bool,
 }
 
 impl Scheme {
@@ -41,7 +32,7 @@ impl Scheme {
             ));
         };
         match &scheme.feature {
-            None | Some(Feature { here: Here::BuiltIn, .. }) => Ok(scheme),
+            None | Some(Feature { is_on: true, .. }) => Ok(scheme),
             Some(feature) => {
                 Err(ConfigError::not_built_in(scheme.name, feature.name, feature.remedy()))
             }
@@ -61,21 +52,10 @@ pub(crate) fn is_like_known(name: &str) -> bool {
 
 impl Feature {
     fn remedy(&self) -> String {
-        let line = |version: &str| {
-            format!("lock-registry = {{ version = \"{version}\", features = [\"{}\"] }}", self.name)
-        };
-        let version = env!("CARGO_PKG_VERSION");
-        match self.here {
-            Here::NotYet => format!(
-                "it comes with feature `{}`, which lock-registry {version} does not have yet; with a version that has it, \
-                 write into Cargo.toml: {}",
-                self.name,
-                line("…"),
-            ),
-            Here::Off | Here::BuiltIn => {
-                format!("turn on feature `{}` in Cargo.toml: {}", self.name, line(version))
-            }
-        }
+        let (name, version) = (self.name, env!("CARGO_PKG_VERSION"));
+        format!(
+            "turn on feature `{name}` in Cargo.toml: lock-registry = {{ version = \"{version}\", features = [\"{name}\"] }}"
+        )
     }
 }
 
@@ -89,14 +69,11 @@ const fn always(name: &'static str) -> Scheme {
 }
 
 const fn with(name: &'static str, feature: &'static str, built_in: bool) -> Scheme {
-    let here = if built_in { Here::BuiltIn } else { Here::Off };
-    Scheme { name, feature: Some(Feature { name: feature, here }) }
+    Scheme { name, feature: Some(Feature { name: feature, is_on: built_in }) }
 }
 
-const fn later(name: &'static str, feature: &'static str) -> Scheme {
-    Scheme { name, feature: Some(Feature { name: feature, here: Here::NotYet }) }
-}
-
+const ETCD: bool = cfg!(feature = "etcd");
+const ETCD_TLS: bool = cfg!(feature = "etcd-tls");
 const MYSQL: bool = cfg!(feature = "mysql");
 const POSTGRES: bool = cfg!(feature = "postgres");
 const REDIS: bool = cfg!(feature = "redis");
@@ -123,7 +100,8 @@ static SCHEMES: &[Scheme] = &[
     with("rediss+quorum", "redis-tls", REDIS_TLS),
     with("zk", "zk", ZK),
     with("zks", "zk-tls", ZK_TLS),
-    later("etcd", "etcd"),
+    with("etcd", "etcd", ETCD),
+    with("etcds", "etcd-tls", ETCD_TLS),
 ];
 
 #[cfg(test)]
@@ -138,13 +116,6 @@ mod tests {
         };
         assert_eq!((*what, given.as_str(), nearest.as_str()), ("scheme", "postgress", "postgres"));
         assert!(known.contains("redis+sentinel"), "{known}");
-    }
-
-    #[test]
-    fn a_store_that_is_not_built_in_names_its_feature_and_the_cargo_line() {
-        let error = Scheme::find("etcd").unwrap_err();
-        assert!(matches!(&error, ConfigError::NotBuiltIn { feature: "etcd", .. }), "{error:?}");
-        assert!(error.to_string().contains("features = [\"etcd\"]"), "{error}");
     }
 
     #[test]
@@ -166,6 +137,8 @@ mod tests {
             ("rediss+quorum", "redis-tls", REDIS_TLS),
             ("zk", "zk", ZK),
             ("zks", "zk-tls", ZK_TLS),
+            ("etcd", "etcd", ETCD),
+            ("etcds", "etcd-tls", ETCD_TLS),
         ] {
             let found = Scheme::find(scheme);
             assert_eq!(found.is_ok(), built_in, "{scheme}");

@@ -4,6 +4,7 @@
 //! `.` and `..`, which changes what a path with symbolic links means.
 
 mod database;
+mod etcd;
 mod parts;
 mod redis;
 mod shown;
@@ -20,6 +21,7 @@ use parts::{Parts, decoded_text, file_path, unusable};
 pub(crate) use database::DatabaseServer;
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub(crate) use database::Place as DatabasePlace;
+pub(crate) use etcd::EtcdMembers;
 #[cfg(feature = "redis")]
 pub(crate) use redis::Place;
 pub(crate) use redis::RedisServers;
@@ -50,6 +52,8 @@ pub(crate) enum Store {
     Redis(RedisServers),
     /// These ZooKeeper servers.
     Zk(ZkServers),
+    /// The cluster of these members.
+    Etcd(EtcdMembers),
     /// No store: everybody is always granted.
     PassThrough,
 }
@@ -64,6 +68,7 @@ impl Store {
             Self::MySql(_) => "mysql",
             Self::Redis(servers) => servers.scheme,
             Self::Zk(servers) => servers.scheme,
+            Self::Etcd(cluster) => cluster.scheme,
             Self::PassThrough => "pass-through",
         }
     }
@@ -112,6 +117,7 @@ impl StoreUrl {
                 Store::MySql(DatabaseServer::parse(&parts, scheme, database::MYSQL_PORT)?)
             }
             "zk" | "zks" => Store::Zk(ZkServers::parse(&parts, scheme)?),
+            "etcd" | "etcds" => Store::Etcd(EtcdMembers::parse(&parts, scheme)?),
             name if name.starts_with("redis") => Store::Redis(RedisServers::parse(&parts, scheme)?),
             _ => pass_through(&parts, scheme)?,
         };

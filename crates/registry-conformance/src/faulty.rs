@@ -288,6 +288,10 @@ impl LockBackend for FaultyBackend {
         self.inner.first_look()
     }
 
+    fn renews_together(&self) -> bool {
+        self.inner.renews_together()
+    }
+
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
         let key = key.clone();
         self.call(Operation::Inspect, Err, move |inner| {

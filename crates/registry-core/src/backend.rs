@@ -66,7 +66,7 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>>;
 
     /// How many claims are renewed in one call at most; at least one. More make fewer calls, and each of them longer, which
-    /// holds up whoever else asks the store. The default is 100.
+    /// holds up whoever else asks the store. A call that has room takes along claims that are due soon. The default is 100.
     fn renewals_max(&self) -> usize {
         100
     }
@@ -113,6 +113,12 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
     /// default, `None`, leaves it at renewals.
     fn first_look(&self) -> Option<Duration> {
         None
+    }
+
+    /// Whether renewing one claim of a shard costs as much as renewing them all. Then all of them are renewed whenever one is due, unless they
+    /// have been a moment ago; so soon they are all due at the same time. The default is no.
+    fn renews_together(&self) -> bool {
+        false
     }
 
     /// Tells who holds `key`, if anybody.

@@ -25,8 +25,8 @@ pub(crate) struct Place {
     pub(crate) granted: bool,
     /// Something that was asked for it may not have been carried out yet.
     pub(crate) stray: bool,
-    /// The one before it, and the revision in which that was there.
-    pub(crate) before: Option<(Vec<u8>, i64)>,
+    /// The one before it, if there was any at the last look.
+    pub(crate) before: Option<Before>,
     /// Listens for its end.
     pub(crate) watch: Option<Watch>,
 }
@@ -58,6 +58,28 @@ impl Place {
             before: None,
             watch: None,
         }
+    }
+}
+
+/// The one that stands before a claim.
+#[derive(Debug, Clone)]
+pub(crate) struct Before {
+    pub(crate) name: Vec<u8>,
+    /// The revision in which it came to be.
+    pub(crate) created: i64,
+    pub(crate) lease: i64,
+    /// A revision in which it was there.
+    pub(crate) seen: i64,
+    /// It was heard that it is gone.
+    pub(crate) gone: bool,
+    /// It is none of a peer, which would write no record.
+    pub(crate) is_ours: bool,
+}
+
+impl Before {
+    pub(crate) fn new(found: KeyValue, seen: i64) -> Self {
+        let KeyValue { key: name, create_revision: created, value, lease } = found;
+        Self { name, created, lease, seen, gone: false, is_ours: !value.is_empty() }
     }
 }
 

@@ -27,7 +27,7 @@ pub(crate) struct Ears {
 type Orders = mpsc::UnboundedSender<Order>;
 
 enum Order {
-    Begin { id: i64, key: Vec<u8>, from: i64, who: Who, lives: Arc<AtomicBool> },
+    Begin { id: i64, key: Vec<u8>, from: i64, who: Who, told: Arc<Told> },
     End(i64),
 }
 
@@ -54,14 +54,26 @@ struct Listeners(Mutex<Vec<LossHints>>);
 #[derive(Debug)]
 pub(crate) struct Watch {
     id: i64,
-    lives: Arc<AtomicBool>,
+    told: Arc<Told>,
     orders: Orders,
+}
+
+/// What has come of a watch.
+#[derive(Debug, Default)]
+struct Told {
+    over: AtomicBool,
+    deleted: AtomicBool,
 }
 
 impl Watch {
     /// Whether it is still listened for.
     pub(crate) fn lives(&self) -> bool {
-        self.lives.load(Ordering::Relaxed)
+        !self.told.over.load(Ordering::Acquire)
+    }
+
+    /// Whether the key was deleted.
+    pub(crate) fn heard_of_end(&self) -> bool {
+        self.told.deleted.load(Ordering::Acquire)
     }
 }
 
@@ -94,10 +106,9 @@ impl Ears {
 
     fn begin(&self, key: Vec<u8>, from: i64, who: Who) -> Watch {
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        let lives = Arc::new(AtomicBool::new(true));
-        let order = Order::Begin { id, key, from, who, lives: Arc::clone(&lives) };
-        _ = self.orders.send(order);
-        Watch { id, lives, orders: self.orders.clone() }
+        let told = Arc::<Told>::default();
+        _ = self.orders.send(Order::Begin { id, key, from, who, told: Arc::clone(&told) });
+        Watch { id, told, orders: self.orders.clone() }
     }
 
     /// One more registry that wants to hear of losses.
@@ -138,13 +149,14 @@ impl Listeners {
 
 /// All that is listened for.
 #[derive(Default)]
-struct Watches(HashMap<i64, (Who, Arc<AtomicBool>)>);
+struct Watches(HashMap<i64, (Who, Arc<Told>)>);
 
 impl Watches {
     /// Tells what was heard. False if nobody wants to know any more.
     fn tell(&mut self, id: i64, heard: Heard, listeners: &Listeners) -> bool {
-        let Some((who, lives)) = self.0.remove(&id) else { return false };
-        lives.store(false, Ordering::Relaxed);
+        let Some((who, told)) = self.0.remove(&id) else { return false };
+        told.deleted.store(heard == Heard::Deleted, Ordering::Release);
+        told.over.store(true, Ordering::Release);
         match who {
             Who::Waiter(told) => _ = told.send(heard),
             // In any case: what was not heard may have happened.
@@ -179,8 +191,8 @@ async fn hear(
 ) {
     let (requests, mut outgoing) = mpsc::unbounded_channel();
     let obey = |order: Order, watches: &mut Watches| match order {
-        Order::Begin { id, key, from, who, lives } => {
-            watches.0.insert(id, (who, lives));
+        Order::Begin { id, key, from, who, told } => {
+            watches.0.insert(id, (who, told));
             let filters = vec![NO_PUTS];
             let create = WatchCreateRequest { key, start_revision: from, filters, watch_id: id };
             requests.send(WatchRequest { request: Some(WatchUnion::Create(create)) }).is_ok()

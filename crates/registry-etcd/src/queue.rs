@@ -2,11 +2,12 @@
 
 use std::time::Duration;
 
+use futures_util::future::join;
 use registry_core::{Attempt, BackendError, Busy, Claim, FencingToken, Grant, Moment, Release};
 use tokio::time::{Instant, sleep, sleep_until};
 
 use crate::backend::{EtcdBackend, TRIES};
-use crate::claims::{Place, Seat};
+use crate::claims::{Before, Place, Seat};
 
 use crate::ears::Heard;
 use crate::error::{Failure, unreadable};
@@ -14,7 +15,7 @@ use crate::heart::Beating;
 use crate::lease::{Lease, seconds};
 use crate::record;
 use crate::txn;
-use crate::wire::KeyValue;
+use crate::wire::{KeyValue, LeaseTimeToLiveRequest};
 
 /// What came of one look.
 enum Step {
@@ -77,10 +78,9 @@ impl EtcdBackend {
             if claim.queue() {
                 answer.skip()?;
                 let before = answer.keys()?.into_iter().find(|other| other.key != place.name);
-                place.before = before.map(|before| (before.key, before.create_revision));
+                place.before = before.map(|before| Before::new(before, revision));
             }
-            let first = None;
-            return Ok(self.judge(claim, seat, place, revision, first));
+            return Ok(self.judge(claim, seat, place, None));
         }
         let (own, first) = (answer.key()?, answer.key()?);
         if let Some(own) = own {
@@ -119,8 +119,14 @@ impl EtcdBackend {
                 return Err(error.as_unknown());
             }
         }
-        let look = txn::look(&queue, &place.name, created);
-        let answer = self.ask(look).await.and_then(|mut answer| {
+        let look = self.ask(txn::look(&queue, &place.name, created));
+        let was_before = place.before.take();
+        let (answer, let_go) = match &was_before {
+            // Most likely it is its turn: both questions at once.
+            Some(before) if before.gone => join(look, self.has_let_go(before)).await,
+            _ => (look.await, false),
+        };
+        let answer = answer.and_then(|mut answer| {
             let found = (answer.key(), answer.key(), answer.key());
             let (Ok(own), Ok(before), Ok(first)) = found else {
                 return Err(Failure::Trouble(unreadable()));
@@ -139,38 +145,51 @@ impl EtcdBackend {
             self.abandon(place);
             return Ok(Step::Again);
         }
-        let revision = header.revision;
-        place.before = before.map(|before| (before.key, before.create_revision));
-        if place.before.is_none() && place.lease.left() < claim.lease() / 2 {
-            // Granted, but it is not proven for how long: the leader has just changed.
-            **seat = Some(place);
-            return Ok(Step::Again);
+        place.before = before.map(|before| Before::new(before, header.revision));
+        if place.before.is_none() {
+            if place.lease.left() < claim.lease() / 2 {
+                // Granted, but it is not proven for how long: the leader has just changed.
+                place.before = was_before;
+                **seat = Some(place);
+                return Ok(Step::Again);
+            }
+            if let Some(before) = was_before.filter(|_| !let_go)
+                && (before.gone || !self.has_let_go(&before).await)
+            {
+                sleep(SETTLING).await;
+            }
         }
-        Ok(self.judge(claim, seat, place, revision, first.as_ref()))
+        Ok(self.judge(claim, seat, place, first.as_ref()))
     }
 
-    /// Whether the place is the first, as it was in `revision`.
+    /// Whether the one before, which is gone, left by its own will. If it did not, its lease has ended too; but peers end theirs with
+    /// the lock, and none of them would hear of a loss any sooner.
+    async fn has_let_go(&self, before: &Before) -> bool {
+        if !before.is_ours {
+            return true;
+        }
+        let asked = LeaseTimeToLiveRequest { id: before.lease };
+        matches!(self.link.call(asked).await, Ok(answer) if answer.ttl > 0)
+    }
+
+    /// Whether the place is the first.
     fn judge(
         &self,
         claim: &Claim,
         seat: &mut Seat<'_>,
         mut place: Place,
-        revision: i64,
         first: Option<&KeyValue>,
     ) -> Step {
-        let attempt = match &mut place.before {
+        let attempt = match &place.before {
             None => {
                 place.granted = true;
                 let token = place.created.and_then(|created| FencingToken::try_from(created).ok());
                 let lease = place.lease.left().min(claim.lease());
                 Attempt::Granted(Grant::new(token, lease))
             }
-            Some((_, seen)) => {
+            Some(before) => {
                 let busy = first.map_or_else(Busy::new, |first| busy(claim, first));
-                let busy = busy.with_mark(u64::try_from(*seen).unwrap_or(0));
-                // From here on it may be gone.
-                *seen = revision;
-                Attempt::Busy(busy)
+                Attempt::Busy(busy.with_mark(u64::try_from(before.created).unwrap_or(0)))
             }
         };
         **seat = Some(place);
@@ -319,8 +338,9 @@ impl EtcdBackend {
         let known = {
             let seat = self.claims.seat(claim).await;
             seat.as_ref().and_then(|place| {
+                let before = place.before.as_ref()?;
                 let every = place.lease.ttl() / 3;
-                Some((place.before.clone()?, every.max(BEAT_MIN)))
+                Some(((before.name.clone(), before.seen), every.max(BEAT_MIN)))
             })
         };
         let (before, every) = match known {
@@ -344,7 +364,12 @@ impl EtcdBackend {
                 heard = &mut hears => {
                     if heard != Ok(Heard::Deleted) {
                         // It is looked again, but not at once and again and again.
-                        sleep(PAUSE).await;
+                        return sleep(PAUSE).await;
+                    }
+                    if let Some(place) = &mut *self.claims.seat(claim).await
+                        && let Some(before) = &mut place.before
+                    {
+                        before.gone = true;
                     }
                     return;
                 }
@@ -392,5 +417,8 @@ fn mark(place: &KeyValue) -> u64 {
 
 /// The least time between two signs of life of one who waits.
 const BEAT_MIN: Duration = Duration::from_millis(500);
+/// How long a holder whose lease somebody has ended early has to hear of it before the next one begins. At the end of a lease that was
+/// not kept alive it has known for longer, but these cannot be told apart. No time is lost where a lock is let go.
+const SETTLING: Duration = Duration::from_millis(100);
 /// How long a waiter that cannot listen waits before it looks.
 const PAUSE: Duration = Duration::from_millis(100);

@@ -52,7 +52,12 @@ impl EtcdBackend {
     async fn begin(&self, claim: &Claim) -> Result<Option<Renewing>, BackendError> {
         let known = {
             let seat = self.claims.seat(claim).await;
-            seat.as_ref().and_then(Renewing::of)
+            let place = seat.as_ref();
+            if place.is_some_and(|place| place.watch.as_ref().is_some_and(Watch::heard_of_end)) {
+                // Its holder should know before the next one holds the lock.
+                return Ok(None);
+            }
+            place.and_then(Renewing::of)
         };
         let known = match known {
             Some(known) => Some(known),

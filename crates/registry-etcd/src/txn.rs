@@ -100,7 +100,7 @@ pub(crate) fn first(queue: &[u8]) -> RangeRequest {
 }
 
 fn newest(queue: &[u8], count: i64) -> RangeRequest {
-    RangeRequest { limit: count, sort_order: DESCENDING, keys_only: true, ..all(queue) }
+    RangeRequest { limit: count, sort_order: DESCENDING, ..all(queue) }
 }
 
 /// The one that came last before the revision `created`.

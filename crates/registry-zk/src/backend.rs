@@ -13,14 +13,13 @@ use registry_core::{
 
 use crate::config::ZkConfig;
 use crate::path::Paths;
-use crate::place::Place;
 use crate::recipe;
 use crate::session::{Session, Sessions};
 
 /// Locks in ZooKeeper.
 ///
 /// A grant lives as long as the session of this client, and no longer than it is renewed. The servers end a session that they have heard nothing of
-/// for its time-out, and then everybody else may have its locks; holders know at least a quarter of the time-out before that. When a
+/// for its time-out, and then everybody else may have its locks; holders know before that. When a
 /// session is over, all that was held in it is lost for good, and a new one takes its place.
 ///
 /// Tokens are the transactions in which holders' nodes were made. They grow for as long as the servers keep their data.
@@ -121,16 +120,7 @@ impl LockBackend for ZkBackend {
             }
             return claims.iter().map(|_| Ok(Renewal::Gone)).collect();
         };
-        let places: Vec<_> = claims.iter().map(|claim| session.find(claim)).collect();
-        let is_quiet = |place: &Arc<Place>| recipe::is_quiet(&session, place);
-        // Of what nothing is heard while it is watched over, one question in a while is enough, and that is of the session.
-        let round = if places.iter().flatten().all(is_quiet) {
-            let shortest = claims.iter().map(Claim::lease).min().unwrap_or_default();
-            session.calm_round(CALM_MAX.min(shortest / CALM_PART)).await
-        } else {
-            session.round().await
-        };
-        if let Err(error) = round {
+        if let Err(error) = session.round().await {
             let answer = |claim| match session.find(claim) {
                 Some(_) => Err(error.clone()),
                 None => Ok(Renewal::Gone),
@@ -156,6 +146,15 @@ impl LockBackend for ZkBackend {
 
     fn first_look(&self) -> Option<Duration> {
         Some(FIRST_LOOK)
+    }
+
+    fn renewals_max(&self) -> usize {
+        RENEWALS_MAX
+    }
+
+    /// It is the session that is renewed.
+    fn renews_together(&self) -> bool {
+        true
     }
 
     fn tell_losses(&self, hints: LossHints) {
@@ -198,6 +197,5 @@ impl fmt::Debug for ZkBackend {
 /// A watch on the own node is worth its request only for locks that are held for longer than this.
 const FIRST_LOOK: Duration = Duration::from_millis(25);
 
-/// Renewals of locks that are watched over may wait so long for each other, or this part of their lease.
-const CALM_MAX: Duration = Duration::from_secs(1);
-const CALM_PART: u32 = 5;
+/// They all share one question.
+const RENEWALS_MAX: usize = 10_000;

@@ -320,19 +320,6 @@ pub(crate) async fn renew(
     Ok(Renewal::Renewed(lease))
 }
 
-/// Whether a claim is held and its node is watched over, and nothing was heard of it.
-pub(crate) fn is_quiet(session: &Session, place: &Place) -> bool {
-    let Ok(stake) = place.stake.try_lock() else { return false };
-    let is_held = stake.held_until.is_some_and(|until| Moment::now() < until);
-    is_held && is_watched(session, &stake)
-}
-
-/// Whether the watch of the own node was set over this connection, and has not fired.
-fn is_watched(session: &Session, stake: &Stake) -> bool {
-    let own = stake.own.as_ref().filter(|own| !own.watch.has_fired());
-    own.is_some_and(|own| own.seen_at == session.reconnects())
-}
-
 /// Whether the own node is there. If its watch was set before the round and has not fired, it is; so that costs nothing.
 async fn see_own(
     session: &Arc<Session>,

@@ -13,7 +13,7 @@ use std::time::Duration;
 use futures_util::future::{BoxFuture, FutureExt as _, Shared};
 use registry_core::{BackendError, BackendErrorKind, Claim, ClaimId, Key, LossHints, Moment};
 use tokio::task::JoinSet;
-use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
+use tokio::time::{MissedTickBehavior, interval, timeout};
 use zookeeper_client::{Client, Error, SessionState, StateWatcher};
 
 use crate::config::ZkConfig;
@@ -186,8 +186,6 @@ pub(crate) struct Session {
     asked_at: Mutex<Moment>,
     /// The next question to the leader, as long as it has not left.
     next_round: Mutex<Option<Round>>,
-    /// The last one that has left, and when.
-    last_round: Mutex<Option<(Moment, Round)>>,
     /// How often it was connected again.
     reconnects: AtomicU32,
     places: Mutex<HashMap<ClaimId, Arc<Place>>>,
@@ -219,7 +217,6 @@ impl Session {
             over: AtomicBool::new(false),
             asked_at: Mutex::new(asked_at),
             next_round: Mutex::default(),
-            last_round: Mutex::default(),
             reconnects: AtomicU32::new(0),
             places: Mutex::default(),
             tasks: Mutex::default(),
@@ -326,8 +323,7 @@ impl Session {
             // Let others join who are about to ask.
             tokio::task::yield_now().await;
             let session = session.upgrade().ok_or_else(|| explain(&Error::ClientClosed))?;
-            let this = lock(&session.next_round).take();
-            *lock(&session.last_round) = this.map(|this| (Moment::now(), this));
+            *lock(&session.next_round) = None;
             session.connected().await?;
             let sent_at = Moment::now();
             *lock(&session.asked_at) = sent_at;
@@ -339,19 +335,6 @@ impl Session {
         let round = round.boxed().shared();
         *next = Some(round.clone());
         round
-    }
-
-    /// As [`round`](Self::round), but at least `apart` after the last one, unless that has left since this was called. Of those who do not
-    /// ask at the same time, many share one all the same.
-    pub(crate) async fn calm_round(self: &Arc<Self>, apart: Duration) -> Result<(), BackendError> {
-        let called_at = Moment::now();
-        let due = lock(&self.asked_at).after(apart.min(self.timeout() / BEATS));
-        sleep(due.since(called_at)).await;
-        let last = lock(&self.last_round).clone();
-        match last {
-            Some((left_at, round)) if called_at <= left_at => round.await,
-            _ => self.round().await,
-        }
     }
 
     /// The place of `claim`; a new one if it has none.

@@ -175,6 +175,10 @@ impl LockBackend for Probe {
         self.inner.first_look()
     }
 
+    fn renews_together(&self) -> bool {
+        self.inner.renews_together()
+    }
+
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
         self.inner.inspect(key).await
     }

@@ -25,6 +25,7 @@ impl PanickingBackend {
         "try_acquire",
         "try_acquire, done",
         "first_look",
+        "renews_together",
         "renewals_max",
         "renew",
         "release",
@@ -120,6 +121,11 @@ impl LockBackend for PanickingBackend {
     fn first_look(&self) -> Option<Duration> {
         self.pass("first_look");
         self.inner.first_look()
+    }
+
+    fn renews_together(&self) -> bool {
+        self.pass("renews_together");
+        self.inner.renews_together()
     }
 
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {

@@ -55,7 +55,7 @@ fn records(mut config: RedisConfig, options: &Layer) -> RedisConfig {
     if let Some(layout) = options.layout {
         config = config.with_layout(match layout {
             // Refused when options are checked.
-            Layout::Native | Layout::Curator => RedisLayout::Native,
+            Layout::Native | Layout::Curator | Layout::Etcdctl => RedisLayout::Native,
             Layout::Spring => RedisLayout::Spring,
             Layout::Redisson => RedisLayout::Redisson,
         });

@@ -31,7 +31,7 @@ pub(super) enum Stores {
     /// Redis, with replicas that count.
     RedisReplicated,
     ZooKeeper,
-    /// Redis and ZooKeeper over encrypted connections, and database servers.
+    /// Redis, ZooKeeper and etcd over encrypted connections, and database servers.
     Encrypted,
 }
 
@@ -42,19 +42,20 @@ impl Stores {
         let redis = matches!(store, "redis" | "rediss");
         let database = matches!(store, "postgres" | "mysql");
         let zookeeper = matches!(store, "zk" | "zks");
+        let etcd = matches!(store, "etcd" | "etcds");
         match self {
             Self::All => true,
             Self::Sql => database || store == "sqlite",
             Self::Database => database,
             Self::Postgres => store == "postgres",
-            Self::Servers => redis || database || zookeeper,
+            Self::Servers => redis || database || zookeeper || etcd,
             Self::Redis => redis,
             Self::RedisUnix => redis && kind == "unix",
             Self::RedisSentinel => redis && kind == "sentinel",
             Self::RedisQuorum => redis && kind == "quorum",
             Self::RedisReplicated => redis && kind != "quorum",
             Self::ZooKeeper => zookeeper,
-            Self::Encrypted => database || matches!(store, "rediss" | "zks"),
+            Self::Encrypted => database || matches!(store, "rediss" | "zks" | "etcds"),
         }
     }
 
@@ -65,7 +66,7 @@ impl Stores {
             Self::Sql => "sqlite, postgres and mysql stores",
             Self::Database => "postgres and mysql stores",
             Self::Postgres => "postgres stores",
-            Self::Servers => "redis, zk, postgres and mysql stores",
+            Self::Servers => "redis, zk, etcd, postgres and mysql stores",
             Self::Redis => "redis stores",
             Self::RedisUnix => "redis+unix stores",
             Self::RedisSentinel => "redis+sentinel stores",
@@ -73,7 +74,7 @@ impl Stores {
             Self::RedisReplicated => "redis stores that are no quorum",
             Self::ZooKeeper => "zk stores",
             Self::Encrypted => {
-                "encrypted redis and zk stores (`rediss://`, `zks://`), postgres and mysql stores"
+                "encrypted redis, zk and etcd stores (`rediss://`, `zks://`, `etcds://`), postgres and mysql stores"
             }
         }
     }
@@ -142,28 +143,14 @@ impl Layer {
             }
         }
         if let Some(layout) = self.layout
-            && layout != Layout::Native
-            && !(Stores::RedisReplicated.have(store) && layout != Layout::Curator)
-            && !(Stores::ZooKeeper.have(store) && layout == Layout::Curator)
+            && !layouts(store).contains(&layout)
         {
-            if Stores::ZooKeeper.have(store) {
-                let both = format!("is {layout}, and {store} stores have `native` and `curator`");
-                return wrong("layout", both);
-            }
-            if Stores::RedisReplicated.have(store) {
-                let all = format!(
-                    "is {layout}, and {store} stores have `native`, `spring` and `redisson`"
-                );
-                return wrong("layout", all);
-            }
-            if !Stores::Database.have(store) {
-                let only = format!("is {layout}, and {store} stores have only `native`");
-                return wrong("layout", only);
-            }
-            if layout != Layout::Spring {
-                let both = format!("is {layout}, and {store} stores have `native` and `spring`");
-                return wrong("layout", both);
-            }
+            let known = match layouts(store) {
+                [first, second, third] => format!("`{first}`, `{second}` and `{third}`"),
+                [first, second] => format!("`{first}` and `{second}`"),
+                _ => "only `native`".to_owned(),
+            };
+            return wrong("layout", format!("is {layout}, and {store} stores have {known}"));
         }
         if self.layout == Some(Layout::Spring) && self.mode.is_some_and(|mode| mode != Mode::Lease)
         {
@@ -349,6 +336,21 @@ impl Layer {
     }
 }
 
+/// The layouts that the stores of this scheme have.
+fn layouts(store: &str) -> &'static [Layout] {
+    if Stores::RedisReplicated.have(store) {
+        &[Layout::Native, Layout::Spring, Layout::Redisson]
+    } else if Stores::Database.have(store) {
+        &[Layout::Native, Layout::Spring]
+    } else if Stores::ZooKeeper.have(store) {
+        &[Layout::Native, Layout::Curator]
+    } else if matches!(store, "etcd" | "etcds") {
+        &[Layout::Native, Layout::Etcdctl]
+    } else {
+        &[Layout::Native]
+    }
+}
+
 // The engine's own, for what is not set.
 const LEASE: Duration = Duration::from_secs(30);
 const TIMEOUT: Duration = Duration::from_secs(3);
@@ -448,7 +450,7 @@ mod tests {
             (
                 "layout",
                 "redison",
-                "did you mean `redisson`? There are `native`, `spring`, `redisson`",
+                "did you mean `redisson`? There are `native`, `spring`, `redisson`, `curator`, `etcdctl`",
             ),
             ("publish", "sharp", "did you mean `sharded`? There are `auto`, `plain`, `sharded`"),
             ("cert", "a.pem", "without `key`"),
@@ -512,6 +514,29 @@ mod tests {
             let error = problem("postgres", &[(option, value)]).unwrap();
             assert!(error.contains(hint) && error.contains(option), "{option}={value}: {error}");
         }
+    }
+
+    #[test]
+    fn each_option_of_etcd_is_for_clusters_that_know_it() {
+        for store in ["etcd", "etcds"] {
+            for (option, value, knows) in [
+                ("connect_timeout", "1s", true),
+                ("namespace", "", true),
+                ("layout", "etcdctl", true),
+                ("layout", "native", true),
+                ("layout", "redisson", false),
+                ("ca", "ca.pem", store == "etcds"),
+                ("token_memory", "1h", false),
+                ("pool", "1", false),
+            ] {
+                let problem = problem(store, &[(option, value)]);
+                assert_eq!(problem.is_none(), knows, "{option} of {store}: {problem:?}");
+            }
+        }
+        let error = problem("redis", &[("layout", "etcdctl")]).unwrap();
+        assert!(error.contains("have `native`, `spring` and `redisson`"), "{error}");
+        let error = problem("memory", &[("layout", "etcdctl")]).unwrap();
+        assert!(error.contains("have only `native`"), "{error}");
     }
 
     #[test]

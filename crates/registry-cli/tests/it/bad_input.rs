@@ -41,7 +41,6 @@ fn wrong_options_of_run_are_usage_errors() {
         (&["--url", "bogus:x"], "sqlite"),
         (&["--url", "sqlit:x"], "did you mean \"sqlite\"?"),
         (&["--url", "zk://localhost"], "features = [\"zk\"]"),
-        (&["--url", "etcd://localhost"], "features = [\"etcd\"]"),
         (&["--url", "postgres://localhost"], "does not name a database"),
         (&["--url", "memory:?leese=1s"], "did you mean \"lease\"?"),
         (&["--url", "memory:?lease=1ms"], "less than the least"),
@@ -61,6 +60,15 @@ fn wrong_options_of_run_are_usage_errors() {
         // What is code to a library is a flag to whoever reads this.
         assert!(!done.stderr.contains("the code"), "{done:?}");
     }
+}
+
+#[cfg(not(feature = "etcd"))]
+#[test]
+fn a_cluster_of_etcd_that_is_not_built_in_names_the_feature() {
+    let store = Store::new();
+    let mut command = store.lockreg(["list"]);
+    command.env("LOCK_REGISTRY_URL", "etcd://localhost");
+    refused(&store, &mut command, "features = [\"etcd\"]");
 }
 
 #[cfg(feature = "redis")]

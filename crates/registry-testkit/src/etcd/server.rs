@@ -152,14 +152,31 @@ impl EtcdServer {
     /// # Cancel safety
     /// May be dropped at any time, without any effect.
     pub async fn is_healthy(&self) -> bool {
-        let asked = async {
-            let mut connection = TcpStream::connect(self.health_port.addr()).await?;
-            connection.write_all(b"GET /health HTTP/1.0\r\n\r\n").await?;
-            let mut answer = String::new();
-            connection.read_to_string(&mut answer).await?;
-            io::Result::Ok(answer.contains(r#""health":"true""#))
-        };
-        matches!(timeout(ANSWER_LIMIT, asked).await, Ok(Ok(true)))
+        let said = timeout(ANSWER_LIMIT, self.page("health")).await;
+        matches!(said, Ok(Ok(said)) if said.contains(r#""health":"true""#))
+    }
+
+    /// What the server tells of itself under the figure `name`, added up over all lines with `label`.
+    ///
+    /// # Errors
+    /// The connection's.
+    ///
+    /// # Cancel safety
+    /// May be dropped at any time, without any effect.
+    pub async fn figure(&self, name: &str, label: &str) -> io::Result<u64> {
+        let page = self.page("metrics").await?;
+        let lines = page.lines().filter(|line| line.starts_with(name) && line.contains(label));
+        let figures = lines.filter_map(|line| line.rsplit_once(' ')?.1.parse::<u64>().ok());
+        Ok(figures.sum())
+    }
+
+    async fn page(&self, name: &str) -> io::Result<String> {
+        let mut connection = TcpStream::connect(self.health_port.addr()).await?;
+        let request = format!("GET /{name} HTTP/1.0\r\n\r\n");
+        connection.write_all(request.as_bytes()).await?;
+        let mut answer = String::new();
+        connection.read_to_string(&mut answer).await?;
+        Ok(answer)
     }
 
     /// Lets in only those who log in, if that is wanted. For a server that has no users yet, as a member of its cluster or alone.

@@ -1,0 +1,181 @@
+//! What the engine and the etcd store cost on top of the two transactions that a lock cannot do without, and beside the locks that the
+//! servers offer themselves; and how long it takes until the next one in the queue has a lock that was let go.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use prost::Message;
+use registry_core::{LockRegistry, Registry};
+use registry_etcd::{EtcdBackend, EtcdConfig};
+use registry_testkit::etcd::EtcdServer;
+use tonic::Request;
+use tonic::client::Grpc;
+use tonic::codegen::http::uri::PathAndQuery;
+use tonic::transport::{Channel, Endpoint};
+use tonic_prost::ProstCodec;
+
+fn main() {
+    lock_registry_benches::stay_on_one_processor();
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    runtime.block_on(async {
+        let server = EtcdServer::start().await.unwrap();
+        let channel = Endpoint::from_shared(server.url()).unwrap().connect().await.unwrap();
+        let granted: Granted =
+            call(&channel, "/etcdserverpb.Lease/LeaseGrant", Grant { ttl: 3_600 }).await;
+        let key = format!("bare/{:x}", granted.id).into_bytes();
+        let pair = async || {
+            let answer: TxnAnswer =
+                call(&channel, "/etcdserverpb.KV/Txn", join(&key, granted.id)).await;
+            let created = answer.header.unwrap().revision;
+            assert!(answer.succeeded);
+            let answer: TxnAnswer =
+                call(&channel, "/etcdserverpb.KV/Txn", leave(&key, created)).await;
+            assert!(answer.succeeded);
+        };
+        let served = async || {
+            let lock = Lock { name: b"served".to_vec(), lease: granted.id };
+            let locked: Locked = call(&channel, "/v3lockpb.Lock/Lock", lock).await;
+            let _: Nothing =
+                call(&channel, "/v3lockpb.Lock/Unlock", Unlock { key: locked.key }).await;
+        };
+        let registry = open(&server).await;
+        let lock = registry.obtain("orders/42");
+        let ours = async || lock.lock().await.unwrap().unlock().await.unwrap();
+        let group = "uncontended pair on etcd";
+        lock_registry_benches::in_turns(group, &pair, "lock and unlock", &ours).await;
+        let group = "uncontended pair on etcd, beside its own locks";
+        lock_registry_benches::in_turns(group, &served, "lock and unlock", &ours).await;
+
+        // From the call that lets go to the guard of the next one, in units of a write on the same channel.
+        let other = open(&server).await;
+        let (mut hand_overs, mut writes) = (Vec::new(), Vec::new());
+        for round in 0..400 {
+            let (from, to) = if round % 2 == 0 { (&registry, &other) } else { (&other, &registry) };
+            let guard = from.obtain("handed").lock().await.unwrap();
+            let next = to.obtain("handed");
+            let waiting = tokio::spawn(async move {
+                let guard = next.lock().await.unwrap();
+                (Instant::now(), guard)
+            });
+            // Long enough to stand in the queue and to listen.
+            tokio::time::sleep(Duration::from_millis(10)).await;
+            let begun = Instant::now();
+            guard.unlock().await.unwrap();
+            let (ended, guard) = waiting.await.unwrap();
+            hand_overs.push(ended - begun);
+            guard.unlock().await.unwrap();
+            let begun = Instant::now();
+            pair().await;
+            writes.push(begun.elapsed() / 2);
+        }
+        let (hand_over, write) = (middle(hand_overs), middle(writes));
+        let times = hand_over.as_secs_f64() / write.as_secs_f64();
+        println!("hand-over on etcd: {hand_over:?}, a write {write:?}: {times:.2} writes");
+        registry.close(Duration::from_secs(1)).await;
+        other.close(Duration::from_secs(1)).await;
+    });
+}
+
+fn middle(mut times: Vec<Duration>) -> Duration {
+    times.sort();
+    times[times.len() / 2]
+}
+
+async fn open(server: &EtcdServer) -> Registry {
+    let config = EtcdConfig::new([(server.addr().ip().to_string(), server.addr().port())]);
+    let backend = EtcdBackend::open(config).await.unwrap();
+    // No look by itself is to be measured.
+    Registry::builder(Arc::new(backend)).poll(Duration::from_secs(60)).build().unwrap()
+}
+
+async fn call<Q: Message + 'static, A: Message + Default + 'static>(
+    channel: &Channel,
+    path: &'static str,
+    request: Q,
+) -> A {
+    let mut grpc = Grpc::new(channel.clone());
+    grpc.ready().await.unwrap();
+    let codec = ProstCodec::<Q, A>::default();
+    let path = PathAndQuery::from_static(path);
+    grpc.unary(Request::new(request), path, codec).await.unwrap().into_inner()
+}
+
+/// The transaction by which the recipe joins a queue, in the bytes that every client would send.
+fn join(key: &[u8], lease: i64) -> Txn {
+    let queue = Range { key: b"bare/".to_vec(), end: b"bare0".to_vec(), limit: 1, order: 1, by: 2 };
+    let put = Put { key: key.to_vec(), lease };
+    let own = Range { key: key.to_vec(), ..Range::default() };
+    Txn {
+        compare: vec![compare(key, 0)],
+        success: vec![Op { put: Some(put), ..Op::default() }, range(queue.clone())],
+        failure: vec![range(own), range(queue)],
+    }
+}
+
+fn leave(key: &[u8], created: i64) -> Txn {
+    let delete = Delete { key: key.to_vec() };
+    let success = vec![Op { delete: Some(delete), ..Op::default() }];
+    Txn { compare: vec![compare(key, created)], success, failure: Vec::new() }
+}
+
+/// Created in this revision.
+fn compare(key: &[u8], created: i64) -> Compare {
+    Compare { target: 1, key: key.to_vec(), created: Some(created) }
+}
+
+fn range(range: Range) -> Op {
+    Op { range: Some(range), ..Op::default() }
+}
+
+macro_rules! messages {
+    ($($(#[$doc:meta])* $name:ident { $(#[prost($($tag:tt)*)] $field:ident: $kind:ty,)* })*) => {
+        $($(#[$doc])* #[derive(Clone, PartialEq, Message)] struct $name {
+            $(#[prost($($tag)*)] $field: $kind,)*
+        })*
+    };
+}
+
+messages! {
+    Nothing {}
+    Header { #[prost(int64, tag = "3")] revision: i64, }
+    Grant { #[prost(int64, tag = "1")] ttl: i64, }
+    Granted { #[prost(int64, tag = "2")] id: i64, }
+    Range {
+        #[prost(bytes = "vec", tag = "1")] key: Vec<u8>,
+        #[prost(bytes = "vec", tag = "2")] end: Vec<u8>,
+        #[prost(int64, tag = "3")] limit: i64,
+        #[prost(int32, tag = "5")] order: i32,
+        #[prost(int32, tag = "6")] by: i32,
+    }
+    Put {
+        #[prost(bytes = "vec", tag = "1")] key: Vec<u8>,
+        #[prost(int64, tag = "3")] lease: i64,
+    }
+    Delete { #[prost(bytes = "vec", tag = "1")] key: Vec<u8>, }
+    Op {
+        #[prost(message, optional, tag = "1")] range: Option<Range>,
+        #[prost(message, optional, tag = "2")] put: Option<Put>,
+        #[prost(message, optional, tag = "3")] delete: Option<Delete>,
+    }
+    Compare {
+        #[prost(int32, tag = "2")] target: i32,
+        #[prost(bytes = "vec", tag = "3")] key: Vec<u8>,
+        #[prost(int64, optional, tag = "5")] created: Option<i64>,
+    }
+    Txn {
+        #[prost(message, repeated, tag = "1")] compare: Vec<Compare>,
+        #[prost(message, repeated, tag = "2")] success: Vec<Op>,
+        #[prost(message, repeated, tag = "3")] failure: Vec<Op>,
+    }
+    TxnAnswer {
+        #[prost(message, optional, tag = "1")] header: Option<Header>,
+        #[prost(bool, tag = "2")] succeeded: bool,
+    }
+    Lock {
+        #[prost(bytes = "vec", tag = "1")] name: Vec<u8>,
+        #[prost(int64, tag = "2")] lease: i64,
+    }
+    Locked { #[prost(bytes = "vec", tag = "2")] key: Vec<u8>, }
+    Unlock { #[prost(bytes = "vec", tag = "1")] key: Vec<u8>, }
+}

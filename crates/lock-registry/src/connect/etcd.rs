@@ -1,0 +1,54 @@
+//! Opens a store in an etcd cluster.
+
+use registry_core::BackendError;
+use registry_etcd::{EtcdBackend, EtcdConfig, Layout as EtcdLayout};
+
+#[cfg(feature = "etcd-tls")]
+use super::pem::Files;
+use crate::layer::Layer;
+use crate::layout::Layout;
+use crate::store_url::EtcdMembers;
+
+/// Opens the store of these members.
+pub(super) async fn open(
+    cluster: &EtcdMembers,
+    options: &Layer,
+) -> Result<EtcdBackend, BackendError> {
+    let mut config = EtcdConfig::new(cluster.members.clone());
+    if let Some((user, password)) = &cluster.login {
+        config = config.with_login(user.told(), password.told());
+    }
+    if let Some(namespace) = &options.namespace {
+        config = config.with_namespace(namespace);
+    }
+    if options.layout == Some(Layout::Etcdctl) {
+        config = config.with_layout(EtcdLayout::Etcdctl);
+    }
+    if let Some(connect_timeout) = options.connect_timeout {
+        config = config.with_connect_timeout(connect_timeout);
+    }
+    if let Some(timeout) = options.timeout {
+        // A member that does not answer must be left while the engine still waits.
+        config = config.with_response_timeout(timeout);
+    }
+    #[cfg(feature = "etcd-tls")]
+    if cluster.are_encrypted() {
+        config = encrypted(config, options)?;
+    }
+    EtcdBackend::open(config).await
+}
+
+#[cfg(feature = "etcd-tls")]
+fn encrypted(mut config: EtcdConfig, options: &Layer) -> Result<EtcdConfig, BackendError> {
+    let files = Files { store: "etcd" };
+    config = config.with_tls();
+    if let Some(ca) = &options.ca {
+        config = config.with_certificate_authority(files.certificates("ca", ca)?);
+    }
+    if let (Some(cert), Some(key)) = (&options.cert, &options.key) {
+        let certificate = files.certificates("cert", cert)?;
+        config =
+            config.with_client_certificate(certificate, files.private_key(key.told().as_ref())?);
+    }
+    Ok(config)
+}

@@ -1,0 +1,391 @@
+//! Clients that contend for a few keys while something goes wrong, and a verdict on what they lived through. Knows no fault: the tests
+//! make those.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use registry_core::{
+    BackendErrorKind, FencingToken, LockError, LockOptions, LockRegistry as _, LostReason, Registry,
+};
+use registry_etcd::{EtcdBackend, EtcdConfig};
+use registry_testkit::etcd::EtcdServer;
+use registry_testkit::history::{Event, History, Recorder, host_clock};
+use registry_testkit::witness::{Witness, WitnessedGuard};
+use registry_testkit::{error_text, eventually, within};
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep, sleep_until};
+
+use crate::verdict::Outcome;
+
+/// Long enough for any machine; reached only by a test that fails.
+pub(crate) const LONG: Duration = Duration::from_secs(60);
+/// Short, so that a test of a lease that ends does not take long.
+pub(crate) const LEASE: Duration = Duration::from_secs(3);
+/// How long a question may stay unanswered. So short a lease has no time for the engine's own three.
+const ANSWER_LIMIT: Duration = Duration::from_secs(1);
+/// How many clients there are unless a test says otherwise.
+const CLIENTS: usize = 3;
+/// How often a holder looks at its guard and writes.
+const LOOK_EACH: Duration = Duration::from_millis(25);
+
+pub(crate) const fn secs(secs: u64) -> Duration {
+    Duration::from_secs(secs)
+}
+
+pub(crate) const fn millis(millis: u64) -> Duration {
+    Duration::from_millis(millis)
+}
+
+/// A registry with connections of its own, as another process would have them.
+pub(crate) async fn registry(config: &EtcdConfig, lease: Duration) -> Registry {
+    let config = config.clone().with_response_timeout(ANSWER_LIMIT);
+    let backend = EtcdBackend::open(config).await.unwrap();
+    let builder = Registry::builder(Arc::new(backend)).lease(lease);
+    builder.timeout(ANSWER_LIMIT).build().unwrap()
+}
+
+/// A resource that remembers, for each key, the newest token that it was written to with, and refuses older ones.
+#[derive(Debug, Default)]
+pub(crate) struct Resource(Mutex<HashMap<String, FencingToken>>);
+
+impl Resource {
+    /// Writes, and records it. Tells whether the write was taken.
+    pub(crate) fn write(
+        &self,
+        recorder: &Recorder,
+        client: u32,
+        key: &str,
+        token: FencingToken,
+    ) -> bool {
+        let writing = recorder.write(client, key, token);
+        let mut newest = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let known = newest.entry(key.to_owned()).or_insert(token);
+        let taken = *known <= token;
+        if taken {
+            *known = token;
+            writing.accepted();
+        } else {
+            writing.rejected();
+        }
+        taken
+    }
+}
+
+/// A hold that ended against its holder's will.
+#[derive(Debug, Clone)]
+pub(crate) struct Loss {
+    pub(crate) key: String,
+    pub(crate) reason: LostReason,
+}
+
+/// Clients that contend. Some keys are taken for moments by all; others are held for good by one, whom another one envies.
+pub(crate) struct Contest {
+    ring: Arc<Ring>,
+    config: EtcdConfig,
+    lease: Duration,
+    registries: Vec<Registry>,
+    workers: JoinSet<()>,
+    stop: watch::Sender<bool>,
+}
+
+/// What all clients share.
+struct Ring {
+    recorder: Recorder,
+    resource: Resource,
+    contested: Vec<String>,
+    steady: Vec<String>,
+    /// How many times each key was granted.
+    granted: watch::Sender<BTreeMap<String, u64>>,
+    /// The keys that are held for good just now.
+    held: watch::Sender<BTreeSet<String>>,
+    losses: watch::Sender<Vec<Loss>>,
+    errors: Mutex<Vec<String>>,
+    /// Errors that no outage explains.
+    wrong: Mutex<Vec<String>>,
+}
+
+/// Of which keys a contest is.
+#[derive(Debug, Clone)]
+pub(crate) struct Keys {
+    pub(crate) contested: Vec<String>,
+    pub(crate) steady: Vec<String>,
+}
+
+impl Default for Keys {
+    fn default() -> Self {
+        let keys = |kind: &str| (0..3).map(|number| format!("{kind}/{number}")).collect();
+        Self { contested: keys("contested"), steady: keys("steady") }
+    }
+}
+
+impl Contest {
+    /// Begins, and returns when all keys were granted.
+    pub(crate) async fn begin(config: &EtcdConfig) -> Self {
+        Self::begin_with(&vec![config.clone(); CLIENTS], config, Keys::default(), LEASE).await
+    }
+
+    /// As [`begin`](Self::begin), with these ways to the server, one for each client; `direct` is one that is always open.
+    pub(crate) async fn begin_with(
+        ways: &[EtcdConfig],
+        direct: &EtcdConfig,
+        keys: Keys,
+        lease: Duration,
+    ) -> Self {
+        let Keys { contested, steady } = keys;
+        let ring = Arc::new(Ring {
+            recorder: Recorder::new(host_clock()),
+            resource: Resource::default(),
+            contested,
+            steady,
+            granted: watch::Sender::default(),
+            held: watch::Sender::default(),
+            losses: watch::Sender::default(),
+            errors: Mutex::default(),
+            wrong: Mutex::default(),
+        });
+        let mut registries = Vec::new();
+        for way in ways {
+            registries.push(registry(way, lease).await);
+        }
+        let mut workers = JoinSet::new();
+        let stop = watch::Sender::new(false);
+        let client = |number: usize, role: usize, key: &str| Client {
+            ring: Arc::clone(&ring),
+            number: u32::try_from(number % ways.len() * 100 + role).unwrap(),
+            lock: registries[number % ways.len()].obtain(key),
+            stop: stop.subscribe(),
+        };
+        // Nobody envies those who hold nothing yet.
+        for (role, key) in ring.steady.iter().enumerate() {
+            workers.spawn(client(role, 50 + role, key).holds());
+        }
+        ring.granted(&ring.steady.iter().collect::<Vec<_>>(), 1).await;
+        for (role, key) in ring.steady.iter().enumerate() {
+            workers.spawn(client(role + 1, 50 + role, key).contends(millis(100)));
+        }
+        for number in 0..ways.len() {
+            for (role, key) in ring.contested.iter().enumerate() {
+                workers.spawn(client(number, 2 * role, key).contends(millis(1)));
+                workers.spawn(client(number, 2 * role + 1, key).contends(millis(1)));
+            }
+        }
+        ring.granted(&ring.contested.iter().collect::<Vec<_>>(), 1).await;
+        Self { ring, config: direct.clone(), lease, registries, workers, stop }
+    }
+
+    /// Returns when each of the contested keys was granted some more times.
+    pub(crate) async fn goes_on(&self) {
+        self.goes_on_with(&self.ring.contested.iter().collect::<Vec<_>>()).await;
+    }
+
+    /// The same for some of the keys.
+    pub(crate) async fn goes_on_with(&self, keys: &[&String]) {
+        self.ring.granted(keys, 3).await;
+    }
+
+    /// Returns when all those hold their keys who mean to hold them for good.
+    pub(crate) async fn steady(&self) {
+        let mut held = self.ring.held.subscribe();
+        let all = held.wait_for(|held| self.ring.steady.iter().all(|key| held.contains(key)));
+        drop(within(LONG, all).await);
+    }
+
+    /// Returns when so many holds were lost by those who meant to hold for good, since the contest began.
+    pub(crate) async fn loses_steadily(&self, holds: usize) {
+        let mut losses = self.ring.losses.subscribe();
+        let steady = |loss: &&Loss| loss.key.starts_with("steady");
+        let all = losses.wait_for(|losses| losses.iter().filter(steady).count() >= holds);
+        drop(within(LONG, all).await);
+    }
+
+    /// Writes to the resource as somebody who does not take part, and tells whether the write was taken.
+    pub(crate) fn write_as(&self, client: u32, key: &str, token: FencingToken) -> bool {
+        self.ring.resource.write(&self.ring.recorder, client, key, token)
+    }
+
+    /// Where others can record what they do to the same keys.
+    pub(crate) fn recorder(&self) -> &Recorder {
+        &self.ring.recorder
+    }
+
+    /// Ends the contest when all is well again, and sees to it that nothing is left: a newcomer gets every key within a lease,
+    /// everything is given back, and `server`, a member, has no lock any more.
+    pub(crate) async fn end(self, server: &EtcdServer) -> Outcome {
+        self.end_with(server, Vec::new()).await
+    }
+
+    /// The same, with what other processes have recorded.
+    pub(crate) async fn end_with(
+        mut self,
+        server: &EtcdServer,
+        events_elsewhere: Vec<Event>,
+    ) -> Outcome {
+        self.stop.send_replace(true);
+        let ended = async {
+            while let Some(ended) = self.workers.join_next().await {
+                ended.unwrap();
+            }
+        };
+        within(LONG, ended).await;
+        let healed = Instant::now();
+        let newcomer = registry(&self.config, self.lease).await;
+        for key in self.ring.contested.iter().chain(&self.ring.steady) {
+            let witness = Witness::new(&self.ring.recorder, 9_999);
+            let lock = newcomer.obtain(key);
+            let taken = witness.lock_with(&lock, LockOptions::new());
+            let guard = within(self.lease + secs(15), taken).await.unwrap().unwrap();
+            self.ring.write(9_999, &guard);
+            guard.unlock().await.unwrap();
+        }
+        let taken_after = healed.elapsed();
+        self.registries.push(newcomer);
+        for registry in &self.registries {
+            let report = registry.close(LONG).await;
+            assert_eq!((report.lost, registry.held()), (0, 0), "{report:?}");
+        }
+        drop(self.registries);
+        eventually(self.lease + secs(20), async || left_over(server).await).await;
+
+        let wrong = self.ring.wrong.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        assert!(wrong.is_empty(), "errors that no outage explains: {wrong:#?}");
+        let mut events = self.ring.recorder.events();
+        events.extend(events_elsewhere);
+        let errors = self.ring.errors.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let losses = self.ring.losses.borrow().clone();
+        let history = History::from_events(events).unwrap();
+        Outcome { history, losses, errors, taken_after }
+    }
+}
+
+/// Why the cluster of this member is not free of locks.
+async fn left_over(server: &EtcdServer) -> Result<(), String> {
+    let names = server.ctl(&["get", "lock-registry/", "--prefix", "--keys-only"]).await;
+    let names = names.map_err(|error| error.to_string())?;
+    if names.is_empty() { Ok(()) } else { Err(format!("there still are {names}")) }
+}
+
+impl Ring {
+    /// Returns when each of the keys was granted so many more times.
+    async fn granted(&self, keys: &[&String], times: u64) {
+        let mut granted = self.granted.subscribe();
+        let before = granted.borrow().clone();
+        let count = |counts: &BTreeMap<String, u64>, key| counts.get(key).copied().unwrap_or(0);
+        let enough = |counts: &BTreeMap<String, u64>| {
+            keys.iter().all(|key| count(counts, *key) >= count(&before, *key) + times)
+        };
+        if tokio::time::timeout(LONG, granted.wait_for(enough)).await.is_err() {
+            let now = self.granted.borrow().clone();
+            let errors = self.errors.lock().unwrap_or_else(PoisonError::into_inner);
+            let last: Vec<_> = errors.iter().rev().take(5).collect();
+            panic!("keys are stuck: granted {before:?} before and {now:?} now; {last:#?}");
+        }
+    }
+
+    fn write(&self, client: u32, guard: &WitnessedGuard) {
+        let token = guard.fencing_token().expect("etcd gives tokens");
+        self.resource.write(&self.recorder, client, guard.key(), token);
+    }
+
+    fn note_loss(&self, key: &str, reason: LostReason) {
+        let loss = Loss { key: key.to_owned(), reason };
+        self.losses.send_modify(|losses| losses.push(loss));
+    }
+
+    fn note_error(&self, doing: &str, error: &LockError) {
+        let text = format!("{doing}: {}", error_text(error));
+        let expected = match error {
+            // Told by the guard already, or found out by its release.
+            LockError::Lost { .. } => return,
+            LockError::Backend { source, .. } => source.kind() == BackendErrorKind::Transient,
+            _ => false,
+        };
+        if !expected {
+            self.wrong.lock().unwrap_or_else(PoisonError::into_inner).push(text.clone());
+        }
+        self.errors.lock().unwrap_or_else(PoisonError::into_inner).push(text);
+    }
+}
+
+/// One caller of one client.
+struct Client {
+    ring: Arc<Ring>,
+    number: u32,
+    lock: registry_core::DistributedLock,
+    stop: watch::Receiver<bool>,
+}
+
+impl Client {
+    /// Takes the key for moments, again and again.
+    async fn contends(mut self, pause: Duration) {
+        while !*self.stop.borrow() {
+            let wait = millis(rand::random_range(100..1_500));
+            let hold = match rand::random_range(0..20) {
+                0 => millis(rand::random_range(100..900)),
+                _ => millis(rand::random_range(1..10)),
+            };
+            if let Some(guard) = self.take(wait).await {
+                self.keep(guard, hold).await;
+            }
+            sleep(pause).await;
+        }
+    }
+
+    /// Holds the key as long as it can, and takes it again when it is lost.
+    async fn holds(mut self) {
+        while !*self.stop.borrow() {
+            if let Some(guard) = self.take(secs(2)).await {
+                let key = self.lock.key().to_owned();
+                self.ring.held.send_modify(|held| _ = held.insert(key.clone()));
+                self.keep(guard, secs(3_600)).await;
+                self.ring.held.send_modify(|held| _ = held.remove(&key));
+            }
+        }
+    }
+
+    async fn take(&mut self, wait: Duration) -> Option<WitnessedGuard> {
+        let witness = Witness::new(&self.ring.recorder, self.number);
+        match witness.lock_with(&self.lock, LockOptions::new().wait(wait)).await {
+            Ok(Some(guard)) => {
+                self.ring.granted.send_modify(|granted| {
+                    *granted.entry(self.lock.key().to_owned()).or_default() += 1;
+                });
+                Some(guard)
+            }
+            Ok(None) => None,
+            Err(error) => {
+                self.ring.note_error("lock", &error);
+                sleep(millis(20)).await;
+                None
+            }
+        }
+    }
+
+    /// Works under the lock until `hold` is over, the lock is lost, or the contest ends.
+    async fn keep(&mut self, guard: WitnessedGuard, hold: Duration) {
+        let until = Instant::now() + hold;
+        let lost = guard.lost();
+        tokio::pin!(lost);
+        loop {
+            guard.note();
+            self.ring.write(self.number, &guard);
+            let look = until.min(Instant::now() + LOOK_EACH);
+            tokio::select! {
+                biased;
+                reason = &mut lost => {
+                    guard.note();
+                    self.ring.note_loss(self.lock.key(), reason);
+                    // What a holder does who does not listen.
+                    self.ring.write(self.number, &guard);
+                    break;
+                }
+                () = sleep_until(look) => if look == until { break },
+                _ = self.stop.wait_for(|stop| *stop) => break,
+            }
+        }
+        if let Err(error) = guard.unlock().await {
+            self.ring.note_error("unlock", &error);
+        }
+    }
+}

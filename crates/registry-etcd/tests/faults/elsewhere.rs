@@ -1,0 +1,38 @@
+//! Clients in other processes, which can be stopped in their tracks.
+
+use std::env;
+use std::io::Write as _;
+use std::process::Command;
+use std::sync::Arc;
+
+use registry_etcd::EtcdConfig;
+use registry_testkit::holder::{HolderOptions, LockHolder, serve};
+
+use crate::contest::{LEASE, registry};
+
+/// Names the members to the other process.
+const URL_VARIABLE: &str = "LOCK_REGISTRY_TEST_URL";
+
+#[test]
+#[ignore = "started by the other tests, as another process"]
+fn the_other_process() {
+    let Ok(url) = env::var(URL_VARIABLE) else { return };
+    // Whatever the test harness has written so far ends here.
+    _ = writeln!(std::io::stdout());
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let config = EtcdConfig::from_url(&url).unwrap();
+        let registry = Arc::new(registry(&config, LEASE).await);
+        serve(registry, &HolderOptions::new("etcd").history()).await;
+    });
+    // At once: the test program has nothing more to say, and nobody to say it to.
+    std::process::exit(0);
+}
+
+/// Starts a client in a process of its own.
+pub(crate) async fn client(url: &str) -> LockHolder {
+    let mut program = Command::new(env::current_exe().unwrap());
+    program.args(["elsewhere::the_other_process", "--exact", "--ignored", "--nocapture"]);
+    program.env(URL_VARIABLE, url);
+    LockHolder::spawn_command(program).await.unwrap()
+}

@@ -1,0 +1,85 @@
+//! What locks cost the members: how many streams, and whom a release wakes. The members' own figures tell.
+#![cfg(target_os = "linux")]
+#![expect(clippy::unwrap_used, reason = "a helper of tests, which may")]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use registry_core::{LockOptions, LockRegistry as _, Registry};
+use registry_etcd::{EtcdBackend, EtcdConfig};
+use registry_testkit::etcd::EtcdServer;
+use tokio::time::sleep;
+
+async fn registry(server: &EtcdServer) -> Registry {
+    let config = EtcdConfig::new([(server.addr().ip().to_string(), server.addr().port())]);
+    let backend = EtcdBackend::open(config).await.unwrap();
+    Registry::builder(Arc::new(backend)).build().unwrap()
+}
+
+/// How many calls of this method there have been, streams among them.
+async fn calls(server: &EtcdServer, method: &str) -> u64 {
+    server.figure("grpc_server_started_total", &format!("grpc_method=\"{method}\"")).await.unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_thousand_held_locks_have_one_stream_each_for_leases_and_for_losses() {
+    let server = EtcdServer::start().await.unwrap();
+    let registry = registry(&server).await;
+    let options = || LockOptions::new().lease(Duration::from_secs(9));
+    let locks: Vec<_> = (0..1_000).map(|n| registry.obtain(&format!("orders/{n}"))).collect();
+    let mut guards = Vec::new();
+    for some in locks.chunks(100) {
+        for guard in join_all(some.iter().map(|lock| lock.lock_with(options()))).await {
+            guards.push(guard.unwrap().unwrap());
+        }
+    }
+    let before = calls(&server, "Txn").await;
+    // Renewed at least twice.
+    sleep(Duration::from_secs(10)).await;
+    assert!(guards.iter().all(|guard| guard.is_held()));
+    assert_eq!(calls(&server, "LeaseKeepAlive").await, 1);
+    assert_eq!(calls(&server, "Watch").await, 1);
+    // A look at a hundred of them is one call.
+    let looks = calls(&server, "Txn").await - before;
+    assert!(looks < 200, "{looks} calls for some thousands of renewals");
+    for some in guards.chunks_mut(100) {
+        assert!(some.iter().all(|guard| guard.is_held()));
+    }
+    for released in join_all(guards.into_iter().map(registry_core::LockGuard::unlock)).await {
+        released.unwrap();
+    }
+}
+
+/// However long the queue is, a release is the business of one.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_release_wakes_the_next_one_alone() {
+    let server = EtcdServer::start().await.unwrap();
+    let first = registry(&server).await;
+    let mut guard = first.obtain("key").lock().await.unwrap();
+    let mut waiting = Vec::new();
+    for n in 0..20 {
+        let config = EtcdConfig::new([(server.addr().ip().to_string(), server.addr().port())]);
+        let backend = EtcdBackend::open(config).await.unwrap();
+        let poll = Duration::from_secs(600);
+        let builder = Registry::builder(Arc::new(backend)).poll(poll);
+        let lock = builder.build().unwrap().obtain("key");
+        waiting.push(tokio::spawn(async move { lock.lock().await.unwrap() }));
+        let queue = "lock-registry/key/";
+        let queued = async || {
+            let names = server.ctl(&["get", queue, "--prefix", "--keys-only"]).await.unwrap();
+            let there = names.lines().filter(|line| !line.is_empty()).count();
+            if there == n + 2 { Ok(()) } else { Err(format!("{there} stand there")) }
+        };
+        registry_testkit::eventually(Duration::from_secs(60), queued).await;
+    }
+    let before = calls(&server, "Txn").await;
+    for next in waiting {
+        guard.unlock().await.unwrap();
+        guard = registry_testkit::within(Duration::from_secs(60), next).await.unwrap();
+    }
+    guard.unlock().await.unwrap();
+    // A release, and a look by the one whose turn it is.
+    let calls = calls(&server, "Txn").await - before;
+    assert!(calls <= 2 * 21, "{calls} calls for 21 releases");
+}
