@@ -60,8 +60,9 @@ impl Bare {
         self.client.delete(&node, None).await.unwrap();
     }
 
-    /// A question and its answer, without the disk.
-    pub async fn round_trip(&self) {
-        self.client.check_stat(&self.directory).await.unwrap();
+    /// What a hand-over cannot do without: a write, which goes to the disk, and then a look at the line.
+    pub async fn two_round_trips(&self) {
+        self.client.set_data(&self.directory, b"", None).await.unwrap();
+        self.client.list_children(&self.directory).await.unwrap();
     }
 }
