@@ -5,6 +5,7 @@ use std::process::Command;
 
 use registry_testkit::postgres::PostgresServer;
 use registry_testkit::redis::RedisServer;
+use registry_testkit::zookeeper::ZooKeeperServer;
 
 /// One test per program, and the list that `every_program_is_run` holds against the folder.
 macro_rules! programs {
@@ -89,6 +90,7 @@ programs! {
         "refused, the newest is that of the other: true",
         "booked, 15 are left",
     ],
+    zookeeper [ZOOKEEPER] [] says ["opened under token Some(FencingToken("],
     fenced_sql [POSTGRES] [] says ["paid", "late: stopped by the fence, nothing was written", "15 are left"],
     versions [POSTGRES] [] says [
         "theirs was written: true",
@@ -101,6 +103,8 @@ programs! {
 const REDIS: &str = "a Redis server";
 /// The same, of another server.
 const POSTGRES: &str = "a PostgreSQL server";
+/// The same, of a third.
+const ZOOKEEPER: &str = "a ZooKeeper server";
 
 /// Runs a program in a folder of its own and looks for `lines` in what it prints.
 fn run(program: &str, args: &[&str], variables: &[(&str, &str)], lines: &[&str]) {
@@ -112,11 +116,16 @@ fn run(program: &str, args: &[&str], variables: &[(&str, &str)], lines: &[&str])
     let wants_postgres = args.contains(&POSTGRES);
     let postgres = wants_postgres.then(|| runtime.block_on(PostgresServer::start()));
     let postgres = postgres.transpose().expect("a PostgreSQL server can be started");
+    let wants_zookeeper = args.contains(&ZOOKEEPER);
+    let zookeeper = wants_zookeeper.then(|| runtime.block_on(ZooKeeperServer::start()));
+    let zookeeper = zookeeper.transpose().expect("a ZooKeeper server can be started");
     let redis_url = redis.as_ref().map(RedisServer::url).unwrap_or_default();
     let postgres_url = postgres.as_ref().map(PostgresServer::url).unwrap_or_default();
+    let zookeeper_url = zookeeper.as_ref().map(ZooKeeperServer::url).unwrap_or_default();
     let args = args.iter().map(|arg| match *arg {
         REDIS => &*redis_url,
         POSTGRES => &*postgres_url,
+        ZOOKEEPER => &*zookeeper_url,
         arg => arg,
     });
     let mut command = Command::new(program);

@@ -47,7 +47,6 @@ class Postgres:
 
         self.errors = psycopg2.errors
         self.connection = psycopg2.connect(url)
-        self.connection.set_session(isolation_level="READ COMMITTED")
         self.integrity = psycopg2.IntegrityError
         self.database = psycopg2.Error
 
@@ -71,9 +70,6 @@ class MariaDb:
             # As Java's drivers do: rows that were found are counted, changed or not.
             client_flag=pymysql.constants.CLIENT.FOUND_ROWS,
         )
-        with self.connection.cursor() as cursor:
-            cursor.execute("SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED")
-        self.connection.commit()
         self.integrity = pymysql.IntegrityError
         self.database = pymysql.Error
 
@@ -94,7 +90,7 @@ class JdbcLock:
         self.idle_ms = idle_ms
 
     def try_lock(self):
-        return self.patiently(self.acquire)
+        return self.patiently(self.acquire, "SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
 
     def lock(self, wait):
         while not self.try_lock():
@@ -105,30 +101,34 @@ class JdbcLock:
             raise RuntimeError("Lock was released in the store due to expiration.")
 
     def acquire(self, cursor):
-        at = now()
         place = (self.region, self.key)
+        at = now()
         if self.generation == "v7":
             update = (self.client_id, at + self.ttl, *place, self.client_id, at)
-            insert = (*place, self.client_id, at, at + self.ttl)
         else:
-            update = (self.client_id, at, *place, self.client_id, at - self.ttl)
-            insert = (*place, self.client_id, at)
+            update = (self.client_id, at, *place, self.client_id, now() - self.ttl)
         cursor.execute(UPDATE[self.generation].format(prefix="INT_"), update)
         if cursor.rowcount > 0:
             return True
+        # The time that the update took counts.
+        at = now()
+        insert = (*place, self.client_id, at, at + self.ttl) if self.generation == "v7" else (*place, self.client_id, at)
         cursor.execute(INSERT[self.generation].format(prefix="INT_"), insert)
         return cursor.rowcount > 0
 
     def delete(self, cursor):
         cursor.execute(DELETE.format(prefix="INT_"), (self.region, self.key, self.client_id))
-        return cursor.rowcount > 0
+        return cursor.rowcount == 1
 
-    def patiently(self, work):
+    def patiently(self, work, begin=None):
         """In a transaction of its own. What may pass is tried again at once and without end, as there."""
         connection = self.database.connection
         while True:
             try:
                 with connection.cursor() as cursor:
+                    if begin:
+                        # For MariaDB it is about the next transaction, for PostgreSQL about this one, which it begins.
+                        cursor.execute(begin)
                     answer = work(cursor)
                 connection.commit()
                 return answer

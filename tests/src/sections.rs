@@ -17,7 +17,7 @@ use tokio::time::sleep;
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct Task {
-    /// The server, or the cluster, by the form of [`RedisConfig::from_url`](registry_redis::RedisConfig::from_url); or a database, with all options.
+    /// The server, or the cluster, by the form of [`RedisConfig::from_url`](registry_redis::RedisConfig::from_url); or another store, with all options.
     pub url: String,
     /// In whose form.
     pub form: Form,
@@ -91,7 +91,7 @@ pub struct Section {
     pub leaving: u64,
     /// When it had given it back.
     pub left: u64,
-    /// Ours: the fencing token.
+    /// Ours, and those in ZooKeeper: the fencing token.
     #[serde(default)]
     pub token: Option<u64>,
     /// Others: when it last heard of a release, before it had the lock.

@@ -56,7 +56,9 @@ async fn within_idle(registry: &Registry) {
 async fn a_panic_reaches_the_caller_and_harms_nobody_else() {
     for method in PanickingBackend::METHODS {
         // These have no caller, or are below.
-        if ["capabilities", "shard", "first_look", "close"].contains(method) {
+        let without_a_caller =
+            ["capabilities", "shard", "renewals_max", "first_look", "renews_together", "close"];
+        if without_a_caller.contains(method) {
             continue;
         }
         let store = MemoryBackend::new();
@@ -179,4 +181,18 @@ async fn a_panic_while_a_grant_is_taken_over_costs_no_grant() {
     assert!(backend.has_panicked());
     guard.unlock().await.unwrap();
     works(ours).await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_panic_while_renewals_are_put_together_costs_no_lease() {
+    for method in ["shard", "renewals_max"] {
+        let (ours, backend) = over(&MemoryBackend::new());
+        let guard = ours.obtain("k").lock().await.unwrap();
+        backend.panic_once_in(method);
+        let lease = guard.valid_for();
+        tokio::time::sleep(lease * 3).await;
+        assert!(backend.has_panicked(), "{method}");
+        assert!(guard.is_held(), "{method}");
+        guard.unlock().await.unwrap();
+    }
 }

@@ -23,17 +23,18 @@ use crate::store_url::{Store, UrlText};
 /// |---|---|---|
 /// | `url` | where the locks live | none: one must be given |
 /// | `namespace` | locks of different namespaces never meet | the store's own |
-/// | `lease` | how long a key stays taken if its holder dies, `100ms` (etcd: `2s`) to `1day` | `30s` |
+/// | `lease` | how long a key stays taken if its holder dies, `100ms` (etcd: `2s`) to `1day`; in ZooKeeper it is the session that ends then, twice as long | `30s`; ZooKeeper `15s` |
 /// | `renew` | whether a held lock's lease is renewed | `true` |
-/// | `poll` | how often a waiter looks by itself, wake-ups or not, `1ms` to `1h` | `250ms`; in a database with `layout=spring` `100ms` |
+/// | `poll` | how often a waiter looks by itself, wake-ups or not, `1ms` to `1h` | `250ms`; in a database with `layout=spring` `100ms`; ZooKeeper `2s` |
 /// | `handoff` | how often in a row a lock may pass within this process before others get their turn, `0` (never) to `10000` | `32` |
 /// | `timeout` | how long one operation of the store may stay unanswered, `10ms` to `1h` | `3s` |
 /// | `label` | what others see when they ask who holds a lock | nothing |
-/// | `layout` | how the store lays out its records: `native`, or that of a peer, `spring` (Redis, PostgreSQL, MariaDB, MySQL), `redisson` (Redis) or `etcdctl` (etcd) | `native` |
+/// | `layout` | how the store lays out its records: `native`, or that of a peer, `spring` (Redis, PostgreSQL, MariaDB, MySQL), `redisson` (Redis), `curator` (ZooKeeper) or `etcdctl` (etcd) | `native` |
 /// | `busy_timeout` | SQL stores: how long a statement waits for other writers, `0s` (servers: `10ms`) to `1h`; MariaDB and MySQL round up to seconds | `2.5s`, servers `1s`; at most five sixths of a `timeout` that is set |
-/// | `purge_after` | SQL stores: how long rows of free keys are kept, `0s` to `366days` | `1h` |
+/// | `purge_after` | SQL stores: how long rows of free keys are kept, `0s` (servers: `1m`, and twice the longest wait for an answer) to `366days` | `1h` |
 /// | `pool` | PostgreSQL, MariaDB, MySQL: how many connections there are for statements, besides one each for renewals, releases and (PostgreSQL) wake-ups | `4` |
-/// | `mode` | PostgreSQL, MariaDB, MySQL: what a lock is: `lease`, a row; `session`, an advisory or named lock that ends with the connection of its holder | `lease` |
+/// | `mode` | PostgreSQL, MariaDB, MySQL: what a lock is: `lease`, a row; `session`, an advisory or named lock that ends with the connection of its holder; `row`, a row that a transaction locks | `lease` |
+/// | `row_locks` | the same with `mode=row`: how many locks may be held at once, each by a connection of its own, `1` to `10000` | `16` |
 /// | `schema` | PostgreSQL only: where the tables are | as the `search_path` says |
 /// | `table_prefix` | PostgreSQL, MariaDB, MySQL: how the names of the tables begin | `lock_registry` |
 /// | `create_schema` | PostgreSQL, MariaDB, MySQL: whether missing tables are made | `true` |
@@ -43,7 +44,7 @@ use crate::store_url::{Store, UrlText};
 /// | `prepared` | PostgreSQL only: whether the server keeps statements prepared; `false` behind a pooler in transaction mode | `true` |
 /// | `listen` | PostgreSQL only: the URL at which releases are heard of, past a pooler; or `off`; never shown | that of the store; with `prepared=false` `off` |
 /// | `sslmode` | PostgreSQL, MariaDB, MySQL: `disable`, `prefer`, `require`, `verify-ca` or `verify-full` | `prefer`; with `ca` `verify-full` |
-/// | `connect_timeout` | Redis, etcd, PostgreSQL, MariaDB, MySQL: how long connecting may take, `10ms` to `1h` | `2s` |
+/// | `connect_timeout` | Redis, ZooKeeper, etcd, PostgreSQL, MariaDB, MySQL: how long connecting may take, `10ms` to `1h` | `2s`, ZooKeeper `5s` |
 /// | `token_memory` | Redis only: how long the newest token of a key is remembered after its last grant, `10ms` to `366days` | `1day` |
 /// | `publish` | Redis only: how releases are told, `plain` by `PUBLISH`, `sharded` by `SPUBLISH`, or `auto` | `auto` |
 /// | `replicas` | Redis but for quorums: how many replicas must have a grant before it counts | `0` |
@@ -52,8 +53,13 @@ use crate::store_url::{Store, UrlText};
 /// | `restart_guard` | Redis quorums only: how long a master has no vote after its start, `0s` to `366days` | `0s` |
 /// | `db` | Redis at a socket only: the number of the database | `0` |
 /// | `sentinel_password`, `sentinel_user` | Redis under sentinels only: the sentinels' own login; never shown | none |
-/// | `ca` | encrypted Redis and etcd, PostgreSQL, MariaDB, MySQL: a file (PEM) with the certificate authorities that are trusted | those of the host |
-/// | `cert`, `key` | encrypted Redis and etcd, PostgreSQL, MariaDB, MySQL: files (PEM) with the certificate that tells the servers who we are, and its private key; `key` is never shown | none |
+/// | `session` | ZooKeeper only: how long the servers keep the session, and its locks, after the last word of this process, `400ms` to `1day`; they may grant less | twice the `lease`, or `30s` |
+/// | `root` | ZooKeeper only: the node below the chroot that keys are below | `/lock-registry`; with `layout=curator` `/SpringIntegration-LockRegistry` |
+/// | `naming` | ZooKeeper only: what the nodes of locks are called, as by `curator` or by `kazoo` | `curator` |
+/// | `acl` | ZooKeeper only: who may touch nodes: `open`, `creator`, or a list such as `world:anyone:r,digest:USER:HASH:cdrwa`, which is never shown | `open` |
+/// | `auth` | ZooKeeper only: a login by another scheme than that of user and password in the URL, `SCHEME:CREDENTIALS`; never shown | none |
+/// | `ca` | encrypted Redis, ZooKeeper and etcd, PostgreSQL, MariaDB, MySQL: a file (PEM) with the certificate authorities that are trusted | those of the host |
+/// | `cert`, `key` | encrypted Redis, ZooKeeper and etcd, PostgreSQL, MariaDB, MySQL: files (PEM) with the certificate that tells the servers who we are, and its private key; `key` is never shown | none |
 ///
 /// Every option has the same name and form everywhere: `lease=30s` in a URL, `lease = "30s"` in TOML,
 /// `LOCK_REGISTRY_LEASE=30s` in the environment. A name that is none of these is an error wherever it stands.
@@ -319,6 +325,7 @@ impl Layer {
             purge_after: self.purge_after.or(weaker.purge_after),
             pool: self.pool.or(weaker.pool),
             mode: self.mode.or(weaker.mode),
+            row_locks: self.row_locks.or(weaker.row_locks),
             schema: self.schema.or(weaker.schema),
             table_prefix: self.table_prefix.or(weaker.table_prefix),
             create_schema: self.create_schema.or(weaker.create_schema),
@@ -338,6 +345,11 @@ impl Layer {
             db: self.db.or(weaker.db),
             sentinel_user: self.sentinel_user.or(weaker.sentinel_user),
             sentinel_password: self.sentinel_password.or(weaker.sentinel_password),
+            session: self.session.or(weaker.session),
+            root: self.root.or(weaker.root),
+            naming: self.naming.or(weaker.naming),
+            acl: self.acl.or(weaker.acl),
+            auth: self.auth.or(weaker.auth),
             ca: self.ca.or(weaker.ca),
             cert: self.cert.or(weaker.cert),
             key: self.key.or(weaker.key),

@@ -8,6 +8,7 @@ mod mysql;
     feature = "postgres-tls",
     feature = "mysql-tls",
     feature = "redis-tls",
+    feature = "zk-tls",
     feature = "etcd-tls"
 ))]
 mod pem;
@@ -15,6 +16,8 @@ mod pem;
 mod postgres;
 #[cfg(feature = "redis")]
 mod redis;
+#[cfg(feature = "zk")]
+mod zk;
 
 use std::sync::Arc;
 
@@ -45,6 +48,8 @@ use crate::store_url::Store;
 /// | `redis+cluster://[[USER]:PASSWORD@]HOST[:PORT],…` | all hosts that reach the cluster that these are some members of |
 /// | `redis+quorum://[[USER]:PASSWORD@]HOST[:PORT],…[/DATABASE]` | all hosts that reach most of these masters, three or more, which know nothing of each other |
 /// | `rediss://…`, `rediss+sentinel://…`, `rediss+cluster://…`, `rediss+quorum://…` | the same over encrypted connections; feature `redis-tls` |
+/// | `zk://[USER:PASSWORD@]HOST[:PORT],…[/CHROOT]` | all hosts that reach this ZooKeeper; feature `zk` |
+/// | `zks://…` | the same over encrypted connections; feature `zk-tls` |
 /// | `etcd://[USER:PASSWORD@]HOST[:PORT],…` | all hosts that reach the etcd cluster that these are members of; feature `etcd` |
 /// | `etcds://…` | the same over encrypted connections; feature `etcd-tls` |
 /// | `pass-through:` | none: callers of this registry take turns, nobody else is kept out; for tests, or to turn locking off |
@@ -85,6 +90,7 @@ pub(crate) async fn open(
     let Resolved { store, options } = resolved;
     #[cfg(feature = "metrics")]
     let metrics = registry_core::observe::MetricsObserver::new(store.scheme());
+    let is_zookeeper = matches!(store, Store::Zk(_));
     let is_database = matches!(store, Store::Postgres(_) | Store::MySql(_));
     let backend = backend(store, &options).await?;
     let mut builder = Registry::builder(backend);
@@ -107,6 +113,9 @@ pub(crate) async fn open(
     } else if is_database && options.layout == Some(Layout::Spring) {
         // Its peers tell nobody of a release, and look as often themselves.
         builder = builder.poll(SPRING_POLL);
+    } else if is_zookeeper {
+        // Those who wait are told in turn, over a session that does not forget; so a look of their own is a mere precaution.
+        builder = builder.poll(ZOOKEEPER_POLL);
     }
     if let Some(handoff) = options.handoff {
         builder = builder.handoff(handoff);
@@ -156,6 +165,13 @@ async fn backend(store: Store, options: &Layer) -> Result<Arc<dyn LockBackend>, 
             let backend = redis::open(&servers, options).await;
             Arc::new(backend.map_err(|error| ConfigError::open(servers.scheme, error))?)
         }
+        #[cfg(feature = "zk")]
+        Store::Zk(servers) => {
+            let backend = zk::open(&servers, options).await;
+            Arc::new(backend.map_err(|error| ConfigError::open(servers.scheme, error))?)
+        }
+        #[cfg(not(feature = "zk"))]
+        Store::Zk(_) => unreachable!("its scheme is refused when the URL is parsed"),
         #[cfg(not(feature = "redis"))]
         Store::Redis(_) => unreachable!("its scheme is refused when the URL is parsed"),
         #[cfg(feature = "etcd")]
@@ -189,6 +205,8 @@ fn spring_table(options: &Layer) -> Option<registry_jdbc::SpringTable> {
 
 /// `idleBetweenTries`, unless it is set there.
 const SPRING_POLL: std::time::Duration = std::time::Duration::from_millis(100);
+
+const ZOOKEEPER_POLL: std::time::Duration = std::time::Duration::from_secs(2);
 
 #[cfg(feature = "sqlite")]
 fn sqlite_config(path: std::path::PathBuf, options: &Layer) -> registry_jdbc::SqliteConfig {

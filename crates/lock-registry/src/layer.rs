@@ -33,6 +33,7 @@ pub(crate) struct Layer {
     pub(crate) purge_after: Option<Duration>,
     pub(crate) pool: Option<u32>,
     pub(crate) mode: Option<Mode>,
+    pub(crate) row_locks: Option<u32>,
     pub(crate) schema: Option<String>,
     pub(crate) table_prefix: Option<String>,
     pub(crate) create_schema: Option<bool>,
@@ -53,6 +54,13 @@ pub(crate) struct Layer {
     pub(crate) db: Option<u32>,
     pub(crate) sentinel_user: Option<Secret>,
     pub(crate) sentinel_password: Option<Secret>,
+    pub(crate) session: Option<Duration>,
+    pub(crate) root: Option<String>,
+    pub(crate) naming: Option<Naming>,
+    /// It may hold hashes of passwords.
+    pub(crate) acl: Option<Secret>,
+    /// A scheme and what it takes.
+    pub(crate) auth: Option<Secret>,
     pub(crate) ca: Option<PathBuf>,
     pub(crate) cert: Option<PathBuf>,
     /// Shown to nobody: whoever takes it for the key itself should not find that in a log.
@@ -64,11 +72,14 @@ pub(crate) struct Layer {
 pub(crate) enum Mode {
     /// A row with the end of a lease.
     Lease,
-    /// Something that ends with a connection.
+    /// Something that ends with the one connection of a registry.
     Session,
+    /// A row, locked in a transaction that ends with the lock.
+    Row,
 }
 
-const MODE: [(&str, Mode); 2] = [("lease", Mode::Lease), ("session", Mode::Session)];
+const MODE: [(&str, Mode); 3] =
+    [("lease", Mode::Lease), ("session", Mode::Session), ("row", Mode::Row)];
 
 /// By which command those who wait are told of a release.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -109,6 +120,15 @@ pub(crate) enum SpringVersion {
 
 const SPRING: [(&str, SpringVersion); 2] = [("v6", SpringVersion::V6), ("v7", SpringVersion::V7)];
 
+/// What the nodes of those are called who contend, in ZooKeeper.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Naming {
+    Curator,
+    Kazoo,
+}
+
+const NAMING: [(&str, Naming); 2] = [("curator", Naming::Curator), ("kazoo", Naming::Kazoo)];
+
 /// In the place of a URL to listen at.
 pub(crate) const NO_LISTEN: &str = "off";
 
@@ -132,7 +152,7 @@ enum Told {
 
 use Stores::{
     All, Database, Encrypted, Postgres, Redis, RedisQuorum, RedisReplicated, RedisSentinel,
-    RedisUnix, Servers, Sql,
+    RedisUnix, Servers, Sql, ZooKeeper,
 };
 use Told::{Always, Never, Path};
 
@@ -152,6 +172,7 @@ pub(crate) static OPTIONS: &[OptionRow] = &[
     row("purge_after",       Sql,             Always, |l, t| put(&mut l.purge_after, duration(t)),                  |l| l.purge_after.map(shown)),
     row("pool",              Database,        Always, |l, t| put(&mut l.pool, count(t)),                            |l| l.pool.map(|n| n.to_string())),
     row("mode",              Database,        Always, |l, t| put(&mut l.mode, choice(t, "mode", &MODE)),            |l| l.mode.map(mode_name)),
+    row("row_locks",         Database,        Always, |l, t| put(&mut l.row_locks, count(t)),                       |l| l.row_locks.map(|n| n.to_string())),
     row("schema",            Postgres,        Always, |l, t| put(&mut l.schema, Ok(t.into())),                      |l| l.schema.clone()),
     row("table_prefix",      Database,        Always, |l, t| put(&mut l.table_prefix, Ok(t.into())),                |l| l.table_prefix.clone()),
     row("create_schema",     Database,        Always, |l, t| put(&mut l.create_schema, switch(t)),                  |l| l.create_schema.map(|on| on.to_string())),
@@ -171,6 +192,11 @@ pub(crate) static OPTIONS: &[OptionRow] = &[
     row("db",                RedisUnix,       Always, |l, t| put(&mut l.db, count(t)),                              |l| l.db.map(|n| n.to_string())),
     row("sentinel_user",     RedisSentinel,   Never,  |l, t| put(&mut l.sentinel_user, Ok(Secret::new(t))),         |l| l.sentinel_user.as_ref().map(hidden)),
     row("sentinel_password", RedisSentinel,   Never,  |l, t| put(&mut l.sentinel_password, Ok(Secret::new(t))),     |l| l.sentinel_password.as_ref().map(hidden)),
+    row("session",           ZooKeeper,       Always, |l, t| put(&mut l.session, duration(t)),                      |l| l.session.map(shown)),
+    row("root",              ZooKeeper,       Always, |l, t| put(&mut l.root, Ok(t.into())),                        |l| l.root.clone()),
+    row("naming",            ZooKeeper,       Always, |l, t| put(&mut l.naming, choice(t, "naming", &NAMING)),      |l| l.naming.map(naming_name)),
+    row("acl",               ZooKeeper,       Never,  |l, t| put(&mut l.acl, Ok(Secret::new(t))),                   |l| l.acl.as_ref().map(shown_acl)),
+    row("auth",              ZooKeeper,       Never,  |l, t| put(&mut l.auth, Ok(Secret::new(t))),                  |l| l.auth.as_ref().map(hidden)),
     row("ca",                Encrypted,       Path,   |l, t| put(&mut l.ca, path(t)),                               |l| l.ca.as_deref().map(shown_path)),
     row("cert",              Encrypted,       Path,   |l, t| put(&mut l.cert, path(t)),                             |l| l.cert.as_deref().map(shown_path)),
     row("key",               Encrypted,       Never,  |l, t| put(&mut l.key, path(t).map(|_| Secret::new(t))),      |l| l.key.as_ref().map(hidden)),
@@ -206,6 +232,15 @@ fn spring_name(version: SpringVersion) -> String {
 fn ssl_mode_name(mode: SslMode) -> String {
     let named = SSL_MODE.iter().find(|(_, named)| *named == mode);
     named.map_or("", |(name, _)| *name).to_owned()
+}
+
+fn naming_name(naming: Naming) -> String {
+    let named = NAMING.iter().find(|(_, named)| *named == naming);
+    named.map_or("", |(name, _)| *name).to_owned()
+}
+
+fn shown_acl(acl: &Secret) -> String {
+    if matches!(acl.told(), "open" | "creator") { acl.told().to_owned() } else { HIDDEN.to_owned() }
 }
 
 fn shown_listen(listen: &Secret) -> String {
@@ -385,6 +420,7 @@ mod tests {
             ("purge_after", "1h"),
             ("pool", "16"),
             ("mode", "session"),
+            ("row_locks", "64"),
             ("schema", "locks"),
             ("table_prefix", "app_locks"),
             ("create_schema", "false"),
@@ -402,6 +438,10 @@ mod tests {
             ("replica_timeout", "800ms"),
             ("restart_guard", "1m"),
             ("db", "15"),
+            ("session", "20s"),
+            ("root", "/locks"),
+            ("naming", "kazoo"),
+            ("acl", "creator"),
             ("ca", "/etc/locks/ca.pem"),
             ("cert", "client.pem"),
         ] {
@@ -462,7 +502,7 @@ mod tests {
 
     #[test]
     fn a_secret_is_shown_to_nobody() {
-        for name in ["sentinel_user", "sentinel_password", "key", "listen"] {
+        for name in ["sentinel_user", "sentinel_password", "key", "listen", "acl", "auth"] {
             let row = OptionRow::find(name).unwrap();
             let mut layer = Layer::default();
             layer.read(Origin::File, name, "canary").unwrap();

@@ -19,16 +19,20 @@ pub enum Layout {
     /// That of Spring Integration: in Redis, but for quorums, of its `RedisLockRegistry`, whose registry key is the namespace; in PostgreSQL,
     /// MariaDB and MySQL of its `JdbcLockRegistry`.
     Spring,
+    /// That of Apache Curator's `InterProcessMutex`, which Spring Integration's `ZookeeperLockRegistry` uses, whose root the option `root` names. For
+    /// ZooKeeper.
+    Curator,
     /// That of Redisson's `RLock`, whose name is the key, after the namespace and a colon if there is one. For Redis, but for quorums.
     Redisson,
     /// That of `etcdctl lock` and of Go's `concurrency.Mutex`, whose name is the key, after the namespace and a slash if there is one. For etcd.
     Etcdctl,
 }
 
-const LAYOUTS: [(&str, Layout); 4] = [
+const LAYOUTS: [(&str, Layout); 5] = [
     ("native", Layout::Native),
     ("spring", Layout::Spring),
     ("redisson", Layout::Redisson),
+    ("curator", Layout::Curator),
     ("etcdctl", Layout::Etcdctl),
 ];
 
@@ -43,6 +47,7 @@ impl fmt::Display for Layout {
             Self::Native => "native",
             Self::Spring => "spring",
             Self::Redisson => "redisson",
+            Self::Curator => "curator",
             Self::Etcdctl => "etcdctl",
         })
     }

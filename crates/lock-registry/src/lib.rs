@@ -52,16 +52,19 @@ pub use registry_etcd::{
     FenceError as EtcdFenceError, FencedTxn as EtcdFencedTxn, Layout as EtcdLayout,
 };
 #[cfg(any(feature = "postgres", feature = "mysql"))]
-pub use registry_jdbc::{Encryption as DatabaseEncryption, SpringTable};
+pub use registry_jdbc::{Encryption as DatabaseEncryption, RowLocksExhausted, SpringTable};
 #[cfg(any(feature = "sqlite", feature = "postgres", feature = "mysql"))]
 pub use registry_jdbc::{Fence, FenceError, sqlx};
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub use registry_jdbc::{LockIn, LockInError, TransactionLock};
 #[cfg(feature = "mysql")]
-pub use registry_jdbc::{MySqlBackend, MySqlConfig, MySqlSessionBackend, MySqlSpringBackend};
+pub use registry_jdbc::{
+    MySqlBackend, MySqlConfig, MySqlRowBackend, MySqlSessionBackend, MySqlSpringBackend,
+};
 #[cfg(feature = "postgres")]
 pub use registry_jdbc::{
-    PostgresBackend, PostgresConfig, PostgresSessionBackend, PostgresSpringBackend,
+    PostgresBackend, PostgresConfig, PostgresRowBackend, PostgresSessionBackend,
+    PostgresSpringBackend,
 };
 #[cfg(feature = "sqlite")]
 pub use registry_jdbc::{SqliteBackend, SqliteConfig};
@@ -69,4 +72,9 @@ pub use registry_jdbc::{SqliteBackend, SqliteConfig};
 pub use registry_redis::{
     Fenced, FencedScript, FencedWrites, Layout as RedisLayout, Publish as RedisPublish,
     RedisBackend, RedisConfig, ScriptReply,
+};
+#[cfg(feature = "zk")]
+pub use registry_zk::{
+    Acl as ZkAcl, FenceError as ZkFenceError, FencedMulti, Layout as ZkLayout, Multi,
+    Naming as ZkNaming, Written, ZkBackend, ZkConfig,
 };

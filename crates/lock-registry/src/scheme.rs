@@ -15,17 +15,8 @@ pub(crate) struct Scheme {
 #[derive(Debug)]
 struct Feature {
     name: &'static str,
-    here: Here,
-}
-
-/// Whether a store can be opened by this build.
-#[derive(Debug, PartialEq, Eq)]
-enum Here {
-    BuiltIn,
-    /// The feature exists and is off.
-    Off,
-    /// No released version has it yet.
-    NotYet,
+    /// Whether it is on in this build.
+    is_on: bool,
 }
 
 impl Scheme {
@@ -41,7 +32,7 @@ impl Scheme {
             ));
         };
         match &scheme.feature {
-            None | Some(Feature { here: Here::BuiltIn, .. }) => Ok(scheme),
+            None | Some(Feature { is_on: true, .. }) => Ok(scheme),
             Some(feature) => {
                 Err(ConfigError::not_built_in(scheme.name, feature.name, feature.remedy()))
             }
@@ -61,21 +52,10 @@ pub(crate) fn is_like_known(name: &str) -> bool {
 
 impl Feature {
     fn remedy(&self) -> String {
-        let line = |version: &str| {
-            format!("lock-registry = {{ version = \"{version}\", features = [\"{}\"] }}", self.name)
-        };
-        let version = env!("CARGO_PKG_VERSION");
-        match self.here {
-            Here::NotYet => format!(
-                "it comes with feature `{}`, which lock-registry {version} does not have yet; with a version that has it, \
-                 write into Cargo.toml: {}",
-                self.name,
-                line("…"),
-            ),
-            Here::Off | Here::BuiltIn => {
-                format!("turn on feature `{}` in Cargo.toml: {}", self.name, line(version))
-            }
-        }
+        let (name, version) = (self.name, env!("CARGO_PKG_VERSION"));
+        format!(
+            "turn on feature `{name}` in Cargo.toml: lock-registry = {{ version = \"{version}\", features = [\"{name}\"] }}"
+        )
     }
 }
 
@@ -89,12 +69,7 @@ const fn always(name: &'static str) -> Scheme {
 }
 
 const fn with(name: &'static str, feature: &'static str, built_in: bool) -> Scheme {
-    let here = if built_in { Here::BuiltIn } else { Here::Off };
-    Scheme { name, feature: Some(Feature { name: feature, here }) }
-}
-
-const fn later(name: &'static str, feature: &'static str) -> Scheme {
-    Scheme { name, feature: Some(Feature { name: feature, here: Here::NotYet }) }
+    Scheme { name, feature: Some(Feature { name: feature, is_on: built_in }) }
 }
 
 const ETCD: bool = cfg!(feature = "etcd");
@@ -103,6 +78,8 @@ const MYSQL: bool = cfg!(feature = "mysql");
 const POSTGRES: bool = cfg!(feature = "postgres");
 const REDIS: bool = cfg!(feature = "redis");
 const REDIS_TLS: bool = cfg!(feature = "redis-tls");
+const ZK: bool = cfg!(feature = "zk");
+const ZK_TLS: bool = cfg!(feature = "zk-tls");
 
 static SCHEMES: &[Scheme] = &[
     always("memory"),
@@ -121,7 +98,8 @@ static SCHEMES: &[Scheme] = &[
     with("rediss+cluster", "redis-tls", REDIS_TLS),
     with("redis+quorum", "redis", REDIS),
     with("rediss+quorum", "redis-tls", REDIS_TLS),
-    later("zk", "zk"),
+    with("zk", "zk", ZK),
+    with("zks", "zk-tls", ZK_TLS),
     with("etcd", "etcd", ETCD),
     with("etcds", "etcd-tls", ETCD_TLS),
 ];
@@ -141,14 +119,6 @@ mod tests {
     }
 
     #[test]
-    fn a_store_that_is_not_built_in_names_its_feature_and_the_cargo_line() {
-        let error = Scheme::find("zk").unwrap_err();
-        assert!(matches!(&error, ConfigError::NotBuiltIn { feature: "zk", .. }), "{error:?}");
-        let text = error.to_string();
-        assert!(text.contains("features = [\"zk\"]"), "{text}");
-    }
-
-    #[test]
     fn a_store_whose_feature_is_off_names_the_cargo_line() {
         for (scheme, feature, built_in) in [
             ("sqlite", "sqlite", cfg!(feature = "sqlite")),
@@ -165,6 +135,8 @@ mod tests {
             ("rediss+sentinel", "redis-tls", REDIS_TLS),
             ("rediss+cluster", "redis-tls", REDIS_TLS),
             ("rediss+quorum", "redis-tls", REDIS_TLS),
+            ("zk", "zk", ZK),
+            ("zks", "zk-tls", ZK_TLS),
             ("etcd", "etcd", ETCD),
             ("etcds", "etcd-tls", ETCD_TLS),
         ] {

@@ -8,6 +8,7 @@ mod etcd;
 mod parts;
 mod redis;
 mod shown;
+mod zk;
 
 use std::path::PathBuf;
 
@@ -26,6 +27,7 @@ pub(crate) use redis::Place;
 pub(crate) use redis::RedisServers;
 pub(crate) use shown::UrlText;
 pub use shown::redact_url;
+pub(crate) use zk::ZkServers;
 
 /// A store and the options that its URL sets.
 #[derive(Debug, PartialEq, Eq)]
@@ -48,6 +50,8 @@ pub(crate) enum Store {
     MySql(DatabaseServer),
     /// These Redis servers.
     Redis(RedisServers),
+    /// These ZooKeeper servers.
+    Zk(ZkServers),
     /// The cluster of these members.
     Etcd(EtcdMembers),
     /// No store: everybody is always granted.
@@ -63,6 +67,7 @@ impl Store {
             Self::Postgres(_) => "postgres",
             Self::MySql(_) => "mysql",
             Self::Redis(servers) => servers.scheme,
+            Self::Zk(servers) => servers.scheme,
             Self::Etcd(cluster) => cluster.scheme,
             Self::PassThrough => "pass-through",
         }
@@ -111,6 +116,7 @@ impl StoreUrl {
             "mysql" | "mariadb" => {
                 Store::MySql(DatabaseServer::parse(&parts, scheme, database::MYSQL_PORT)?)
             }
+            "zk" | "zks" => Store::Zk(ZkServers::parse(&parts, scheme)?),
             "etcd" | "etcds" => Store::Etcd(EtcdMembers::parse(&parts, scheme)?),
             name if name.starts_with("redis") => Store::Redis(RedisServers::parse(&parts, scheme)?),
             _ => pass_through(&parts, scheme)?,

@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use lock_registry::sqlx::{Connection, PgConnection};
+use lock_registry::sqlx::{Connection, MySqlConnection, PgConnection};
 use lock_registry::{GuaranteeClass, LockIn, LockInError, LockRegistry, Registry, connect};
 use registry_testkit::mariadb::MariaDbServer;
 use registry_testkit::postgres::PostgresServer;
@@ -30,16 +30,14 @@ async fn locks_in_postgresql_are_leases_or_end_with_a_connection() {
         ("namespace=a", GuaranteeClass::A),
         ("mode=lease", GuaranteeClass::A),
         ("mode=session&namespace=b", GuaranteeClass::C),
+        ("mode=row&row_locks=2&namespace=c", GuaranteeClass::C),
     ] {
         let registry = works(&server.url(), query).await;
         assert_eq!(registry.capabilities().class, class, "{query}");
         let mut data = PgConnection::connect(&server.url()).await.unwrap();
         let mut tx = data.begin().await.unwrap();
         let locked = registry.lock_in(&mut tx, "orders/42").await;
-        match class {
-            GuaranteeClass::A => assert_eq!(locked.unwrap().key(), "orders/42"),
-            _ => assert!(matches!(locked, Err(LockInError::Unsupported { .. })), "{locked:?}"),
-        }
+        assert_eq!(locked.unwrap().key(), "orders/42");
     }
     let long = connect(&format!("{}?mode=session&lease=5m", server.url())).await;
     assert!(long.is_err(), "the server would not wait that long for a sign of life");
@@ -48,8 +46,17 @@ async fn locks_in_postgresql_are_leases_or_end_with_a_connection() {
 #[tokio::test]
 async fn locks_in_mariadb_are_leases_or_end_with_a_connection() {
     let server = MariaDbServer::start().await.unwrap();
-    for (query, class) in [("mode=lease", GuaranteeClass::A), ("mode=session", GuaranteeClass::C)] {
+    for (query, class) in [
+        ("mode=lease", GuaranteeClass::A),
+        ("mode=session", GuaranteeClass::C),
+        ("mode=row", GuaranteeClass::C),
+    ] {
         let registry = works(&server.url(), query).await;
         assert_eq!(registry.capabilities().class, class, "{query}");
+        let mut data = MySqlConnection::connect(&server.url()).await.unwrap();
+        let mut tx = data.begin().await.unwrap();
+        let locked = registry.lock_in(&mut tx, "orders/42").await;
+        let named = matches!(locked, Err(LockInError::Unsupported { .. }));
+        assert_eq!(named, query == "mode=session", "{locked:?}");
     }
 }

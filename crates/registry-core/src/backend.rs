@@ -62,8 +62,14 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
 
     /// Makes each claim's lease end `claim.lease()` from now, or later. Answers in the order of `claims`.
     ///
-    /// All claims are of one shard. An error for one claim must not stop the others.
+    /// All claims are of one shard, and at most [`renewals_max`](Self::renewals_max). An error for one claim must not stop the others.
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>>;
+
+    /// How many claims are renewed in one call at most; at least one. More make fewer calls, and each of them longer, which
+    /// holds up whoever else asks the store. The default is 100.
+    fn renewals_max(&self) -> usize {
+        100
+    }
 
     /// Ends the grant of `claim`, takes it out of the store's queue, and wakes those who wait.
     ///
@@ -107,6 +113,12 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
     /// default, `None`, leaves it at renewals.
     fn first_look(&self) -> Option<Duration> {
         None
+    }
+
+    /// Whether renewing one claim of a shard costs as much as renewing them all. Then all of them are renewed whenever one is due, unless they
+    /// have been a moment ago; so soon they are all due at the same time. The default is no.
+    fn renews_together(&self) -> bool {
+        false
     }
 
     /// Tells who holds `key`, if anybody.

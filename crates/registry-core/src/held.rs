@@ -368,6 +368,20 @@ impl HeldClaim {
         }
     }
 
+    /// How much time to ask for now, because others are being renewed. `None` if it is better left as it is.
+    pub(crate) fn join(self: &Arc<Self>, now: Moment) -> Option<Duration> {
+        let mut state = self.state();
+        if state.phase != Phase::Held {
+            return None;
+        }
+        let ask = state.lease.joins(now)?;
+        let answer_limit = self.engine().defaults.answer_limit.min(state.lease.length() / 6);
+        state.lease.renewal_sent(now, answer_limit);
+        self.unseat(&mut state);
+        self.seat(&mut state, now);
+        Some(ask)
+    }
+
     /// Notes what the store answered to the keeper's request of `sent_at`: the claim is still held.
     pub(crate) fn confirmed(self: &Arc<Self>, sent_at: Moment, granted: Duration) {
         let is_renewal = {

@@ -285,8 +285,19 @@ async fn work(listening: Listening, backend: Arc<dyn LockBackend>) {
                 }
             }
         }
+        if !renewals.is_empty() && renews_together(&*backend) {
+            for held in keeper.all() {
+                let Some(renewals) = renewals.get_mut(&shard(&*backend, held.claim())) else {
+                    continue;
+                };
+                if let Some(ask) = held.join(now) {
+                    let claim = held.claim().clone().with_lease(ask);
+                    renewals.push((Arc::downgrade(&held), claim));
+                }
+            }
+        }
         for (_, shard) in renewals {
-            for batch in shard.chunks(BATCH_MAX) {
+            for batch in shard.chunks(renewals_max(&*backend)) {
                 calls.push(renew(Arc::clone(&backend), batch.to_vec(), now));
             }
         }
@@ -331,8 +342,16 @@ fn renew(
     }))
 }
 
+fn renews_together(backend: &dyn LockBackend) -> bool {
+    catch_unwind(AssertUnwindSafe(|| backend.renews_together())).unwrap_or_default()
+}
+
 fn shard(backend: &dyn LockBackend, claim: &Claim) -> u32 {
     catch_unwind(AssertUnwindSafe(|| backend.shard(claim))).unwrap_or_default()
+}
+
+fn renewals_max(backend: &dyn LockBackend) -> usize {
+    catch_unwind(AssertUnwindSafe(|| backend.renewals_max())).unwrap_or_default().max(1)
 }
 
 fn settle(batch: Batch) {
@@ -347,8 +366,5 @@ fn settle(batch: Batch) {
         }
     }
 }
-
-/// The most claims in one call: large enough to make the round trip cheap, small enough to hold up nobody.
-const BATCH_MAX: usize = 100;
 
 const LOOK_AT_CLOCK: Duration = Duration::from_secs(1);

@@ -161,6 +161,16 @@ impl Lease {
         Due::At(next)
     }
 
+    /// How much time to ask for at `now`, before it is due, because others are being renewed. `None` if that was done a moment ago.
+    pub(crate) fn joins(&self, now: Moment) -> Option<Duration> {
+        let is_soon = now.after(self.length() / 4) >= self.renew_at;
+        let may_join = now < self.valid_until
+            && self.can_be_renewed()
+            && self.unanswered == 0
+            && !self.quiet.lasts(now);
+        (is_soon && may_join).then(|| self.asks(now))
+    }
+
     /// A lease that already reaches its cap cannot get better.
     fn can_be_renewed(&self) -> bool {
         self.terms.renews && self.cap.is_none_or(|cap| self.valid_until < cap)
@@ -324,6 +334,23 @@ mod tests {
 
     fn secs(secs: u64) -> Duration {
         Duration::from_secs(secs)
+    }
+
+    #[test]
+    fn a_renewal_joins_others_unless_there_was_one_a_moment_ago() {
+        let sent = Moment::from_bits(0);
+        let mut lease = Lease::granted(TERMS, sent, secs(30), sent);
+        assert_eq!(lease.joins(sent.after(secs(2))), None, "it is due at 10");
+        assert_eq!(lease.joins(sent.after(secs(3))), Some(secs(30)));
+        let now = sent.after(secs(4));
+        lease.renewal_sent(now, secs(3));
+        assert_eq!(lease.joins(now), None, "it is under way");
+        lease.confirmed(now);
+        lease.renewed(now, secs(30));
+        assert_eq!(lease.due(now), Due::At(sent.after(secs(14))));
+        let fixed = LeaseTerms { renews: false, ..TERMS };
+        let lease = Lease::granted(fixed, sent, secs(30), sent);
+        assert_eq!(lease.joins(sent.after(secs(9))), None);
     }
 
     #[test]

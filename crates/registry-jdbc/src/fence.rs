@@ -6,7 +6,7 @@
 
 use std::future::Future;
 
-use registry_core::LockGuard;
+use registry_core::{BackendError, LockGuard};
 use sqlx::{Database, Transaction};
 
 /// Guards a transaction by a lock that lives in the same database.
@@ -61,6 +61,10 @@ pub trait Fence<DB: Database> {
     /// over well before the lease is. A row is locked even if the lock turns out to be lost. Roll back at once then, by
     /// [`Transaction::rollback`]: one that is merely dropped is rolled back when its connection is used again or returns to its pool.
     ///
+    /// A lock that ends with a connection, of a session or of a row's transaction, is fenced by its row too: whoever is granted the key next has to change the row
+    /// first. So even where the server has ended the connection and the holder has not heard of it, either the transaction commits
+    /// before the next grant, or it does not commit.
+    ///
     /// # Errors
     /// [`FenceError::Lost`] when the lock is not this guard's any more; the others say that the check could not be made.
     ///
@@ -106,6 +110,15 @@ pub enum FenceError {
         /// What the database said.
         source: sqlx::Error,
     },
+    /// What the store has to do beside the transaction failed.
+    #[error("the store could not prepare the fence of lock {key:?}")]
+    #[non_exhaustive]
+    Backend {
+        /// The key.
+        key: String,
+        /// What the store said.
+        source: BackendError,
+    },
     /// The check failed in the database.
     #[error("the database could not check the fence")]
     #[non_exhaustive]
@@ -118,12 +131,21 @@ pub enum FenceError {
 impl FenceError {
     /// Whether the same transaction may succeed if it is rolled back and begun again.
     #[must_use]
-    pub const fn is_retryable(&self) -> bool {
-        matches!(self, Self::Busy { .. })
+    pub fn is_retryable(&self) -> bool {
+        match self {
+            Self::Busy { .. } => true,
+            Self::Backend { source, .. } => source.is_retryable(),
+            _ => false,
+        }
     }
 
     pub(crate) fn lost(guard: &LockGuard) -> Self {
         Self::Lost { key: guard.key().to_owned() }
+    }
+
+    #[cfg(any(feature = "postgres", feature = "mysql"))]
+    pub(crate) fn backend(guard: &LockGuard, source: BackendError) -> Self {
+        Self::Backend { key: guard.key().to_owned(), source }
     }
 
     pub(crate) fn unsupported(guard: &LockGuard, database: &'static str) -> Self {

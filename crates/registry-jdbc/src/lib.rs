@@ -6,8 +6,10 @@
 //! |---|---|---|
 //! | `postgres` | `PostgresBackend` | all who reach the database |
 //! | `postgres` | `PostgresSessionBackend`: locks that live as long as a connection | all who reach the database |
+//! | `postgres` | `PostgresRowBackend`: rows that a transaction locks | all who reach the database |
 //! | `mysql` | `MySqlBackend`, for MariaDB and MySQL | all who reach the database |
 //! | `mysql` | `MySqlSessionBackend`: locks that live as long as a connection | all who reach the server |
+//! | `mysql` | `MySqlRowBackend`: rows that a transaction locks | all who reach the database |
 //! | `sqlite` | `SqliteBackend` | the processes of one Linux host that open the same file |
 //!
 //! A lock is a row. It names the claim that holds it, the fencing tokens that were reserved and the end of the lease;
@@ -63,13 +65,16 @@ pub use fence::{Fence, FenceError};
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub use lock_in::{LockIn, LockInError, TransactionLock};
 #[cfg(feature = "mysql")]
-pub use mysql::{MySqlBackend, MySqlConfig, MySqlSessionBackend, MySqlSpringBackend};
+pub use mysql::{
+    MySqlBackend, MySqlConfig, MySqlRowBackend, MySqlSessionBackend, MySqlSpringBackend,
+};
 #[cfg(feature = "postgres")]
 pub use postgres::{
-    PostgresBackend, PostgresConfig, PostgresSessionBackend, PostgresSpringBackend,
+    PostgresBackend, PostgresConfig, PostgresRowBackend, PostgresSessionBackend,
+    PostgresSpringBackend,
 };
 #[cfg(any(feature = "postgres", feature = "mysql"))]
-pub use server::{Encryption, SpringTable};
+pub use server::{Encryption, RowLocksExhausted, SpringTable};
 #[cfg(feature = "sqlite")]
 pub use sqlite::SqliteBackend;
 

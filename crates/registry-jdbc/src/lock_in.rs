@@ -46,6 +46,10 @@ pub trait LockIn<DB: Database> {
     /// limit for a wait that would be the statement's alone. A lease that is wanted while a transaction has the lock waits for the row
     /// (`busy_timeout`), and is then told of trouble that may pass, as the server does not say why the row is locked; in PostgreSQL it is told "busy".
     ///
+    /// The locks may be leases or rows that transactions lock. In PostgreSQL they may be those of sessions, too: then the transaction takes the
+    /// advisory lock as well, and one that finds it taken looks again twice a second and whenever a release is heard of. The named locks of MariaDB and MySQL
+    /// end with a connection and never with a transaction ([`LockInError::Unsupported`]).
+    ///
     /// # Errors
     /// [`LockInError`]. Unless it says otherwise the transaction holds the lock neither way, and should be rolled back.
     ///
@@ -127,8 +131,8 @@ pub enum LockInError {
         /// What stands against it.
         source: InvalidKey,
     },
-    /// The registry's locks are no leases in this kind of database. Nothing was sent.
-    #[error("lock {key:?} is no lease in {database}, so no {database} transaction can hold it")]
+    /// The registry's locks are no rows in this kind of database. Nothing was sent.
+    #[error("lock {key:?} is no row in {database}, so no {database} transaction can hold it")]
     #[non_exhaustive]
     Unsupported {
         /// The key.

@@ -135,6 +135,11 @@ impl Access {
 impl Access {
     /// Refuses certificates that are none: the client would leave out what it cannot read.
     fn check_certificates(&self) -> Result<(), &'static str> {
+        // The client takes what the process has settled on, and would panic where another library has brought a second one to
+        // choose from. Somebody else may be faster, and then it is theirs.
+        if self.encrypted && rustls::crypto::CryptoProvider::get_default().is_none() {
+            let _ = rustls::crypto::ring::default_provider().install_default();
+        }
         use rustls::pki_types::pem::PemObject as _;
         use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 

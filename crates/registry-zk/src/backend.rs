@@ -19,7 +19,7 @@ use crate::session::{Session, Sessions};
 /// Locks in ZooKeeper.
 ///
 /// A grant lives as long as the session of this client, and no longer than it is renewed. The servers end a session that they have heard nothing of
-/// for its time-out, and then everybody else may have its locks; holders know at least a quarter of the time-out before that. When a
+/// for its time-out, and then everybody else may have its locks; holders know before that. When a
 /// session is over, all that was held in it is lost for good, and a new one takes its place.
 ///
 /// Tokens are the transactions in which holders' nodes were made. They grow for as long as the servers keep their data.
@@ -148,6 +148,15 @@ impl LockBackend for ZkBackend {
         Some(FIRST_LOOK)
     }
 
+    fn renewals_max(&self) -> usize {
+        RENEWALS_MAX
+    }
+
+    /// It is the session that is renewed.
+    fn renews_together(&self) -> bool {
+        true
+    }
+
     fn tell_losses(&self, hints: LossHints) {
         self.sessions.hints().add(hints);
     }
@@ -187,3 +196,6 @@ impl fmt::Debug for ZkBackend {
 
 /// A watch on the own node is worth its request only for locks that are held for longer than this.
 const FIRST_LOOK: Duration = Duration::from_millis(25);
+
+/// They all share one question.
+const RENEWALS_MAX: usize = 10_000;

@@ -276,6 +276,21 @@ impl ZkConfig {
         if self.hosts.is_empty() || !self.hosts.iter().all(is_host) {
             return Err(unusable("there is no server, or one has no name or no port"));
         }
+        #[cfg(feature = "tls")]
+        if self.is_encrypted() {
+            // The client would panic at a name that no certificate can have.
+            let is_name = |(name, _): &(String, u16)| {
+                rustls::pki_types::ServerName::try_from(name.as_str()).is_ok()
+            };
+            if !self.hosts.iter().all(is_name) {
+                return Err(unusable("a server's name is none that a certificate can have"));
+            }
+            // It takes what the process has settled on, and would panic where there are several to choose from.
+            if rustls::crypto::CryptoProvider::get_default().is_none() {
+                // Somebody else may have been faster, and then it is theirs.
+                let _ = rustls::crypto::ring::default_provider().install_default();
+            }
+        }
         if self.chroot.as_deref().is_some_and(|chroot| !is_path(chroot)) {
             return Err(unusable("the chroot is no path such as `/app`"));
         }

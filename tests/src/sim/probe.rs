@@ -167,8 +167,16 @@ impl LockBackend for Probe {
         self.inner.tell_losses(hints);
     }
 
+    fn renewals_max(&self) -> usize {
+        self.inner.renewals_max()
+    }
+
     fn first_look(&self) -> Option<Duration> {
         self.inner.first_look()
+    }
+
+    fn renews_together(&self) -> bool {
+        self.inner.renews_together()
     }
 
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {

@@ -25,6 +25,8 @@ impl PanickingBackend {
         "try_acquire",
         "try_acquire, done",
         "first_look",
+        "renews_together",
+        "renewals_max",
         "renew",
         "release",
         "release, done",
@@ -111,9 +113,19 @@ impl LockBackend for PanickingBackend {
         self.inner.tell_losses(hints);
     }
 
+    fn renewals_max(&self) -> usize {
+        self.pass("renewals_max");
+        self.inner.renewals_max()
+    }
+
     fn first_look(&self) -> Option<Duration> {
         self.pass("first_look");
         self.inner.first_look()
+    }
+
+    fn renews_together(&self) -> bool {
+        self.pass("renews_together");
+        self.inner.renews_together()
     }
 
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use registry_core::{BackendError, BackendErrorKind, LockBackend};
 use registry_jdbc::{
-    Encryption, MySqlBackend, MySqlConfig, MySqlSessionBackend, MySqlSpringBackend,
+    Encryption, MySqlBackend, MySqlConfig, MySqlRowBackend, MySqlSessionBackend, MySqlSpringBackend,
 };
 
 #[cfg(feature = "mysql-tls")]
@@ -24,6 +24,7 @@ pub(super) async fn open(
         (Some(table), _) => Arc::new(MySqlSpringBackend::open(config, table).await?),
         (None, None | Some(Mode::Lease)) => Arc::new(MySqlBackend::open(config).await?),
         (None, Some(Mode::Session)) => Arc::new(MySqlSessionBackend::open(config).await?),
+        (None, Some(Mode::Row)) => Arc::new(MySqlRowBackend::open(config).await?),
     })
 }
 
@@ -60,6 +61,9 @@ fn limits(mut config: MySqlConfig, options: &Layer) -> MySqlConfig {
     if let Some(pool) = options.pool {
         config = config.with_connections(pool);
     }
+    if let Some(row_locks) = options.row_locks {
+        config = config.with_row_locks(row_locks);
+    }
     if let Some(connect_timeout) = options.connect_timeout {
         config = config.with_connect_timeout(connect_timeout);
     }
@@ -71,9 +75,12 @@ fn limits(mut config: MySqlConfig, options: &Layer) -> MySqlConfig {
     };
     // The connection must not be given up while somebody still waits for an answer.
     let longest = busy_timeout.max(options.timeout.unwrap_or_default());
-    config
-        .with_busy_timeout(busy_timeout)
-        .with_response_timeout(MySqlConfig::RESPONSE_TIMEOUT.max(longest * 6 / 5))
+    let response_timeout = MySqlConfig::RESPONSE_TIMEOUT.max(longest * 6 / 5);
+    if options.purge_after.is_none() {
+        // No statement may be as old as a row that is deleted.
+        config = config.with_purge_after(MySqlConfig::PURGE_AFTER.max(response_timeout * 2));
+    }
+    config.with_busy_timeout(busy_timeout).with_response_timeout(response_timeout)
 }
 
 fn encrypted(

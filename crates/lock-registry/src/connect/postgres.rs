@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use registry_core::{BackendError, BackendErrorKind, LockBackend};
 use registry_jdbc::{
-    Encryption, PostgresBackend, PostgresConfig, PostgresSessionBackend, PostgresSpringBackend,
+    Encryption, PostgresBackend, PostgresConfig, PostgresRowBackend, PostgresSessionBackend,
+    PostgresSpringBackend,
 };
 
 #[cfg(feature = "postgres-tls")]
@@ -29,6 +30,7 @@ pub(super) async fn open(
         (Some(table), _) => Arc::new(PostgresSpringBackend::open(config, table).await?),
         (None, None | Some(Mode::Lease)) => Arc::new(PostgresBackend::open(config).await?),
         (None, Some(Mode::Session)) => Arc::new(PostgresSessionBackend::open(config).await?),
+        (None, Some(Mode::Row)) => Arc::new(PostgresRowBackend::open(config).await?),
     })
 }
 
@@ -73,6 +75,9 @@ fn limits(mut config: PostgresConfig, options: &Layer) -> PostgresConfig {
     if let Some(prepared) = options.prepared {
         config = config.with_prepared(prepared);
     }
+    if let Some(row_locks) = options.row_locks {
+        config = config.with_row_locks(row_locks);
+    }
     if let Some(connect_timeout) = options.connect_timeout {
         config = config.with_connect_timeout(connect_timeout);
     }
@@ -84,9 +89,12 @@ fn limits(mut config: PostgresConfig, options: &Layer) -> PostgresConfig {
     };
     // The connection must not be given up while somebody still waits for an answer.
     let longest = busy_timeout.max(options.timeout.unwrap_or_default());
-    config
-        .with_busy_timeout(busy_timeout)
-        .with_response_timeout(PostgresConfig::RESPONSE_TIMEOUT.max(longest * 6 / 5))
+    let response_timeout = PostgresConfig::RESPONSE_TIMEOUT.max(longest * 6 / 5);
+    if options.purge_after.is_none() {
+        // No statement may be as old as a row that is deleted.
+        config = config.with_purge_after(PostgresConfig::PURGE_AFTER.max(response_timeout * 2));
+    }
+    config.with_busy_timeout(busy_timeout).with_response_timeout(response_timeout)
 }
 
 fn encrypted(

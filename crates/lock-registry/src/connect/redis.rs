@@ -54,10 +54,10 @@ fn records(mut config: RedisConfig, options: &Layer) -> RedisConfig {
     }
     if let Some(layout) = options.layout {
         config = config.with_layout(match layout {
+            // Refused when options are checked.
+            Layout::Native | Layout::Curator | Layout::Etcdctl => RedisLayout::Native,
             Layout::Spring => RedisLayout::Spring,
             Layout::Redisson => RedisLayout::Redisson,
-            // Another store's is refused before.
-            Layout::Native | Layout::Etcdctl => RedisLayout::Native,
         });
     }
     if let Some(publish) = options.publish {

@@ -19,7 +19,7 @@ pub(super) enum Stores {
     /// PostgreSQL, MariaDB and MySQL.
     Database,
     Postgres,
-    /// Database servers, Redis and etcd.
+    /// All that connections are made to.
     Servers,
     Redis,
     /// Redis, at the path of a socket.
@@ -30,7 +30,8 @@ pub(super) enum Stores {
     RedisQuorum,
     /// Redis, with replicas that count.
     RedisReplicated,
-    /// Redis and etcd over encrypted connections, and database servers.
+    ZooKeeper,
+    /// Redis, ZooKeeper and etcd over encrypted connections, and database servers.
     Encrypted,
 }
 
@@ -40,18 +41,21 @@ impl Stores {
         let (store, kind) = scheme.split_once('+').unwrap_or((scheme, ""));
         let redis = matches!(store, "redis" | "rediss");
         let database = matches!(store, "postgres" | "mysql");
+        let zookeeper = matches!(store, "zk" | "zks");
+        let etcd = matches!(store, "etcd" | "etcds");
         match self {
             Self::All => true,
             Self::Sql => database || store == "sqlite",
             Self::Database => database,
             Self::Postgres => store == "postgres",
-            Self::Servers => redis || database || matches!(store, "etcd" | "etcds"),
+            Self::Servers => redis || database || zookeeper || etcd,
             Self::Redis => redis,
             Self::RedisUnix => redis && kind == "unix",
             Self::RedisSentinel => redis && kind == "sentinel",
             Self::RedisQuorum => redis && kind == "quorum",
             Self::RedisReplicated => redis && kind != "quorum",
-            Self::Encrypted => database || matches!(store, "rediss" | "etcds"),
+            Self::ZooKeeper => zookeeper,
+            Self::Encrypted => database || matches!(store, "rediss" | "zks" | "etcds"),
         }
     }
 
@@ -62,14 +66,15 @@ impl Stores {
             Self::Sql => "sqlite, postgres and mysql stores",
             Self::Database => "postgres and mysql stores",
             Self::Postgres => "postgres stores",
-            Self::Servers => "redis, etcd, postgres and mysql stores",
+            Self::Servers => "redis, zk, etcd, postgres and mysql stores",
             Self::Redis => "redis stores",
             Self::RedisUnix => "redis+unix stores",
             Self::RedisSentinel => "redis+sentinel stores",
             Self::RedisQuorum => "redis+quorum stores",
             Self::RedisReplicated => "redis stores that are no quorum",
+            Self::ZooKeeper => "zk stores",
             Self::Encrypted => {
-                "encrypted redis and etcd stores (`rediss://`, `etcds://`), postgres and mysql stores"
+                "encrypted redis, zk and etcd stores (`rediss://`, `zks://`, `etcds://`), postgres and mysql stores"
             }
         }
     }
@@ -92,16 +97,19 @@ impl Layer {
         };
         // To a server no time at all is all the time in the world, or less than it counts.
         let busy_min = if Stores::Database.have(store) { SERVERS_MIN } else { Duration::ZERO };
+        // Longer than any statement, or tokens could go back.
+        let purge_min = if Stores::Database.have(store) { PURGE_MIN } else { Duration::ZERO };
         let spans = [
             ("lease", self.lease, Capabilities::LEASE_MIN, Capabilities::LEASE_MAX),
             ("poll", self.poll, RegistryBuilder::POLL_MIN, RegistryBuilder::POLL_MAX),
             ("timeout", self.timeout, RegistryBuilder::TIMEOUT_MIN, RegistryBuilder::TIMEOUT_MAX),
             ("busy_timeout", self.busy_timeout, busy_min, RegistryBuilder::TIMEOUT_MAX),
-            ("purge_after", self.purge_after, Duration::ZERO, DAYS_MAX),
+            ("purge_after", self.purge_after, purge_min, DAYS_MAX),
             ("connect_timeout", self.connect_timeout, SERVERS_MIN, RegistryBuilder::TIMEOUT_MAX),
             ("token_memory", self.token_memory, SERVERS_MIN, DAYS_MAX),
             ("replica_timeout", self.replica_timeout, SERVERS_MIN, RegistryBuilder::TIMEOUT_MAX),
             ("restart_guard", self.restart_guard, Duration::ZERO, DAYS_MAX),
+            ("session", self.session, SESSION_MIN, Capabilities::LEASE_MAX),
         ];
         for (option, given, min, max) in spans {
             match given {
@@ -129,21 +137,26 @@ impl Layer {
             }
             _ => {}
         }
-        if self.pool.is_some_and(|pool| !(1..=POOL_MAX).contains(&pool)) {
-            return wrong("pool", format!("is not between 1 and {POOL_MAX}"));
+        for (option, given) in [("pool", self.pool), ("row_locks", self.row_locks)] {
+            if given.is_some_and(|given| !(1..=POOL_MAX).contains(&given)) {
+                return wrong(option, format!("is not between 1 and {POOL_MAX}"));
+            }
         }
         if let Some(layout) = self.layout
             && !layouts(store).contains(&layout)
         {
-            let known: Vec<_> = layouts(store).iter().map(|known| format!("`{known}`")).collect();
-            let only = if known.len() == 1 { "only " } else { "" };
-            let known = known.join(" and ");
-            return wrong("layout", format!("is {layout}, and {store} stores have {only}{known}"));
+            let known = match layouts(store) {
+                [first, second, third] => format!("`{first}`, `{second}` and `{third}`"),
+                [first, second] => format!("`{first}` and `{second}`"),
+                _ => "only `native`".to_owned(),
+            };
+            return wrong("layout", format!("is {layout}, and {store} stores have {known}"));
         }
-        if self.layout == Some(Layout::Spring) && self.mode == Some(Mode::Session) {
+        if self.layout == Some(Layout::Spring) && self.mode.is_some_and(|mode| mode != Mode::Lease)
+        {
             return wrong(
                 "mode",
-                "is session, and the locks of layout `spring` are rows".to_owned(),
+                "is not lease, and the locks of layout `spring` are leases".to_owned(),
             );
         }
         let texts = [
@@ -182,6 +195,12 @@ impl Layer {
                 "is empty; in Redis every name begins with it, but for those of the layout `redisson`"
                     .to_owned(),
             );
+        }
+        if self.row_locks.is_some() && self.mode != Some(Mode::Row) {
+            return wrong("row_locks", "is of no use without `mode=row`".to_owned());
+        }
+        if Stores::ZooKeeper.have(store) {
+            self.check_session().or_else(|(option, problem)| wrong(option, problem))?;
         }
         if Stores::Database.have(store) {
             self.check_spring().or_else(|(option, problem)| wrong(option, problem))?;
@@ -254,6 +273,34 @@ impl Layer {
 }
 
 impl Layer {
+    /// Checks what ZooKeeper makes of times and logins.
+    fn check_session(&self) -> Result<(), (&'static str, String)> {
+        if self.namespace.as_deref() == Some("") {
+            return Err(("namespace", "is empty; leave it away".to_owned()));
+        }
+        if let (Some(lease), Some(session)) = (self.lease, self.session)
+            && session < lease * 2
+        {
+            return Err((
+                "session",
+                format!(
+                    "is {}, less than twice the `lease`, {}: half of a session is what is certain of it",
+                    shown(session),
+                    shown(lease)
+                ),
+            ));
+        }
+        if self.auth.as_ref().is_some_and(|auth| {
+            auth.told().split_once(':').is_none_or(|(scheme, _)| scheme.is_empty())
+        }) {
+            return Err((
+                "auth",
+                "is no SCHEME:CREDENTIALS, such as `digest:USER:PASSWORD`".to_owned(),
+            ));
+        }
+        Ok(())
+    }
+
     /// Checks what a database's layout of Spring asks for, and what is of no use in any other.
     fn check_spring(&self) -> Result<(), (&'static str, String)> {
         if self.layout != Some(Layout::Spring) {
@@ -266,8 +313,11 @@ impl Layer {
                     return Err((option, "is of no use without `layout=spring`".to_owned()));
                 }
             }
-        } else if self.mode == Some(Mode::Session) {
-            return Err(("mode", "is session, and locks in Spring's table are rows".to_owned()));
+        } else if self.mode.is_some_and(|mode| mode != Mode::Lease) {
+            return Err((
+                "mode",
+                "is not lease, and locks in Spring's table are leases".to_owned(),
+            ));
         } else if self.namespace.is_some() {
             return Err((
                 "namespace",
@@ -292,6 +342,8 @@ fn layouts(store: &str) -> &'static [Layout] {
         &[Layout::Native, Layout::Spring, Layout::Redisson]
     } else if Stores::Database.have(store) {
         &[Layout::Native, Layout::Spring]
+    } else if Stores::ZooKeeper.have(store) {
+        &[Layout::Native, Layout::Curator]
     } else if matches!(store, "etcd" | "etcds") {
         &[Layout::Native, Layout::Etcdctl]
     } else {
@@ -303,8 +355,12 @@ fn layouts(store: &str) -> &'static [Layout] {
 const LEASE: Duration = Duration::from_secs(30);
 const TIMEOUT: Duration = Duration::from_secs(3);
 const DAYS_MAX: Duration = LockOptions::WAIT_MAX;
+/// The shortest session that can be asked for: of twice the shortest lease, and as much again.
+const SESSION_MIN: Duration = Duration::from_millis(400);
 /// More connections than any server has for one program.
 const POOL_MAX: u32 = 10_000;
+/// The shortest time that rows are kept in a server.
+const PURGE_MIN: Duration = Duration::from_secs(60);
 /// The shortest time that servers can be given for anything.
 pub(crate) const SERVERS_MIN: Duration = Duration::from_millis(10);
 
@@ -394,7 +450,7 @@ mod tests {
             (
                 "layout",
                 "redison",
-                "did you mean `redisson`? There are `native`, `spring`, `redisson`, `etcdctl`",
+                "did you mean `redisson`? There are `native`, `spring`, `redisson`, `curator`, `etcdctl`",
             ),
             ("publish", "sharp", "did you mean `sharded`? There are `auto`, `plain`, `sharded`"),
             ("cert", "a.pem", "without `key`"),
@@ -446,6 +502,8 @@ mod tests {
             ("region", "EU", "without `layout=spring`"),
             ("spring", "v8", "`v6`, `v7`"),
             ("pool", "0", "between 1 and"),
+            ("row_locks", "0", "between 1 and"),
+            ("mode", "rows", "did you mean `row`?"),
             ("busy_timeout", "0s", "less than the least, 10ms"),
             ("mode", "sesion", "did you mean `session`?"),
             ("sslmode", "verify", "did you mean `verify-ca`?"),
@@ -476,7 +534,7 @@ mod tests {
             }
         }
         let error = problem("redis", &[("layout", "etcdctl")]).unwrap();
-        assert!(error.contains("have `native` and `spring` and `redisson`"), "{error}");
+        assert!(error.contains("have `native`, `spring` and `redisson`"), "{error}");
         let error = problem("memory", &[("layout", "etcdctl")]).unwrap();
         assert!(error.contains("have only `native`"), "{error}");
     }
@@ -500,7 +558,18 @@ mod tests {
         let error = problem("postgres", &[("layout", "spring"), ("namespace", "n")]).unwrap();
         assert!(error.contains("give `region`"), "{error}");
         let error = problem("mysql", &[("layout", "spring"), ("mode", "session")]).unwrap();
-        assert!(error.contains("are rows"), "{error}");
+        assert!(error.contains("are leases"), "{error}");
+        for store in ["postgres", "mysql"] {
+            assert_eq!(problem(store, &[("mode", "row"), ("row_locks", "64")]), None);
+            for options in [&[("row_locks", "64")][..], &[("mode", "session"), ("row_locks", "64")]]
+            {
+                let error = problem(store, options).unwrap();
+                assert!(error.contains("without `mode=row`"), "{error}");
+            }
+            let error = problem(store, &[("purge_after", "59s")]).unwrap();
+            assert!(error.contains("less than the least, 1m"), "{error}");
+        }
+        assert_eq!(problem("sqlite", &[("purge_after", "0s")]), None);
         for store in ["postgres", "mysql"] {
             for mode in ["disable", "prefer", "require"] {
                 let error = problem(store, &[("ca", "a.pem"), ("sslmode", mode)]).unwrap();

@@ -2,7 +2,7 @@
 
 use registry_core::ConfigError;
 
-use super::parts::{Host, Parts, decoded_text, several, unusable};
+use super::parts::{Host, Parts, decoded_text, servers, unusable};
 use crate::scheme::Scheme;
 use crate::value::Secret;
 
@@ -29,7 +29,7 @@ impl EtcdMembers {
             return Err(unusable(scheme, &format!("names no server; {form}")));
         };
         let (login, hosts) = parts.login_and_hosts(authority, scheme)?;
-        let members = several(hosts, scheme, PORT, &form)?;
+        let members = servers(hosts, scheme, PORT, &form)?;
         if !matches!(parts.path, "" | "/") {
             return Err(unusable(
                 scheme,

@@ -149,31 +149,8 @@ pub(super) fn server(host: &str, default_port: u16) -> Option<Host> {
     Some((name.to_owned(), port))
 }
 
-/// A host with an optional port. `user:password` is none, unless the password is a port number.
-pub(super) fn is_host(host: &str) -> bool {
-    let (name, port) = match host.rsplit_once(':') {
-        // The colons of an IPv6 address stand in brackets.
-        Some((name, port)) if !port.ends_with(']') => (name, Some(port)),
-        _ => (host, None),
-    };
-    let plain = |c: char| c.is_ascii_alphanumeric() || "-._".contains(c);
-    let named = match name.strip_prefix('[') {
-        Some(address) => {
-            address.strip_suffix(']').is_some_and(|address| address.parse::<Ipv6Addr>().is_ok())
-        }
-        None => name.chars().all(plain),
-    };
-    let numbered =
-        |port: &str| port.bytes().all(|byte| byte.is_ascii_digit()) && port.parse::<u16>().is_ok();
-    named && port.is_none_or(numbered)
-}
-
-pub(super) fn unusable(scheme: &Scheme, problem: &str) -> ConfigError {
-    ConfigError::Invalid(format!("the `{}:` store URL {problem}", scheme.name))
-}
-
 /// A list of servers, each of them once.
-pub(super) fn several(
+pub(super) fn servers(
     hosts: &str,
     scheme: &Scheme,
     port: u16,
@@ -203,4 +180,27 @@ pub(super) fn several(
         ));
     }
     Ok(servers)
+}
+
+/// A host with an optional port. `user:password` is none, unless the password is a port number.
+pub(super) fn is_host(host: &str) -> bool {
+    let (name, port) = match host.rsplit_once(':') {
+        // The colons of an IPv6 address stand in brackets.
+        Some((name, port)) if !port.ends_with(']') => (name, Some(port)),
+        _ => (host, None),
+    };
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-._".contains(c);
+    let named = match name.strip_prefix('[') {
+        Some(address) => {
+            address.strip_suffix(']').is_some_and(|address| address.parse::<Ipv6Addr>().is_ok())
+        }
+        None => name.chars().all(plain),
+    };
+    let numbered =
+        |port: &str| port.bytes().all(|byte| byte.is_ascii_digit()) && port.parse::<u16>().is_ok();
+    named && port.is_none_or(numbered)
+}
+
+pub(super) fn unusable(scheme: &Scheme, problem: &str) -> ConfigError {
+    ConfigError::Invalid(format!("the `{}:` store URL {problem}", scheme.name))
 }

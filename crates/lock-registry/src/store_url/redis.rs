@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use registry_core::ConfigError;
 
-use super::parts::{Host, Parts, decoded_text, file_path, server, several, unusable};
+use super::parts::{Host, Parts, decoded_text, file_path, server, servers, unusable};
 use crate::scheme::Scheme;
 use crate::value::Secret;
 
@@ -62,7 +62,7 @@ impl RedisServers {
             "" => (Place::One(one(hosts, scheme)?), database(parts.path, scheme)?),
             "unix" => (Place::Socket(socket(hosts, parts.path, scheme, &form())?), 0),
             "sentinel" => {
-                let sentinels = several(hosts, scheme, SENTINEL_PORT, &form())?;
+                let sentinels = servers(hosts, scheme, SENTINEL_PORT, &form())?;
                 let path = parts.path.strip_prefix('/').unwrap_or_default();
                 let (service, number) = path.split_at(path.find('/').unwrap_or(path.len()));
                 let service = decoded_text(service, scheme, "a service")?;
@@ -78,7 +78,7 @@ impl RedisServers {
                 (Place::Sentinels { sentinels, service }, database(number, scheme)?)
             }
             "cluster" => {
-                let members = several(hosts, scheme, PORT, &form())?;
+                let members = servers(hosts, scheme, PORT, &form())?;
                 if database(parts.path, scheme)? != 0 {
                     return Err(unusable(
                         scheme,
@@ -88,7 +88,7 @@ impl RedisServers {
                 (Place::Cluster(members), 0)
             }
             _ => {
-                let masters = several(hosts, scheme, PORT, &form())?;
+                let masters = servers(hosts, scheme, PORT, &form())?;
                 if masters.len() < QUORUM_MIN {
                     return Err(unusable(
                         scheme,

@@ -15,3 +15,5 @@ mod run;
 mod secrets;
 mod terminal;
 mod watchdog;
+#[cfg(feature = "zk")]
+mod zk;

@@ -209,6 +209,10 @@ impl LockBackend for MySqlBackend {
         self.renew_in_chunks(claims).await
     }
 
+    fn renewals_max(&self) -> usize {
+        sql::SIZES[sql::SIZES.len() - 1]
+    }
+
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         // Asked twice, it would say that the claim held nothing. Who repeats it must know that.
         let make = || self.statements.release(claim);

@@ -8,7 +8,7 @@ use registry_core::{BackendError, BackendErrorKind};
 use sqlx::ConnectOptions as _;
 use sqlx::mysql::{MySqlConnectOptions, MySqlSslMode};
 
-use crate::server::Encryption;
+use crate::server::{Encryption, PURGE_AFTER_MIN, ROW_LOCKS};
 
 /// Where the locks of a [`MySqlBackend`](crate::MySqlBackend) live.
 #[derive(Clone)]
@@ -20,6 +20,7 @@ pub struct MySqlConfig {
     pub(super) table_prefix: String,
     pub(super) create_schema: bool,
     pub(super) connections: u32,
+    pub(super) row_locks: u32,
     pub(super) connect_timeout: Duration,
     pub(super) response_timeout: Duration,
     pub(super) busy_timeout: Duration,
@@ -60,15 +61,19 @@ impl MySqlConfig {
             table_prefix: "lock_registry".to_owned(),
             create_schema: true,
             connections: 4,
+            row_locks: ROW_LOCKS,
             connect_timeout: Duration::from_secs(2),
             response_timeout: Self::RESPONSE_TIMEOUT,
             busy_timeout: Self::BUSY_TIMEOUT,
-            purge_after: Duration::from_secs(60 * 60),
+            purge_after: Self::PURGE_AFTER,
         }
     }
 
     /// How long a statement may stay unanswered, unless it is set: above the engine's own time-out.
     pub const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
+
+    /// How long rows of free keys are kept, unless it is set.
+    pub const PURGE_AFTER: Duration = Duration::from_secs(60 * 60);
 
     /// How long a statement waits for a row, unless it is set.
     pub const BUSY_TIMEOUT: Duration = Duration::from_secs(1);
@@ -152,6 +157,14 @@ impl MySqlConfig {
         self
     }
 
+    /// The same with at most this many locks of a [`MySqlRowBackend`](crate::MySqlRowBackend) held at once, each of which takes a connection more. 16
+    /// unless set.
+    #[must_use]
+    pub fn with_row_locks(mut self, row_locks: u32) -> Self {
+        self.row_locks = row_locks;
+        self
+    }
+
     /// The same with this time to connect. 2 s unless set.
     #[must_use]
     pub fn with_connect_timeout(mut self, connect_timeout: Duration) -> Self {
@@ -176,8 +189,9 @@ impl MySqlConfig {
         self
     }
 
-    /// The same with rows of free keys kept for this long. One hour unless set. It should be longer than anybody waits for a row: a grant that has
-    /// waited through the whole life of another one, and through the deletion of its row, may have the smaller token.
+    /// The same with rows of free keys kept for this long. One hour unless set, one minute and twice
+    /// [`response_timeout`](Self::with_response_timeout) at least: a statement that began before a key was locked and let go,
+    /// and its row deleted, must be over by then, or its token could be the smaller one.
     #[must_use]
     pub fn with_purge_after(mut self, purge_after: Duration) -> Self {
         self.purge_after = purge_after;
@@ -214,7 +228,7 @@ impl MySqlConfig {
             ("connect_timeout", self.connect_timeout, TIME_MIN),
             ("response_timeout", self.response_timeout, TIME_MIN),
             ("busy_timeout", self.busy_timeout, TIME_MIN),
-            ("purge_after", self.purge_after, Duration::ZERO),
+            ("purge_after", self.purge_after, PURGE_AFTER_MIN),
         ] {
             if !(least..=TIME_MAX).contains(&given) {
                 return Err(unusable(&format!(
@@ -222,8 +236,14 @@ impl MySqlConfig {
                 )));
             }
         }
+        if self.connections == 0 || self.row_locks == 0 {
+            return Err(unusable("there must be at least one connection, and one row lock"));
+        }
         if self.busy_timeout >= self.response_timeout {
             return Err(unusable("busy_timeout must be shorter than response_timeout"));
+        }
+        if self.purge_after < self.response_timeout * 2 {
+            return Err(unusable("purge_after must be at least twice as long as response_timeout"));
         }
         if !cfg!(feature = "tls")
             && !matches!(self.encryption, Encryption::Off | Encryption::Preferred)
@@ -279,6 +299,7 @@ impl fmt::Debug for MySqlConfig {
             .field("table_prefix", &self.table_prefix)
             .field("create_schema", &self.create_schema)
             .field("connections", &self.connections)
+            .field("row_locks", &self.row_locks)
             .field("connect_timeout", &self.connect_timeout)
             .field("response_timeout", &self.response_timeout)
             .field("busy_timeout", &self.busy_timeout)

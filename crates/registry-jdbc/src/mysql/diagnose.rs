@@ -4,8 +4,10 @@ use std::collections::HashMap;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use registry_core::{BackendError, Finding};
+use sqlx::Row as _;
 
 use super::backend::MySqlBackend;
+use super::link::Link;
 use crate::server::Errand;
 
 /// A server's clock that differs by more than this is worth a note.
@@ -16,32 +18,56 @@ const VARIABLES: &str = "\
     SHOW GLOBAL VARIABLES WHERE Variable_name IN ('version', 'version_comment', 'innodb_flush_log_at_trx_commit', 'sync_binlog', \
         'log_bin', 'read_only', 'super_read_only', 'binlog_format', 'wsrep_on', 'innodb_doublewrite', 'innodb_flush_method')";
 
+const ROOM: &str = "SELECT CAST(@@global.max_connections AS SIGNED)";
+
 const CLOCK: &str = "SELECT TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))";
 
 impl MySqlBackend {
     /// Everything that [`diagnose`](registry_core::LockBackend::diagnose) finds.
     pub(super) async fn look_for_trouble(&self) -> Result<Vec<Finding>, BackendError> {
-        let rows = self.link.rows(Errand::Acquire, || sqlx::query(VARIABLES)).await?;
-        let mut variables = HashMap::new();
-        for row in &rows {
-            let (name, value): (String, String) = (self.column(row, 0)?, self.column(row, 1)?);
-            variables.insert(name.to_ascii_lowercase(), value);
+        look_around(&self.link).await
+    }
+}
+
+/// What is wrong with a server that this link leads to.
+pub(super) async fn look_around(link: &Link) -> Result<Vec<Finding>, BackendError> {
+    let explain = |error| link.explain(error);
+    let rows = link.rows(Errand::Acquire, || sqlx::query(VARIABLES)).await?;
+    let mut variables = HashMap::new();
+    for row in &rows {
+        let name: String = row.try_get(0).map_err(explain)?;
+        variables.insert(name.to_ascii_lowercase(), row.try_get(1).map_err(explain)?);
+    }
+    let mut findings = findings(&variables);
+    let before = now();
+    let rows = link.rows(Errand::Acquire, || sqlx::query(CLOCK)).await?;
+    let after = now();
+    if let Some(row) = rows.first() {
+        let theirs: i64 = row.try_get(0).map_err(explain)?;
+        let distance = (theirs - (before + (after - before) / 2)).unsigned_abs();
+        if Duration::from_micros(distance) > CLOCK_DISTANCE_MAX {
+            findings.push(Finding::note(format!(
+                "the server's clock and this host's differ by {:?}: locks only follow the server's, but one of them is wrong",
+                Duration::from_millis(distance / 1000)
+            )));
         }
-        let mut findings = findings(&variables);
-        let before = now();
-        let rows = self.link.rows(Errand::Acquire, || sqlx::query(CLOCK)).await?;
-        let after = now();
-        if let Some(row) = rows.first() {
-            let theirs: i64 = self.column(row, 0)?;
-            let distance = (theirs - (before + (after - before) / 2)).unsigned_abs();
-            if Duration::from_micros(distance) > CLOCK_DISTANCE_MAX {
-                findings.push(Finding::note(format!(
-                    "the server's clock and this host's differ by {:?}: locks only follow the server's, but one of them is wrong",
-                    Duration::from_millis(distance / 1000)
-                )));
-            }
+    }
+    Ok(findings)
+}
+
+impl MySqlBackend {
+    /// Whether the server has room for so many row locks.
+    pub(super) async fn look_for_room(&self, row_locks: u32) -> Result<Vec<Finding>, BackendError> {
+        let rows = self.link.rows(Errand::Acquire, || sqlx::query(ROOM)).await?;
+        let room: Option<i64> = rows.first().map(|row| self.column(row, 0)).transpose()?;
+        let room = room.unwrap_or(i64::MAX);
+        if i64::from(row_locks) <= room / 2 {
+            return Ok(Vec::new());
         }
-        Ok(findings)
+        Ok(vec![Finding::warning(format!(
+            "row_locks is {row_locks}, and the server takes {room} connections from all programs together; raise max_connections, \
+             or lower row_locks"
+        ))])
     }
 }
 

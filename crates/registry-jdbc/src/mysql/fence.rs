@@ -6,6 +6,8 @@ use sqlx::{MySql, Row, Transaction};
 
 use super::backend::MySqlBackend;
 use super::error;
+use super::row::MySqlRowBackend;
+use super::session::MySqlSessionBackend;
 use super::spring::MySqlSpringBackend;
 use super::statement::Statement;
 use crate::fence::{Fence, FenceError};
@@ -14,6 +16,13 @@ impl Fence<MySql> for LockGuard {
     async fn fence(&self, transaction: &mut Transaction<'_, MySql>) -> Result<(), FenceError> {
         if !self.is_held() {
             return Err(FenceError::lost(self));
+        }
+        if let Some(backend) = self.backend::<MySqlSessionBackend>() {
+            match backend.session.keep(self.claim()).await {
+                Ok(true) => {}
+                Ok(false) => return Err(FenceError::lost(self)),
+                Err(source) => return Err(FenceError::backend(self, source)),
+            }
         }
         let fenced = self.fencing_token().and_then(|token| fenced(self, token));
         let Some(Fenced { statement, meta, store }) = fenced else {
@@ -44,6 +53,15 @@ fn fenced(guard: &LockGuard, token: FencingToken) -> Option<Fenced<'_>> {
         statement: backend.fence_statement(guard.claim(), token),
         meta: backend.statements.meta(),
         store: &backend.store,
+    });
+    let session = guard.backend::<MySqlSessionBackend>().map(|backend| &backend.rows);
+    let row = || guard.backend::<MySqlRowBackend>().map(|backend| &backend.rows);
+    let native = native.or_else(|| {
+        session.or_else(row).map(|backend| Fenced {
+            statement: backend.statements.fence_held(guard.claim(), token),
+            meta: backend.statements.meta(),
+            store: &backend.store,
+        })
     });
     let spring = || guard.backend::<MySqlSpringBackend>();
     native.or_else(|| spring().map(|backend| backend.fenced(guard.claim(), token)))

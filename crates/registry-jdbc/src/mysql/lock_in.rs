@@ -16,6 +16,7 @@ use tokio::time::{Instant, sleep};
 use super::backend::MySqlBackend;
 use super::error;
 use super::link::Repeat;
+use super::row::MySqlRowBackend;
 use crate::lock_in::{LockIn, LockInError, Patience, TransactionLock};
 use crate::server::Errand;
 
@@ -38,7 +39,9 @@ impl LockIn<MySql> for Registry {
         key: &str,
         wait: Duration,
     ) -> Result<Option<TransactionLock>, LockInError> {
-        let Some(backend) = self.backend::<MySqlBackend>() else {
+        let leases = self.backend::<MySqlBackend>();
+        let rows = || self.backend::<MySqlRowBackend>().map(|backend| &backend.rows);
+        let Some(backend) = leases.or_else(rows) else {
             return Err(LockInError::unsupported(key, "MySQL"));
         };
         let key = Key::new(key).map_err(|source| LockInError::InvalidKey { source })?;

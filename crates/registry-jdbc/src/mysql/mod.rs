@@ -15,8 +15,9 @@ mod link;
 mod error;
 // Waiting for a release, whichever process makes it.
 mod wake;
-// Locks that live as long as a connection.
+// Locks that live as long as a connection: one for all of them, one for each.
 mod session;
+mod row;
 // The other half of a token.
 mod fence;
 // As long as the caller's transaction.
@@ -29,6 +30,7 @@ mod diagnose;
 
 pub use backend::MySqlBackend;
 pub use config::MySqlConfig;
+pub use row::MySqlRowBackend;
 pub use session::MySqlSessionBackend;
 pub use spring::MySqlSpringBackend;
 

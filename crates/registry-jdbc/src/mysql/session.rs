@@ -37,15 +37,17 @@ use crate::server::{Errand, Failure, RowId, Session, Wire};
 /// But when the *server* ends the session (`KILL`, a restart, a failover, a firewall that cuts connections), the lock is free at
 /// once, while its holder learns of it up to a third of a second later, or when its lease is over if no word gets through. For that moment there can be two
 /// holders, which is why this store is of class C. Tokens grow as in a [`MySqlBackend`], in the same tables: fenced writes to other
-/// systems stay safe. [`Fence`](crate::Fence) and [`LockIn`](crate::LockIn) are for leases only.
+/// systems stay safe, those of a [`Fence`](crate::Fence) included. [`LockIn`](crate::LockIn) is not for these locks: no transaction can have one.
+///
+/// A server that is set `read_only` grants nothing, and once it is set so, holders are told that their locks are lost.
 ///
 /// What is behind such a lock the server does not know; so it cannot be listed or broken, but by `KILL`, which takes all locks of that process.
 ///
 /// A proxy that gives each statement another connection would hand locks to strangers: where one is noticed, locking fails.
 pub struct MySqlSessionBackend {
     /// For the tables, and for those who wait.
-    rows: MySqlBackend,
-    session: Session<MySqlWire>,
+    pub(super) rows: MySqlBackend,
+    pub(super) session: Session<MySqlWire>,
 }
 
 impl MySqlSessionBackend {
@@ -140,14 +142,14 @@ impl fmt::Debug for MySqlSessionBackend {
 }
 
 /// What is said to the server of a session.
-struct MySqlWire {
+pub(super) struct MySqlWire {
     config: MySqlConfig,
     link: Arc<Link>,
     statements: Arc<Statements>,
 }
 
 /// A connection and the server's number for it.
-struct Connected {
+pub(super) struct Connected {
     connection: MySqlConnection,
     id: u64,
 }
@@ -208,7 +210,8 @@ impl MySqlWire {
         let done = grant.await.map_err(|error| self.sort(error))?;
         let token = i64::try_from(done.last_insert_id()).unwrap_or(-1);
         if token == 0 {
-            return Ok(None);
+            // Nothing was noted: somebody holds a lease, or the server does not mean to be written to.
+            return self.look(connected).await.map(|()| None);
         }
         let says = || error::damaged(self.link.place(), "a row's token is negative");
         FencingToken::try_from(token).map(Some).map_err(|_| Failure::Broken(says()))
@@ -220,11 +223,7 @@ impl Wire for MySqlWire {
 
     async fn connect(&self) -> Result<Connected, BackendError> {
         let begin = async {
-            let mut connection = MySqlConnection::connect_with(&self.config.server).await?;
-            sqlx::raw_sql(sql::session(ROW_WAIT.as_secs())).execute(&mut connection).await?;
-            let silence = i64::try_from(MySqlSessionBackend::SILENCE.as_secs()).unwrap_or(60);
-            let set = query("SET SESSION wait_timeout = ?").bind(silence);
-            set.execute(&mut connection).await?;
+            let mut connection = connect(&self.config, MySqlSessionBackend::SILENCE).await?;
             let row = query(LOOK).fetch_one(&mut connection).await?;
             Ok(Connected { id: row.try_get(0)?, connection })
         };
@@ -261,7 +260,20 @@ impl Wire for MySqlWire {
     }
 
     async fn look(&self, connected: &mut Connected) -> Result<(), Failure> {
-        self.ask(connected, LOOK, None).await.map(drop)
+        match self.ask(connected, LOOK, None).await? {
+            Some(0) => Err(Failure::Broken(error::read_only(self.link.place()))),
+            _ => Ok(()),
+        }
+    }
+
+    async fn keep(
+        &self,
+        connected: &mut Connected,
+        claim: &Claim,
+        token: FencingToken,
+    ) -> Result<(), Failure> {
+        let keep = self.statements.session_keep(claim, token).execute(&mut connected.connection);
+        keep.await.map(drop).map_err(|error| self.sort(error))
     }
 
     fn name(&self, key: &Key) -> Vec<u8> {
@@ -282,6 +294,18 @@ impl Wire for MySqlWire {
     }
 }
 
+/// A connection that no pool knows of, and that the server ends if it hears nothing of it for so long.
+pub(super) async fn connect(
+    config: &MySqlConfig,
+    silence: Duration,
+) -> Result<MySqlConnection, sqlx::Error> {
+    let mut connection = MySqlConnection::connect_with(&config.server).await?;
+    sqlx::raw_sql(sql::session(ROW_WAIT.as_secs())).execute(&mut connection).await?;
+    let silence = i64::try_from(silence.as_secs()).unwrap_or(i64::MAX);
+    query("SET SESSION wait_timeout = ?").bind(silence).execute(&mut connection).await?;
+    Ok(connection)
+}
+
 /// What the server's lock is called.
 fn name_of(row: RowId) -> String {
     use std::fmt::Write as _;
@@ -291,7 +315,9 @@ fn name_of(row: RowId) -> String {
     })
 }
 
-const LOOK: &str = "SELECT CONNECTION_ID(), 1";
+/// Which session it is, and whether the server still means to be written to.
+const LOOK: &str =
+    "SELECT CONNECTION_ID(), CAST(CAST(@@global.read_only AS CHAR) IN ('0', 'OFF') AS SIGNED)";
 
 /// How long all locks of a session wait for the row of one, which only a transaction with a fence or a purge can have locked. The server counts
 /// whole seconds.

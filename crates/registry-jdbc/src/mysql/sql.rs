@@ -55,6 +55,11 @@ pub(super) struct Texts {
     pub(super) make_row: Text,
     pub(super) lock_row: Text,
     pub(super) raise_token: Text,
+    pub(super) session_keep: Text,
+    pub(super) fence_held: Text,
+    pub(super) row_note: Text,
+    pub(super) row_lock: Text,
+    pub(super) row_seen: Text,
     pub(super) piece: Text,
     pub(super) raise_floor: Text,
     pub(super) purge: [Text; SIZES.len()],
@@ -91,6 +96,11 @@ impl Texts {
             make_row: one(MAKE_ROW),
             lock_row: one(LOCK_ROW),
             raise_token: one(RAISE_TOKEN),
+            session_keep: one(SESSION_KEEP),
+            fence_held: one(FENCE_HELD),
+            row_note: one(ROW_NOTE),
+            row_lock: one(ROW_LOCK),
+            row_seen: one(ROW_SEEN),
             piece: one(PIECE),
             raise_floor: one(RAISE_FLOOR),
             purge: sized(PURGE),
@@ -142,7 +152,7 @@ const FREE: &str = "{locks}.claim IS NULL OR {locks}.until <= VALUES(since)";
 
 /// Whether the server means to be written to. A replica refuses users with few rights by itself, and lets those with many do as they like: they would
 /// be granted there what somebody holds at the primary. Cast, because some servers tell a number and some a word.
-const WRITABLE: &str = "CAST(@@global.read_only AS CHAR) IN ('0', 'OFF')";
+pub(super) const WRITABLE: &str = "CAST(@@global.read_only AS CHAR) IN ('0', 'OFF')";
 
 const META: &str = "SELECT version, store, {writable} FROM {meta} WHERE id = 1";
 
@@ -277,6 +287,48 @@ const LOCK_ROW: &str = "\
 /// token, id
 const RAISE_TOKEN: &str = "\
     UPDATE {locks} SET claim = NULL, token = ?, block = 1, label = NULL, since = {now}, until = {now} WHERE id = ?";
+
+/// Has the row there with what was noted in it by the session that has the lock: rows without a lease are purged after a while. One that is there
+/// is left as it is, and waits for nobody who has locked it for a fence.
+///
+/// id, namespace, key, claim, token, block
+const SESSION_KEEP: &str = "\
+    INSERT IGNORE INTO {locks} (id, namespace, lock_key, claim, token, block, label, since, until) \
+    SELECT ?, ?, ?, ?, ?, ?, NULL, {now}, {now} FROM DUAL";
+
+/// Like [`FENCE`], for a lock that ends with a connection: whoever comes next changes the row first, whatever became of the connection. Shared,
+/// with that connection perhaps.
+///
+/// id, claim, token, token
+const FENCE_HELD: &str = "\
+    SELECT 1 FROM {locks} WHERE id = ? AND claim = ? AND token <= ? AND ? < token + block LOCK IN SHARE MODE";
+
+/// Notes a claim and a larger token in the row, unless somebody holds a lease on it or a transaction has locked it; whether it did, the *last
+/// insert id* tells. Waits for nobody. What is left is a free row, for those who want a lease. How the row is found is as in [`RENEW`].
+///
+/// id, claim, block, label
+const ROW_NOTE: &str = "\
+    UPDATE ( \
+        SELECT id FROM {locks} FORCE INDEX (PRIMARY) \
+        WHERE id = ? AND (claim IS NULL OR until <= {now}) AND {writable} \
+        LIMIT 1 FOR UPDATE SKIP LOCKED) AS found \
+    STRAIGHT_JOIN {locks} AS l FORCE INDEX (PRIMARY) ON l.id = found.id \
+    SET l.token = LAST_INSERT_ID(GREATEST({now}, l.token + l.block)), l.claim = ?, l.block = ?, l.label = ?, \
+        l.since = {now}, l.until = {now}";
+
+/// Locks the row for a transaction, if the claim is noted in it.
+///
+/// Shared, which keeps out whoever would note a claim, lock it for a transaction or take a lease, and leaves room for a fence of the holder's.
+///
+/// id, claim
+const ROW_LOCK: &str = "\
+    SELECT CONNECTION_ID() FROM {locks} WHERE id = ? AND claim = ? LOCK IN SHARE MODE";
+
+/// How long somebody's lease on the key still lasts, if there is one; nothing if there is no row.
+///
+/// id
+const ROW_SEEN: &str = "\
+    SELECT IF(claim IS NOT NULL AND until > {now}, until - {now}, NULL) FROM {locks} WHERE id = ?";
 
 /// The dead rows of a piece, with the largest of their tokens. A piece follows a place that is chosen at random: ids are hashes, so all
 /// rows are found equally often.

@@ -62,6 +62,36 @@ impl Statements {
         self.of_key(&self.texts.fence, claim.key()).bind(claim_bytes(claim)).bind(token).bind(token)
     }
 
+    pub(super) fn fence_held(&self, claim: &Claim, token: FencingToken) -> Statement {
+        let token = i64::from(token);
+        let statement = self.of_key(&self.texts.fence_held, claim.key());
+        statement.bind(claim_bytes(claim)).bind(token).bind(token)
+    }
+
+    pub(super) fn session_keep(&self, claim: &Claim, token: FencingToken) -> Statement {
+        self.of_key(&self.texts.session_keep, claim.key())
+            .bind(self.namespace.clone().into_bytes())
+            .bind(claim.key().as_str().as_bytes().to_vec())
+            .bind(claim_bytes(claim))
+            .bind(i64::from(token))
+            .bind(i64::from(claim.token_block()))
+    }
+
+    pub(super) fn row_note(&self, claim: &Claim) -> Statement {
+        self.of_key(&self.texts.row_note, claim.key())
+            .bind(claim_bytes(claim))
+            .bind(i64::from(claim.token_block()))
+            .bind(claim.label().map(|label| label.as_bytes().to_vec()))
+    }
+
+    pub(super) fn row_lock(&self, claim: &Claim) -> Statement {
+        self.of_key(&self.texts.row_lock, claim.key()).bind(claim_bytes(claim))
+    }
+
+    pub(super) fn row_seen(&self, key: &Key) -> Statement {
+        self.of_key(&self.texts.row_seen, key)
+    }
+
     pub(super) fn is_free(&self, key: &Key) -> Statement {
         self.of_key(&self.texts.is_free, key)
     }

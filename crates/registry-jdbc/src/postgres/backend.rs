@@ -16,7 +16,8 @@ use super::ears::{Channel, Ears};
 use super::error::{self, damaged, explain};
 use super::link::{Link, Repeat};
 use super::open::{self, Opened};
-use super::sql::{self, Texts};
+use super::renew::CLAIMS_MAX;
+use super::sql::{self, Text, Texts};
 use super::statement::{Statement, Value};
 use crate::server::{Errand, RowId};
 
@@ -100,7 +101,7 @@ impl PostgresBackend {
 
     /// What those need who lock by a session.
     pub(super) fn for_session(&self) -> ForSession {
-        ForSession { texts: self.texts.clone(), channel: self.channel.name().to_owned() }
+        ForSession { texts: self.texts.clone(), channel: self.channel.clone() }
     }
 
     /// What those who wait in this namespace listen to.
@@ -127,11 +128,18 @@ impl PostgresBackend {
 
     /// The statement that finds the claim's grant and keeps it from becoming anybody else's.
     pub(super) fn fence_statement(&self, claim: &Claim, token: FencingToken) -> Statement<'_> {
+        self.fencing(&self.texts.fence, claim, token)
+    }
+
+    /// The same for a grant that ends with a connection.
+    pub(super) fn fence_held_statement(&self, claim: &Claim, token: FencingToken) -> Statement<'_> {
+        self.fencing(&self.texts.fence_held, claim, token)
+    }
+
+    fn fencing<'a>(&self, text: &'a Text, claim: &Claim, token: FencingToken) -> Statement<'a> {
         let id = self.row_id(claim.key());
-        Statement::new(
-            &self.texts.fence,
-            [bytes(id.bytes()), claim_id(claim), Value::Number(i64::from(token))],
-        )
+        let token = Value::Number(i64::from(token));
+        Statement::new(text, [bytes(id.bytes()), claim_id(claim), token])
     }
 
     /// Grants the key if it is free, or tells who has it. `None` if it was taken or let go in this very moment.
@@ -213,7 +221,15 @@ impl PostgresBackend {
 /// The same tables and the same channel, for [`PostgresSessionBackend`](crate::PostgresSessionBackend).
 pub(super) struct ForSession {
     pub(super) texts: Texts,
-    pub(super) channel: String,
+    channel: Channel,
+}
+
+impl ForSession {
+    /// What a release says: channel, message, mark.
+    pub(super) fn news(&self, id: RowId) -> [Value; 3] {
+        let mark = Value::Number(self.channel.mark(id.short()));
+        [Value::Word(self.channel.name().to_owned()), PostgresBackend::message(id), mark]
+    }
 }
 
 #[async_trait]
@@ -252,6 +268,10 @@ impl LockBackend for PostgresBackend {
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
         self.renew_in_chunks(claims).await
+    }
+
+    fn renewals_max(&self) -> usize {
+        CLAIMS_MAX
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {

@@ -4,11 +4,13 @@ use std::fmt;
 use std::path::Path;
 use std::time::Duration;
 
+use percent_encoding::percent_decode_str;
 use registry_core::{BackendError, BackendErrorKind};
 use sqlx::ConnectOptions as _;
 use sqlx::postgres::{PgConnectOptions, PgSslMode};
 
-use crate::server::Encryption;
+use super::statement::Manner;
+use crate::server::{Encryption, PURGE_AFTER_MIN, ROW_LOCKS};
 
 /// Where the locks of a [`PostgresBackend`](crate::PostgresBackend) live.
 #[derive(Clone)]
@@ -22,6 +24,7 @@ pub struct PostgresConfig {
     pub(super) namespace: String,
     pub(super) tables: Tables,
     pub(super) connections: u32,
+    pub(super) row_locks: u32,
     pub(super) prepared: bool,
     pub(super) connect_timeout: Duration,
     pub(super) response_timeout: Duration,
@@ -74,17 +77,19 @@ impl PostgresConfig {
     /// Locks in this database of the server at `host`, which is a name or an address; in the namespace `default`.
     #[must_use]
     pub fn new(host: &str, port: u16, database: &str) -> Self {
-        Self::of(PgConnectOptions::new_without_pgpass().host(host).port(port).database(database))
+        Self::of(bare().host(host).port(port).database(database))
     }
 
     /// Locks in this database of the server whose sockets are in this folder.
     #[must_use]
     pub fn unix(folder: impl AsRef<Path>, port: u16, database: &str) -> Self {
-        let server = PgConnectOptions::new_without_pgpass().socket(folder.as_ref());
+        let server = bare().socket(folder.as_ref());
         Self::of(server.port(port).database(database))
     }
 
-    /// Locks at `postgres://[USER[:PASSWORD]@]HOST[:PORT]/DATABASE`. What is left out is as for `psql`.
+    /// Locks at `postgres://[USER[:PASSWORD]@]HOST[:PORT][/DATABASE]`, where HOST may be a folder of sockets with `%2F` for its slashes. What is left
+    /// out is the user of this process, no password, port 5432, and the database of the user's name. Neither the environment (`PGPASSWORD` and
+    /// the like) nor a file of passwords is asked for it: what they say may be for another server.
     ///
     /// # Errors
     /// `Misconfigured` if the URL cannot be read. It is not repeated: it may hold a password.
@@ -107,16 +112,20 @@ impl PostgresConfig {
             namespace: "default".to_owned(),
             tables: Tables { schema: None, prefix: "lock_registry".to_owned(), create: true },
             connections: 4,
+            row_locks: ROW_LOCKS,
             prepared: true,
             connect_timeout: Duration::from_secs(2),
             response_timeout: Self::RESPONSE_TIMEOUT,
             busy_timeout: Self::BUSY_TIMEOUT,
-            purge_after: Duration::from_secs(60 * 60),
+            purge_after: Self::PURGE_AFTER,
         }
     }
 
     /// How long a statement may stay unanswered, unless it is set: above the engine's own time-out.
     pub const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
+
+    /// How long rows of free keys are kept, unless it is set.
+    pub const PURGE_AFTER: Duration = Duration::from_secs(60 * 60);
 
     /// How long a statement waits for a row, unless it is set.
     pub const BUSY_TIMEOUT: Duration = Duration::from_secs(1);
@@ -222,6 +231,14 @@ impl PostgresConfig {
         self
     }
 
+    /// The same with at most this many locks of a [`PostgresRowBackend`](crate::PostgresRowBackend) held at once, each of which takes a connection more. 16
+    /// unless set.
+    #[must_use]
+    pub fn with_row_locks(mut self, row_locks: u32) -> Self {
+        self.row_locks = row_locks;
+        self
+    }
+
     /// The same with statements that the server keeps prepared (or not). They are prepared unless set.
     ///
     /// Turn it off behind a pooler that gives each transaction another connection, such as `PgBouncer` with `pool_mode = transaction`. Releases are then
@@ -255,12 +272,23 @@ impl PostgresConfig {
         self
     }
 
-    /// The same with rows of free keys kept for this long. One hour unless set. It should be longer than anybody waits for a row: a grant that has
-    /// waited through the whole life of another one, and through the deletion of its row, may have the smaller token.
+    /// The same with rows of free keys kept for this long. One hour unless set, one minute and twice
+    /// [`response_timeout`](Self::with_response_timeout) at least: a statement that began before a key was locked and let go,
+    /// and its row deleted, must be over by then, or its token could be the smaller one.
     #[must_use]
     pub fn with_purge_after(mut self, purge_after: Duration) -> Self {
         self.purge_after = purge_after;
         self
+    }
+
+    /// In which way statements are sent.
+    pub(super) fn manner(&self) -> Manner {
+        if self.prepared { Manner::Prepared } else { self.plainly() }
+    }
+
+    /// As text, however other statements are sent.
+    pub(super) fn plainly(&self) -> Manner {
+        Manner::Plain { patience: self.busy_timeout }
     }
 
     /// How the server is reached by statements.
@@ -286,8 +314,26 @@ impl PostgresConfig {
         }
     }
 
+    /// Files that the client would take out of the environment.
+    fn files_left_open(&self) -> &'static [&'static str] {
+        #[cfg(feature = "tls")]
+        return match (&self.papers.authority, &self.papers.client) {
+            (None, None) => &["PGSSLROOTCERT", "PGSSLCERT", "PGSSLKEY"],
+            (Some(_), None) => &["PGSSLCERT", "PGSSLKEY"],
+            (None, Some(_)) => &["PGSSLROOTCERT"],
+            (Some(_), Some(_)) => &[],
+        };
+        #[cfg(not(feature = "tls"))]
+        &[]
+    }
+
     /// Refuses what cannot work.
     pub(super) fn check(&self) -> Result<(), BackendError> {
+        if let Some(variable) = foreign(&self.server, self.files_left_open()) {
+            return Err(unusable(&format!(
+                "the environment variable {variable} is set, and would change how the lock store connects; start this program without it"
+            )));
+        }
         if self.namespace.len() > NAMESPACE_BYTES_MAX {
             return Err(unusable(&format!("a namespace has at most {NAMESPACE_BYTES_MAX} bytes")));
         }
@@ -311,11 +357,14 @@ impl PostgresConfig {
         if self.connections == 0 {
             return Err(unusable("there must be at least one connection"));
         }
+        if self.row_locks == 0 {
+            return Err(unusable("row_locks must let at least one lock be held"));
+        }
         for (option, given, least) in [
             ("connect_timeout", self.connect_timeout, TIME_MIN),
             ("response_timeout", self.response_timeout, TIME_MIN),
             ("busy_timeout", self.busy_timeout, TIME_MIN),
-            ("purge_after", self.purge_after, Duration::ZERO),
+            ("purge_after", self.purge_after, PURGE_AFTER_MIN),
         ] {
             if !(least..=TIME_MAX).contains(&given) {
                 return Err(unusable(&format!(
@@ -325,6 +374,9 @@ impl PostgresConfig {
         }
         if self.busy_timeout >= self.response_timeout {
             return Err(unusable("busy_timeout must be shorter than response_timeout"));
+        }
+        if self.purge_after < self.response_timeout * 2 {
+            return Err(unusable("purge_after must be at least twice as long as response_timeout"));
         }
         if !cfg!(feature = "tls")
             && !matches!(self.encryption, Encryption::Off | Encryption::Preferred)
@@ -363,12 +415,51 @@ fn is_identifier(name: &str, bytes_max: usize) -> bool {
         && name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_')
 }
 
-fn read_url(url: &str) -> Option<PgConnectOptions> {
-    // The client would take options out of the environment's place, and log those that it does not know.
-    if url.contains(['?', '#']) || !url.starts_with("postgres") {
+fn read_url(text: &str) -> Option<PgConnectOptions> {
+    let url = url::Url::parse(text).ok()?;
+    let is_ours = matches!(url.scheme(), "postgres" | "postgresql");
+    if !is_ours || url.query().is_some() || url.fragment().is_some() {
         return None;
     }
-    url.parse().ok()
+    let decoded = |text: &str| {
+        let text = percent_decode_str(text).decode_utf8().ok()?;
+        (!text.contains('\0')).then(|| text.into_owned())
+    };
+    let host = decoded(url.host_str().filter(|host| !host.is_empty())?)?;
+    let server = bare().port(url.port().unwrap_or(PORT));
+    let mut server = if host.starts_with('/') {
+        server.socket(&host)
+    } else {
+        server.host(host.trim_start_matches('[').trim_end_matches(']'))
+    };
+    if !url.username().is_empty() {
+        server = server.username(&decoded(url.username())?);
+    }
+    if let Some(password) = url.password() {
+        server = server.password(&decoded(password)?);
+    }
+    let database = decoded(url.path().trim_start_matches('/'))?;
+    let database = if database.is_empty() { server.get_username().to_owned() } else { database };
+    Some(server.database(&database))
+}
+
+/// Nothing that the environment says, as far as it can be taken back; see [`foreign`].
+fn bare() -> PgConnectOptions {
+    let user = whoami::username().unwrap_or_else(|_| "postgres".to_owned());
+    PgConnectOptions::new_without_pgpass()
+        .host("localhost")
+        .port(PORT)
+        .username(&user)
+        // As good as none.
+        .password("")
+        .ssl_mode(PgSslMode::Prefer)
+}
+
+/// A variable of the environment that the client has made part of the options, from where nothing takes it away.
+fn foreign(server: &PgConnectOptions, are_set: &[&'static str]) -> Option<&'static str> {
+    let is_set = |name: &&&str| std::env::var_os(name).is_some();
+    let in_options = server.get_options().map(|_| "PGOPTIONS");
+    in_options.or_else(|| are_set.iter().find(is_set).copied())
 }
 
 fn quiet(server: PgConnectOptions) -> PgConnectOptions {
@@ -380,6 +471,8 @@ pub(super) fn unusable(says: &str) -> BackendError {
     BackendError::new(BackendErrorKind::Misconfigured, format!("postgres: {says}")).as_refused()
 }
 
+/// Where a server listens unless it is told otherwise.
+const PORT: u16 = 5432;
 const NAMESPACE_BYTES_MAX: usize = 255;
 const IDENTIFIER_BYTES_MAX: usize = 63;
 /// The longest name that begins with it is that of a trigger.
@@ -407,6 +500,7 @@ impl fmt::Debug for PostgresConfig {
             .field("namespace", &self.namespace)
             .field("tables", &self.tables)
             .field("connections", &self.connections)
+            .field("row_locks", &self.row_locks)
             .field("prepared", &self.prepared)
             .field("connect_timeout", &self.connect_timeout)
             .field("response_timeout", &self.response_timeout)

@@ -5,7 +5,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use registry_core::{BackendError, Finding};
 use sqlx::postgres::PgRow;
 
-use super::backend::{PostgresBackend, column, micros};
+use super::backend::{PostgresBackend, column};
 use super::config::{Listen, PostgresConfig};
 use super::error::damaged;
 use super::link::{Link, Repeat};
@@ -31,6 +31,31 @@ impl PostgresBackend {
     }
 }
 
+impl PostgresBackend {
+    /// Whether the server has room for so many row locks, and what those do to it that are there.
+    pub(super) async fn look_for_room(&self, row_locks: u32) -> Result<Vec<Finding>, BackendError> {
+        let text = Text::new(ROOM);
+        let statement = Statement::new(&text, []);
+        let rows = self.link.rows(Errand::Acquire, &statement, Repeat::Harmless).await?;
+        let row = rows.first().ok_or_else(|| damaged("a question was not answered"))?;
+        let (connections, old): (i64, i64) = (column(row, 0)?, column(row, 1)?);
+        let mut findings = Vec::new();
+        if i64::from(row_locks) > connections / 2 {
+            findings.push(Finding::warning(format!(
+                "row_locks is {row_locks}, and the server takes {connections} connections from all programs together; raise max_connections, \
+                 or lower row_locks"
+            )));
+        }
+        if old > 0 {
+            findings.push(Finding::warning(format!(
+                "{old} row locks are held for more than five minutes: the server cleans up no dead rows since then, in no table of the database; \
+                 use leases for locks that are held long"
+            )));
+        }
+        Ok(findings)
+    }
+}
+
 /// What is wrong with a server that this link leads to.
 pub(super) async fn look_around(
     link: &Link,
@@ -43,7 +68,7 @@ pub(super) async fn look_around(
     let after = now();
     let row = rows.first().ok_or_else(|| damaged("a question was not answered"))?;
 
-    let mut findings = settings(config, row)?;
+    let mut findings = settings(row)?;
     let theirs: i64 = column(row, 8)?;
     let distance = (theirs - (before + (after - before) / 2)).unsigned_abs();
     if Duration::from_micros(distance) > CLOCK_DISTANCE_MAX {
@@ -62,7 +87,7 @@ pub(super) async fn look_around(
     Ok(findings)
 }
 
-fn settings(config: &PostgresConfig, row: &PgRow) -> Result<Vec<Finding>, BackendError> {
+fn settings(row: &PgRow) -> Result<Vec<Finding>, BackendError> {
     let word = |index| column::<String>(row, index);
     let mut findings = Vec::new();
     let version = word(0)?;
@@ -102,14 +127,14 @@ fn settings(config: &PostgresConfig, row: &PgRow) -> Result<Vec<Finding>, Backen
              synchronous_standby_names makes grants wait for a standby",
         ));
     }
-    let purge_after = micros(config.purge_after);
-    if purge_after < 1_000_000 {
-        findings.push(Finding::note(
-            "purge_after is very short: rows are made and deleted all the time",
-        ));
-    }
     Ok(findings)
 }
+
+/// How many connections there may be, and how many row locks are old. Of other users' transactions the server tells nothing.
+const ROOM: &str = "\
+    SELECT current_setting('max_connections')::bigint, \
+        (SELECT count(*) FROM pg_stat_activity WHERE application_name = 'lock-registry' AND state = 'idle in transaction' \
+            AND xact_start < clock_timestamp() - interval '5 minutes')";
 
 /// No value is bound: it runs in whatever way statements are sent.
 const LOOK_AROUND: &str = "\

@@ -6,6 +6,8 @@ use sqlx::{Postgres, Row, Transaction};
 
 use super::backend::PostgresBackend;
 use super::error;
+use super::row::PostgresRowBackend;
+use super::session::PostgresSessionBackend;
 use super::spring::PostgresSpringBackend;
 use super::sql::Text;
 use super::statement::Statement;
@@ -15,6 +17,13 @@ impl Fence<Postgres> for LockGuard {
     async fn fence(&self, transaction: &mut Transaction<'_, Postgres>) -> Result<(), FenceError> {
         if !self.is_held() {
             return Err(FenceError::lost(self));
+        }
+        if let Some(backend) = self.backend::<PostgresSessionBackend>() {
+            match backend.session.keep(self.claim()).await {
+                Ok(true) => {}
+                Ok(false) => return Err(FenceError::lost(self)),
+                Err(source) => return Err(FenceError::backend(self, source)),
+            }
         }
         let fenced = self.fencing_token().and_then(|token| fenced(self, token));
         let Some(fenced) = fenced else {
@@ -49,6 +58,16 @@ fn fenced(guard: &LockGuard, token: FencingToken) -> Option<Fenced<'_>> {
         meta: &backend.texts.meta,
         store: &backend.store,
         prepared: backend.link.is_prepared(),
+    });
+    let session = guard.backend::<PostgresSessionBackend>().map(|backend| &backend.rows);
+    let row = || guard.backend::<PostgresRowBackend>().map(|backend| &backend.rows);
+    let native = native.or_else(|| {
+        session.or_else(row).map(|backend| Fenced {
+            statement: backend.fence_held_statement(guard.claim(), token),
+            meta: &backend.texts.meta,
+            store: &backend.store,
+            prepared: backend.link.is_prepared(),
+        })
     });
     let spring = || guard.backend::<PostgresSpringBackend>();
     native.or_else(|| spring().map(|backend| backend.fenced(guard.claim(), token)))

@@ -5,18 +5,18 @@ use std::time::Duration;
 use futures_util::FutureExt as _;
 use registry_core::BackendError;
 use sqlx::postgres::{PgConnection, PgRow};
-use sqlx::{AssertSqlSafe, raw_sql};
+use sqlx::{AssertSqlSafe, Connection as _, raw_sql};
 use tokio::time::timeout;
 
 use super::config::PostgresConfig;
 use super::error::{self, explain};
-use super::statement::Statement;
+use super::statement::{Manner, Statement};
 use crate::server::{Errand, Greet, Pool, PoolLimits, Refusal, Seat};
 
 #[derive(Debug)]
 pub(super) struct Link {
     pool: Pool<PgConnection>,
-    prepared: bool,
+    manner: Manner,
     response_timeout: Duration,
 }
 
@@ -37,15 +37,15 @@ impl Link {
         };
         let pool = Pool::new(config.for_statements(), limits);
         Self {
-            // Not through a pooler, where it would be said to whoever comes next.
+            // Not through a pooler, where it would be said to whoever comes next. There each statement says it for itself.
             pool: if config.prepared { pool.with_greeting(patience(config)) } else { pool },
-            prepared: config.prepared,
+            manner: config.manner(),
             response_timeout: config.response_timeout,
         }
     }
 
     pub(super) const fn is_prepared(&self) -> bool {
-        self.prepared
+        matches!(self.manner, Manner::Prepared)
     }
 
     /// The answer to `statement`.
@@ -92,7 +92,7 @@ impl Link {
         mut seat: Seat<'_, PgConnection>,
         statement: &Statement<'_>,
     ) -> Result<Vec<PgRow>, Trouble> {
-        let answer = statement.send(&mut seat, self.prepared);
+        let answer = statement.send(&mut seat, self.manner);
         match timeout(self.response_timeout, answer).await {
             Ok(Ok(rows)) => {
                 seat.leave();
@@ -110,6 +110,15 @@ impl Link {
     /// Closes the connections that are not at work. More are opened if somebody asks.
     pub(super) async fn close(&self) {
         self.pool.close().await;
+    }
+}
+
+/// A connection that no pool knows of.
+pub(super) async fn connect(config: &PostgresConfig) -> Result<PgConnection, BackendError> {
+    let server = config.for_statements();
+    match timeout(config.connect_timeout, PgConnection::connect_with(&server)).await {
+        Ok(connected) => connected.map_err(error::not_connected),
+        Err(_) => Err(error::unreachable_in_time()),
     }
 }
 

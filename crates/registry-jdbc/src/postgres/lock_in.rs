@@ -9,6 +9,8 @@ use tokio::time::timeout;
 
 use super::backend::{PostgresBackend, bytes};
 use super::error;
+use super::row::PostgresRowBackend;
+use super::session::PostgresSessionBackend;
 use super::statement::{Statement, Value};
 use crate::lock_in::{LockIn, LockInError, Patience, TransactionLock};
 
@@ -31,14 +33,15 @@ impl LockIn<Postgres> for Registry {
         key: &str,
         wait: Duration,
     ) -> Result<Option<TransactionLock>, LockInError> {
-        let Some(backend) = self.backend::<PostgresBackend>() else {
+        let Some(place) = place(self) else {
             return Err(LockInError::unsupported(key, "PostgreSQL"));
         };
+        let backend = place.rows;
         let key = Key::new(key).map_err(|source| LockInError::InvalidKey { source })?;
         let patience = Patience::of(wait);
         loop {
             let moment = backend.moment();
-            match attempt(backend, transaction, &key, patience.left()).await? {
+            match attempt(&place, transaction, &key, patience.left()).await? {
                 Answer::Taken(token) => return Ok(Some(TransactionLock::new(key, token))),
                 _ if patience.left().is_zero() => return Ok(None),
                 // Somebody's transaction had the row for as long as a statement waits. The server wakes who waits for a row.
@@ -48,9 +51,28 @@ impl LockIn<Postgres> for Registry {
                     let limit = left.min(LOOK_AGAIN).min(patience.left());
                     let _ = timeout(limit, backend.heard_of(&key, moment)).await;
                 }
+                Answer::InSession => {
+                    let limit = LOOK_AGAIN.min(patience.left());
+                    let _ = timeout(limit, backend.heard_of(&key, moment)).await;
+                }
             }
         }
     }
+}
+
+/// Where a registry's locks are.
+struct Where<'a> {
+    rows: &'a PostgresBackend,
+    /// And not there alone, but with a session.
+    in_sessions: bool,
+}
+
+fn place(registry: &Registry) -> Option<Where<'_>> {
+    let leases = registry.backend::<PostgresBackend>();
+    let rows = || registry.backend::<PostgresRowBackend>().map(|backend| &backend.rows);
+    let session = || registry.backend::<PostgresSessionBackend>().map(|backend| &backend.rows);
+    let in_rows = leases.or_else(rows).map(|rows| Where { rows, in_sessions: false });
+    in_rows.or_else(|| session().map(|rows| Where { rows, in_sessions: true }))
 }
 
 /// What became of one attempt. Only the first leaves anything locked.
@@ -65,16 +87,18 @@ enum Answer {
     RowLocked,
     /// Somebody took a lease between look and lock.
     Overtaken,
+    /// A session has it, or another transaction where locks are sessions'.
+    InSession,
 }
 
 async fn attempt(
-    backend: &PostgresBackend,
+    place: &Where<'_>,
     connection: &mut PgConnection,
     key: &Key,
     wait: Duration,
 ) -> Result<Answer, LockInError> {
-    let row_wait = wait.clamp(ROW_WAIT_MIN, backend.config.busy_timeout);
-    let text = backend.lock_in_statement(key, row_wait).plain();
+    let row_wait = wait.clamp(ROW_WAIT_MIN, place.rows.config.busy_timeout);
+    let text = place.rows.lock_in_statement(key, row_wait, place.in_sessions).plain();
     // One message. The savepoint takes back what an attempt that comes to nothing has locked, and keeps an error from ending the transaction.
     let answer = ask(connection, format!("SAVEPOINT {SAVEPOINT}; {text}")).await;
     let answer = match answer {
@@ -107,6 +131,9 @@ fn read(rows: &[PgRow]) -> Result<Option<Answer>, sqlx::Error> {
             .map(Some)
             .map_err(|error| sqlx::Error::Decode(error.into()));
     }
+    if row.try_get::<Option<bool>, _>(6)? == Some(true) {
+        return Ok(Some(Answer::InSession));
+    }
     Ok(Some(match row.try_get::<Option<i64>, _>(2)? {
         None => Answer::Overtaken,
         Some(left) => Answer::Held { left: super::backend::span(left), frozen: row.try_get(3)? },
@@ -120,10 +147,10 @@ async fn ask(connection: &mut PgConnection, text: String) -> Result<Vec<PgRow>, 
 
 impl PostgresBackend {
     /// The statement that locks the row for the transaction that it is sent in, and waits for it this long.
-    fn lock_in_statement(&self, key: &Key, row_wait: Duration) -> Statement<'_> {
+    fn lock_in_statement(&self, key: &Key, row_wait: Duration, in_sessions: bool) -> Statement<'_> {
         let id = self.row_id(key);
         Statement::new(
-            &self.texts.lock_in,
+            if in_sessions { &self.texts.lock_in_session } else { &self.texts.lock_in },
             [
                 bytes(id.bytes()),
                 bytes(self.namespace().as_bytes()),
@@ -133,6 +160,7 @@ impl PostgresBackend {
                 Value::Number(id.mark()),
                 Value::Word(self.channel().to_owned()),
                 Self::message(id),
+                Value::Number(id.number()),
             ],
         )
     }

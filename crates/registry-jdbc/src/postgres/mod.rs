@@ -15,8 +15,9 @@ mod link;
 mod error;
 // Waiting for a release, whichever process makes it.
 mod ears;
-// Locks that live as long as a connection.
+// Locks that live as long as a connection: one for all of them, one for each.
 mod session;
+mod row;
 // In the caller's own transaction.
 mod fence;
 mod lock_in;
@@ -28,6 +29,7 @@ mod diagnose;
 
 pub use backend::PostgresBackend;
 pub use config::PostgresConfig;
+pub use row::PostgresRowBackend;
 pub use session::PostgresSessionBackend;
 pub use spring::PostgresSpringBackend;
 

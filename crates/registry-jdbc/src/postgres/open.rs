@@ -22,13 +22,7 @@ pub(super) struct Opened {
 /// Opens the store. Connections of its own: dropping the future closes them, and with them whatever is unfinished.
 pub(super) async fn open(config: &PostgresConfig) -> Result<Opened, BackendError> {
     config.check()?;
-    let server = config.for_statements();
-    let connecting = PgConnection::connect_with(&server);
-    let mut connection = match timeout(config.connect_timeout, connecting).await {
-        Ok(Ok(connection)) => connection,
-        Ok(Err(error)) => return Err(error::not_connected(error)),
-        Err(_) => return Err(error::unreachable_in_time()),
-    };
+    let mut connection = super::link::connect(config).await?;
     let opened = timeout(OPENING_LIMIT, set_up(config, &mut connection)).await;
     let opened = opened.unwrap_or_else(|_| Err(error::silent()))?;
     // Tidiness: the server would notice anyway.

@@ -9,7 +9,7 @@ use super::statement::{Statement, Value};
 use crate::server::Errand;
 
 /// How many claims one statement renews.
-const CLAIMS_MAX: usize = 1000;
+pub(super) const CLAIMS_MAX: usize = 1000;
 
 impl PostgresBackend {
     /// One answer for each claim, in their order.

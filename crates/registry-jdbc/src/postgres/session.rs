@@ -15,6 +15,7 @@ use tokio::time::timeout;
 use super::backend::{PostgresBackend, bytes, claim_id, column};
 use super::config::{PostgresConfig, unusable};
 use super::error::{self, damaged, explain};
+use super::link;
 use super::statement::{Statement, Value};
 use crate::server::{Failure, RowId, Session, Wire};
 
@@ -34,7 +35,7 @@ use crate::server::{Failure, RowId, Session, Wire};
 /// But when the *server* ends the session (`pg_terminate_backend`, a restart, a failover, a firewall that cuts connections), the lock is free at
 /// once, while its holder learns of it up to a third of a second later, or when its lease is over if no word gets through. For that moment there can be two
 /// holders, which is why this store is of class C. Tokens grow as in a [`PostgresBackend`], in the same tables: fenced writes to other
-/// systems stay safe. [`Fence`](crate::Fence) and [`LockIn`](crate::LockIn) are for leases only.
+/// systems stay safe, those of a [`Fence`](crate::Fence) included. [`LockIn`](crate::LockIn) takes both the row and the advisory lock, for a transaction.
 ///
 /// What is behind such a lock, who holds it and since when, the server does not know; so it cannot be listed or broken, but by
 /// `pg_terminate_backend`, which takes all locks of that process.
@@ -43,8 +44,8 @@ use crate::server::{Failure, RowId, Session, Wire};
 /// a connection per session is fine.
 pub struct PostgresSessionBackend {
     /// For the tables, and for those who wait.
-    rows: PostgresBackend,
-    session: Session<PostgresWire>,
+    pub(super) rows: PostgresBackend,
+    pub(super) session: Session<PostgresWire>,
 }
 
 impl PostgresSessionBackend {
@@ -125,13 +126,13 @@ impl fmt::Debug for PostgresSessionBackend {
 }
 
 /// What is said to the server of a session.
-struct PostgresWire {
+pub(super) struct PostgresWire {
     rows: super::backend::ForSession,
     config: PostgresConfig,
 }
 
 /// A connection and which of the server's processes it was given.
-struct Connected {
+pub(super) struct Connected {
     connection: PgConnection,
     server_process: i32,
 }
@@ -184,14 +185,9 @@ impl PostgresWire {
     }
 
     async fn connect_plainly(&self) -> Result<Connected, BackendError> {
-        let begin = async {
-            let mut connection = PgConnection::connect_with(&self.config.for_statements()).await?;
-            let rows = connection.fetch_all(raw_sql(LOOK)).await?;
-            Ok::<_, sqlx::Error>((connection, rows))
-        };
-        let begun = timeout(self.config.connect_timeout, begin).await;
-        let begun = begun.map_err(|_| error::unreachable_in_time())?;
-        let (connection, rows) = begun.map_err(explain)?;
+        let mut connection = link::connect(&self.config).await?;
+        let look = timeout(self.config.connect_timeout, connection.fetch_all(raw_sql(LOOK)));
+        let rows = look.await.map_err(|_| error::unreachable_in_time())?.map_err(explain)?;
         let row = rows.first().ok_or_else(|| damaged("nothing was answered"))?;
         Ok(Connected { server_process: column(row, 0)?, connection })
     }
@@ -201,7 +197,7 @@ impl PostgresWire {
         connected: &mut Connected,
         statement: &Statement<'_>,
     ) -> Result<Vec<PgRow>, Failure> {
-        let rows = statement.send(&mut connected.connection, self.config.prepared).await;
+        let rows = statement.send(&mut connected.connection, self.config.manner()).await;
         let rows = rows.map_err(sort)?;
         connected.is_the_same(&rows)?;
         Ok(rows)
@@ -220,8 +216,9 @@ impl Wire for PostgresWire {
         let tell = async {
             // The server looks after the connection as well. On a socket in a folder some of these mean nothing, and do no harm.
             let seconds = PostgresSessionBackend::SILENCE.as_secs();
+            let patience = self.config.busy_timeout.as_millis().max(1);
             let text = format!(
-                "SET idle_session_timeout = '{seconds}s'; SET tcp_user_timeout = '{seconds}s'; SET tcp_keepalives_idle = {}; \
+                "SET lock_timeout = {patience}; SET idle_session_timeout = '{seconds}s'; SET tcp_user_timeout = '{seconds}s'; SET tcp_keepalives_idle = {}; \
                  SET tcp_keepalives_interval = {}; SET tcp_keepalives_count = 3; {LOOK}",
                 seconds / 2,
                 seconds / 6
@@ -285,14 +282,35 @@ impl Wire for PostgresWire {
 
     async fn give_back(&self, connected: &mut Connected, key: &Key) -> Result<(), Failure> {
         let id = self.row_id(key);
-        let channel = Value::Word(self.rows.channel.clone());
-        let values = [Value::Number(id.number()), channel, PostgresBackend::message(id)];
+        let [channel, message, mark] = self.rows.news(id);
+        let values = [Value::Number(id.number()), channel, message, mark];
         let statement = Statement::new(&self.rows.texts.session_give_back, values);
         self.send(connected, &statement).await.map(drop)
     }
 
     async fn look(&self, connected: &mut Connected) -> Result<(), Failure> {
         connected.look().await
+    }
+
+    async fn keep(
+        &self,
+        connected: &mut Connected,
+        claim: &Claim,
+        token: FencingToken,
+    ) -> Result<(), Failure> {
+        let statement = Statement::new(
+            &self.rows.texts.session_keep,
+            [
+                bytes(self.row_id(claim.key()).bytes()),
+                bytes(self.config.namespace.as_bytes()),
+                bytes(claim.key().as_str().as_bytes()),
+                claim_id(claim),
+                Value::Number(i64::from(token)),
+                Value::Number(i64::from(claim.token_block())),
+                Value::Word(format!("{}ms", ROW_WAIT.as_millis())),
+            ],
+        );
+        self.send(connected, &statement).await.map(drop)
     }
 
     fn name(&self, key: &Key) -> Vec<u8> {

@@ -35,6 +35,12 @@ pub(super) struct Texts {
     pub(super) lock_in: Text,
     pub(super) session_take: Text,
     pub(super) session_give_back: Text,
+    pub(super) session_keep: Text,
+    pub(super) lock_in_session: Text,
+    pub(super) fence_held: Text,
+    pub(super) row_note: Text,
+    pub(super) row_lock: Text,
+    pub(super) row_tell: Text,
     pub(super) locked_in: Text,
     pub(super) purge: Text,
 }
@@ -57,9 +63,19 @@ impl Texts {
             release: text(RELEASE),
             force_release: text(FORCE_RELEASE),
             fence: text(FENCE),
-            lock_in: text(LOCK_IN),
+            lock_in: text(&lock_in("", "meta WHERE NOT EXISTS (SELECT FROM held)", "false")),
+            lock_in_session: text(&lock_in(
+                LOCK_IN_SESSION,
+                "tried WHERE got",
+                "NOT (SELECT got FROM tried)",
+            )),
             session_take: text(SESSION_TAKE),
             session_give_back: text(SESSION_GIVE_BACK),
+            session_keep: text(SESSION_KEEP),
+            fence_held: text(FENCE_HELD),
+            row_note: text(ROW_NOTE),
+            row_lock: text(ROW_LOCK),
+            row_tell: text(ROW_TELL),
             locked_in: text(LOCKED_IN),
             purge: text(PURGE),
         }
@@ -185,11 +201,22 @@ const FENCE: &str = "\
     WHERE id = $1::bytea AND claim = $2::bytea AND token <= $3::bigint AND $3::bigint < token + block AND until > {now} \
     FOR KEY SHARE";
 
+/// [`LOCK_IN`] for those that this chooses.
+fn lock_in(tried: &str, who: &str, kept_out: &str) -> String {
+    LOCK_IN.replace("{tried}", tried).replace("{who}", who).replace("{kept_out}", kept_out)
+}
+
+/// Where locks are sessions' ([`SESSION_TAKE`]), the transaction needs what they need, too.
+///
+/// number
+const LOCK_IN_SESSION: &str = "\
+    tried AS MATERIALIZED (SELECT pg_try_advisory_xact_lock($9::bigint) AS got FROM meta WHERE NOT EXISTS (SELECT FROM held)),";
+
 /// Locks the row for the caller's transaction, unless somebody holds a lease on it; and tells how long that still lasts.
 ///
 /// Like [`ACQUIRE`], but that it grants no lease: what is committed is a free row with a larger token, and those who wait are told then. The last
-/// two parts of what it says: whether the transaction would see the lease as it is now for ever, and nothing of interest. The advisory lock is a
-/// mark for others who find the row locked; nobody ever waits for it. The limit for the wait is put back, as it is the caller's.
+/// parts of what it says: whether the transaction would see the lease as it is now for ever, two of no interest, and whether a session has the
+/// lock, see [`LOCK_IN_SESSION`]. The advisory lock is a mark for others who find the row locked; nobody ever waits for it. The limit for the wait is put back, as it is the caller's.
 ///
 /// id, namespace, key, store, lock_timeout, mark, channel, message
 const LOCK_IN: &str = "\
@@ -199,8 +226,8 @@ const LOCK_IN: &str = "\
     meta AS MATERIALIZED (SELECT floor FROM {meta} WHERE id = 1 AND store = $4::text::uuid), \
     seen AS MATERIALIZED (SELECT claim, token, block, until FROM {locks} WHERE id = $1::bytea), \
     held AS (SELECT seen.* FROM seen, clock WHERE claim IS NOT NULL AND until > now), \
-    marked AS MATERIALIZED ( \
-        SELECT pg_try_advisory_xact_lock_shared($6::bigint) FROM meta WHERE NOT EXISTS (SELECT FROM held)), \
+    {tried} \
+    marked AS MATERIALIZED (SELECT pg_try_advisory_xact_lock_shared($6::bigint) FROM {who}), \
     taken AS ( \
         INSERT INTO {locks} AS l (id, namespace, key, claim, token, block, label, since, until) \
         SELECT $1::bytea, $2::bytea, $3::bytea, NULL, \
@@ -219,7 +246,7 @@ const LOCK_IN: &str = "\
     SELECT meta.floor IS NOT NULL, taken.token, held.until - now, \
         current_setting('transaction_isolation') <> 'read committed', \
         set_config('lock_timeout', patience.was, true), \
-        CASE WHEN taken.token IS NOT NULL THEN pg_notify($7::text, encode($8::bytea, 'hex')) IS NULL END \
+        CASE WHEN taken.token IS NOT NULL THEN pg_notify($7::text, encode($8::bytea, 'hex')) IS NULL END, {kept_out} \
     FROM patience CROSS JOIN clock LEFT JOIN meta ON true LEFT JOIN taken ON true LEFT JOIN held ON true";
 
 /// Takes an advisory lock for the session and notes a larger token in the row, which is a free one for those who want a lease. No token is told if
@@ -249,13 +276,95 @@ const SESSION_TAKE: &str = "\
         RETURNING token) \
     SELECT pg_backend_pid(), tried.got, taken.token FROM tried LEFT JOIN taken ON true";
 
-/// Gives an advisory lock back, and tells those who listen.
+/// Gives an advisory lock back, and tells those who listen, if there are any; see [`Channel`](super::ears::Channel).
 ///
-/// number, channel, message
+/// number, channel, message, mark
 const SESSION_GIVE_BACK: &str = "\
-    WITH ease AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true)), \
-    freed AS MATERIALIZED (SELECT pg_advisory_unlock($1::bigint) AS was_held FROM ease) \
-    SELECT pg_backend_pid(), was_held, pg_notify($2::text, encode($3::bytea, 'hex')) IS NULL FROM freed";
+    WITH freed AS MATERIALIZED ( \
+        SELECT pg_advisory_unlock($1::bigint) AS was_held FROM set_config('synchronous_commit', 'off', true)) \
+    SELECT pg_backend_pid(), was_held, \
+        CASE WHEN NOT pg_try_advisory_xact_lock($4::bigint) THEN pg_notify($2::text, encode($3::bytea, 'hex')) IS NULL END \
+    FROM freed";
+
+/// Has the row there with what [`SESSION_TAKE`] noted in it, by the session that has the lock: rows without a lease are purged after a while.
+///
+/// id, namespace, key, claim, token, block, lock_timeout
+const SESSION_KEEP: &str = "\
+    WITH ease AS MATERIALIZED ( \
+        SELECT set_config('lock_timeout', $7::text, true), set_config('synchronous_commit', 'off', true)), \
+    clock AS MATERIALIZED (SELECT {now} AS now FROM ease), \
+    kept AS ( \
+        INSERT INTO {locks} AS l (id, namespace, key, claim, token, block, label, since, until) \
+        SELECT $1::bytea, $2::bytea, $3::bytea, $4::bytea, $5::bigint, $6::bigint, NULL, now, now FROM clock \
+        ON CONFLICT (id) DO UPDATE SET until = greatest(l.until, {now}) WHERE l.claim = $4::bytea \
+        RETURNING id) \
+    SELECT pg_backend_pid(), (SELECT count(*) FROM kept) FROM ease";
+
+/// Like [`FENCE`], for a lock that ends with a connection: whoever comes next changes the row first, whatever became of the connection.
+///
+/// id, claim, token
+const FENCE_HELD: &str = "\
+    SELECT true FROM {locks} \
+    WHERE id = $1::bytea AND claim = $2::bytea AND token <= $3::bigint AND $3::bigint < token + block \
+    FOR KEY SHARE";
+
+/// Notes a claim and a larger token in the row, unless somebody holds a lease on it or a transaction has locked it; and tells whether there
+/// is a lease. What is left is a free row, for those who want one.
+///
+/// Nothing waits for the disk: what follows does not survive a crash, and a token that was lost in one is below the clock.
+///
+/// id, namespace, key, claim, block, label, lock_timeout
+const ROW_NOTE: &str = "\
+    WITH ease AS MATERIALIZED ( \
+        SELECT set_config('lock_timeout', $7::text, true), set_config('synchronous_commit', 'off', true)), \
+    seen AS MATERIALIZED ( \
+        SELECT claim IS NOT NULL AND until > {now} AS leased FROM {locks}, ease WHERE id = $1::bytea), \
+    found AS MATERIALIZED ( \
+        SELECT l.id FROM {locks} AS l \
+        WHERE l.id = $1::bytea AND (l.claim IS NULL OR l.until <= {now}) AND EXISTS (SELECT FROM seen) \
+        FOR UPDATE SKIP LOCKED), \
+    noted AS ( \
+        UPDATE {locks} AS l SET \
+            id = l.id, \
+            claim = $4::bytea, \
+            token = greatest({now}, l.token + l.block), \
+            block = $5::bigint, \
+            label = $6::bytea, \
+            since = {now}, \
+            until = {now} \
+        FROM found WHERE l.id = found.id \
+        RETURNING l.token), \
+    made AS ( \
+        INSERT INTO {locks} AS l (id, namespace, key, claim, token, block, label, since, until) \
+        SELECT $1::bytea, $2::bytea, $3::bytea, $4::bytea, greatest(now, floor + 1), $5::bigint, $6::bytea, now, now \
+        FROM (SELECT {now} AS now, floor FROM {meta} WHERE id = 1) AS meta, ease \
+        WHERE NOT EXISTS (SELECT FROM seen) \
+        ON CONFLICT (id) DO NOTHING \
+        RETURNING token) \
+    SELECT coalesce((SELECT token FROM noted), (SELECT token FROM made)), EXISTS (SELECT FROM seen WHERE leased)";
+
+/// Locks the row for a transaction, if the claim is noted in it, and marks the transaction as one with this lock; for the second of two
+/// statements, of which the first one begins it. Tells which transaction of which process it is, and nothing if nothing was locked.
+///
+/// From then on the server ends the transaction if it hears nothing for too long, but not because of its age.
+///
+/// id, claim, mark, silence
+const ROW_LOCK: &str = "\
+    WITH ease AS MATERIALIZED ( \
+        SELECT set_config('idle_in_transaction_session_timeout', $4::text, true), set_config('tcp_user_timeout', $4::text, true), \
+            set_config('tcp_keepalives_idle', '30', true), set_config('tcp_keepalives_interval', '10', true), \
+            set_config('tcp_keepalives_count', '3', true), set_config('synchronous_commit', 'off', true), \
+            CASE WHEN current_setting('transaction_timeout', true) IS NOT NULL THEN set_config('transaction_timeout', '0', true) END), \
+    mine AS MATERIALIZED ( \
+        SELECT l.id FROM {locks} AS l WHERE l.id = $1::bytea AND l.claim = $2::bytea FOR NO KEY UPDATE SKIP LOCKED), \
+    marked AS MATERIALIZED (SELECT pg_try_advisory_xact_lock_shared($3::bigint) FROM mine, ease) \
+    SELECT pg_backend_pid(), pg_current_xact_id()::text FROM marked";
+
+/// Tells those who listen, if there are any, when the transaction is committed; see [`Channel`](super::ears::Channel).
+///
+/// channel, message, mark
+const ROW_TELL: &str = "\
+    SELECT CASE WHEN NOT pg_try_advisory_xact_lock($3::bigint) THEN pg_notify($1::text, encode($2::bytea, 'hex')) IS NULL END";
 
 /// Whether a transaction has marked itself as one with this lock.
 ///

@@ -5,6 +5,7 @@
 //! in hexadecimal digits, so there is nothing to escape.
 
 use std::fmt::Write as _;
+use std::time::Duration;
 
 use sqlx::postgres::{PgArguments, PgConnection, PgRow};
 use sqlx::query::Query;
@@ -24,6 +25,19 @@ pub(super) enum Value {
     Numbers(Vec<i64>),
 }
 
+/// In which way statements are sent.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Manner {
+    /// The server keeps them prepared. How long they wait for their tables the connection was told before.
+    Prepared,
+    /// As text.
+    Plain {
+        /// How long they wait for their tables: whoever waited for ever, for somebody who rebuilds one, would be granted a lock after all when nobody
+        /// wants it any more.
+        patience: Duration,
+    },
+}
+
 #[derive(Debug)]
 pub(super) struct Statement<'a> {
     text: &'a Text,
@@ -39,12 +53,17 @@ impl<'a> Statement<'a> {
     pub(super) async fn send(
         &self,
         connection: &mut PgConnection,
-        prepared: bool,
+        manner: Manner,
     ) -> Result<Vec<PgRow>, sqlx::Error> {
-        if prepared {
-            self.query().fetch_all(connection).await
-        } else {
-            connection.fetch_all(raw_sql(AssertSqlSafe(self.plain()))).await
+        match manner {
+            Manner::Prepared => self.query().fetch_all(connection).await,
+            Manner::Plain { patience } => {
+                // Two statements in one message are one transaction, and the first is over before the second one waits for anything. What it
+                // sets ends with that transaction, so a pooler leaves it to nobody.
+                let patience = patience.as_millis().max(1);
+                let text = format!("SET LOCAL lock_timeout = {patience}; {}", self.plain());
+                connection.fetch_all(raw_sql(AssertSqlSafe(text))).await
+            }
         }
     }
 

@@ -1,4 +1,5 @@
-//! Locks that live as long as a connection: one of its own for a backend, in the hands of one task, for all of its locks.
+//! Locks that live as long as a connection: one in the hands of one task, for all of its locks. A backend has one such session for all it
+//! locks, or, see `sessions`, one for each lock.
 //!
 //! Speaks no SQL, see [`Wire`]. Whoever wants something says so to the task and gets an answer; so no caller that goes away leaves half an exchange
 //! on the connection. The server counts no lease here, so the task does: what is not renewed in time is given back. While anything is held the
@@ -7,6 +8,7 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::future::Future;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -15,7 +17,10 @@ use registry_core::{
     Release, Renewal,
 };
 use tokio::sync::{mpsc, oneshot};
+use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until, timeout};
+
+use super::PURGE_AFTER_MIN;
 
 /// What a server is asked for.
 pub(crate) trait Wire: Send + Sync + 'static {
@@ -44,6 +49,19 @@ pub(crate) trait Wire: Send + Sync + 'static {
         connection: &mut Self::Connection,
     ) -> impl Future<Output = Result<(), Failure>> + Send;
 
+    /// Makes sure that the row of a lock that the session has is there, with what [`take`](Self::take) noted in it, although it may have been purged.
+    fn keep(
+        &self,
+        connection: &mut Self::Connection,
+        claim: &Claim,
+        token: FencingToken,
+    ) -> impl Future<Output = Result<(), Failure>> + Send;
+
+    /// Takes back a connection by which nothing is held, or leaves it with the session.
+    fn spare(&self, connection: Self::Connection) -> Option<Self::Connection> {
+        Some(connection)
+    }
+
     /// What the server's lock goes by. Keys of which this is the same are never held at once.
     fn name(&self, key: &Key) -> Vec<u8>;
 
@@ -70,16 +88,29 @@ pub(crate) enum Failure {
 pub(crate) struct Session<W: Wire> {
     wire: Arc<W>,
     hints: Arc<Hints>,
-    task: Mutex<Option<mpsc::Sender<Command>>>,
+    task: Mutex<Option<Task>>,
+    /// Whether anything is held.
+    holds: Arc<AtomicBool>,
 }
 
+struct Task {
+    commands: mpsc::Sender<Command>,
+    work: JoinHandle<()>,
+}
+
+/// Whom losses are told.
 #[derive(Default)]
-struct Hints(Mutex<Vec<LossHints>>);
+pub(super) struct Hints(Mutex<Vec<LossHints>>);
 
 impl<W: Wire> Session<W> {
     /// Connects to nothing yet.
     pub(crate) fn new(wire: W) -> Self {
-        Self { wire: Arc::new(wire), hints: Arc::default(), task: Mutex::default() }
+        Self::of(Arc::new(wire), Arc::default())
+    }
+
+    /// One of several with the same wire.
+    pub(super) fn of(wire: Arc<W>, hints: Arc<Hints>) -> Self {
+        Self { wire, hints, task: Mutex::default(), holds: Arc::default() }
     }
 
     pub(crate) async fn take(&self, claim: &Claim) -> Result<Attempt, BackendError> {
@@ -100,18 +131,26 @@ impl<W: Wire> Session<W> {
         self.ask(|reply| Command::Release { claim, reply }).await
     }
 
+    /// Makes sure that a fence finds the row of the claim's lock. False if the claim holds nothing.
+    pub(crate) async fn keep(&self, claim: &Claim) -> Result<bool, BackendError> {
+        let claim = claim.clone();
+        self.ask(|reply| Command::Keep { claim, reply }).await?
+    }
+
     pub(crate) fn tell_losses(&self, hints: LossHints) {
-        let mut all = self.hints.all();
-        all.retain(LossHints::is_live);
-        all.push(hints);
+        self.hints.add(hints);
+    }
+
+    pub(super) fn holds(&self) -> bool {
+        self.holds.load(Ordering::Acquire)
     }
 
     /// Ends the session, unless there are locks, which may be those of another registry. Another one begins if somebody asks for a lock.
     pub(crate) async fn close(&self) {
-        let task = self.task().clone();
-        let Some(task) = task else { return };
+        let commands = self.task().as_ref().map(|task| task.commands.clone());
+        let Some(commands) = commands else { return };
         let (reply, done) = oneshot::channel();
-        if task.send(Command::Close { reply }).await.is_ok() {
+        if commands.send(Command::Close { reply }).await.is_ok() {
             let _ = done.await;
         }
     }
@@ -129,21 +168,37 @@ impl<W: Wire> Session<W> {
     /// The way to the task; to a new one, if the runtime of the last one is gone, and all that it held with it.
     fn begin(&self) -> mpsc::Sender<Command> {
         let mut task = self.task();
-        if let Some(commands) = task.as_ref()
-            && !commands.is_closed()
+        if let Some(task) = task.as_ref()
+            && !task.commands.is_closed()
         {
-            return commands.clone();
+            return task.commands.clone();
         }
         let (commands, inbox) = mpsc::channel(QUEUE_MAX);
-        let (wire, hints) = (Arc::clone(&self.wire), Arc::clone(&self.hints));
-        let desk = Desk { wire, hints, connection: None, held: HashMap::new(), look_at: None };
-        tokio::spawn(desk.work(inbox));
-        *task = Some(commands.clone());
+        self.holds.store(false, Ordering::Release);
+        let desk = Desk {
+            wire: Arc::clone(&self.wire),
+            hints: Arc::clone(&self.hints),
+            connection: None,
+            held: HashMap::new(),
+            holds: Arc::clone(&self.holds),
+            look_at: None,
+        };
+        let work = tokio::spawn(desk.work(inbox));
+        *task = Some(Task { commands: commands.clone(), work });
         commands
     }
 
-    fn task(&self) -> MutexGuard<'_, Option<mpsc::Sender<Command>>> {
+    fn task(&self) -> MutexGuard<'_, Option<Task>> {
         self.task.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What is held ends with the connection.
+impl<W: Wire> Drop for Session<W> {
+    fn drop(&mut self) {
+        if let Some(task) = self.task().take() {
+            task.work.abort();
+        }
     }
 }
 
@@ -154,6 +209,12 @@ impl<W: Wire> fmt::Debug for Session<W> {
 }
 
 impl Hints {
+    pub(super) fn add(&self, hints: LossHints) {
+        let mut all = self.all();
+        all.retain(LossHints::is_live);
+        all.push(hints);
+    }
+
     fn all(&self) -> MutexGuard<'_, Vec<LossHints>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -168,6 +229,7 @@ enum Command {
     Take { claim: Claim, reply: oneshot::Sender<Result<Attempt, BackendError>> },
     Renew { claims: Vec<Claim>, reply: oneshot::Sender<Vec<Renewal>> },
     Release { claim: Claim, reply: oneshot::Sender<Release> },
+    Keep { claim: Claim, reply: oneshot::Sender<Result<bool, BackendError>> },
     Close { reply: oneshot::Sender<()> },
 }
 
@@ -178,6 +240,8 @@ struct Desk<W: Wire> {
     connection: Option<W::Connection>,
     /// Nothing is held without a connection.
     held: HashMap<Vec<u8>, Held>,
+    /// Whether there is anything in it, for those outside.
+    holds: Arc<AtomicBool>,
     /// When the server is asked whether the session is still there, if anything is held.
     look_at: Option<Instant>,
 }
@@ -205,7 +269,10 @@ impl<W: Wire> Desk<W> {
             };
             tokio::select! {
                 biased;
-                () = errand => self.tend().await,
+                () = errand => {
+                    self.tend().await;
+                    self.settle();
+                }
                 command = inbox.recv() => match command {
                     Some(command) => self.obey(command).await,
                     None => return,
@@ -219,14 +286,22 @@ impl<W: Wire> Desk<W> {
         match command {
             Command::Take { claim, reply } => {
                 let answer = self.take(&claim).await;
+                self.settle();
                 let _ = reply.send(answer);
             }
             Command::Renew { claims, reply } => {
                 let answer = self.renew(&claims).await;
+                self.settle();
                 let _ = reply.send(answer);
             }
             Command::Release { claim, reply } => {
                 let answer = self.release(&claim).await;
+                self.settle();
+                let _ = reply.send(answer);
+            }
+            Command::Keep { claim, reply } => {
+                let answer = self.keep(&claim).await;
+                self.settle();
                 let _ = reply.send(answer);
             }
             Command::Close { reply } => {
@@ -237,6 +312,14 @@ impl<W: Wire> Desk<W> {
                 let _ = reply.send(());
             }
         }
+    }
+
+    /// Before anybody is answered: who hears that nothing is held may give the session up.
+    fn settle(&mut self) {
+        if self.held.is_empty() {
+            self.connection = self.connection.take().and_then(|spare| self.wire.spare(spare));
+        }
+        self.holds.store(!self.held.is_empty(), Ordering::Release);
     }
 
     async fn take(&mut self, claim: &Claim) -> Result<Attempt, BackendError> {
@@ -250,10 +333,9 @@ impl<W: Wire> Desk<W> {
                 Attempt::Busy(held.told(left))
             });
         }
-        let was_connected = self.connection.is_some();
         let taken = match self.ask_to_take(claim).await {
-            // It broke while nothing was held, so it was looked after by nobody, and nothing is lost.
-            Err(Failure::Broken(_)) if was_connected && self.held.is_empty() => {
+            // It broke while nothing was held, when nobody looked after it perhaps, and nothing is lost.
+            Err(Failure::Broken(_)) if self.held.is_empty() => {
                 self.lose();
                 self.ask_to_take(claim).await
             }
@@ -314,6 +396,21 @@ impl<W: Wire> Desk<W> {
         }
         // Where the session broke nobody knows whether the lock had lasted until now, and there is nothing to be tried again.
         if self.give_back(&name).await { Release::Freed } else { Release::NotHeld }
+    }
+
+    async fn keep(&mut self, claim: &Claim) -> Result<bool, BackendError> {
+        self.end_overdue().await;
+        let held = self.held.get(&self.wire.name(claim.key()));
+        let (Some(held), Some(connection)) = (held, &mut self.connection) else { return Ok(false) };
+        if held.claim != claim.id() {
+            return Ok(false);
+        }
+        if held.since.elapsed() < KEPT_ANYWAY {
+            return Ok(true);
+        }
+        let kept = timeout(self.wire.answer_limit(), self.wire.keep(connection, claim, held.token));
+        let kept = kept.await.unwrap_or_else(|_| Err(Failure::Broken(self.wire.silent())));
+        self.sort(kept).map(|()| true)
     }
 
     /// Whether the server has it back. Otherwise the session is over.
@@ -401,6 +498,9 @@ impl Held {
 
 /// So many questions may wait for the task; whoever comes then waits for a place.
 const QUEUE_MAX: usize = 1024;
+
+/// Rows are never purged sooner than that after a grant.
+const KEPT_ANYWAY: Duration = PURGE_AFTER_MIN.saturating_sub(Duration::from_secs(5));
 
 /// How often the server is asked whether the session is still there, as long as anything is held.
 const LOOK_EVERY: Duration = Duration::from_millis(300);

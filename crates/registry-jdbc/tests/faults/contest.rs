@@ -14,7 +14,7 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, sleep_until};
 
-use crate::server::{LONG, Server, registry};
+use crate::server::{LONG, Mode, Server, registry_in};
 use crate::verdict::Outcome;
 
 /// Short, so that a test of a lease that ends does not take long.
@@ -29,6 +29,7 @@ const STEADY: &str = "steady";
 
 /// Clients that contend, each with connections of its own.
 pub(crate) struct Contest {
+    mode: Mode,
     ring: Arc<Ring>,
     registries: Vec<Registry>,
     workers: JoinSet<()>,
@@ -53,8 +54,17 @@ impl Contest {
         Self::begin_by(&vec![server.url(); CLIENTS], LEASE).await
     }
 
+    /// As [`begin`](Self::begin), for locks of this mode.
+    pub(crate) async fn begin_in(server: &Server, mode: Mode) -> Self {
+        Self::begin_as(&vec![server.url(); CLIENTS], LEASE, mode).await
+    }
+
     /// As [`begin`](Self::begin), with a way to the server for each client.
     pub(crate) async fn begin_by(ways: &[String], lease: Duration) -> Self {
+        Self::begin_as(ways, lease, Mode::Lease).await
+    }
+
+    async fn begin_as(ways: &[String], lease: Duration, mode: Mode) -> Self {
         let ring = Arc::new(Ring {
             recorder: Recorder::new(host_clock()),
             clock: Box::new(host_clock()),
@@ -66,7 +76,7 @@ impl Contest {
         });
         let (mut registries, mut workers) = (Vec::new(), JoinSet::new());
         for (client, way) in (0..).zip(ways) {
-            let registry = registry(way, lease).await;
+            let registry = registry_in(way, lease, mode).await;
             for (role, key) in (0..).zip(KEYS) {
                 // Two callers, so that claims are handed over inside a process as well; and some who do not let go.
                 for caller in 0..3 {
@@ -78,7 +88,7 @@ impl Contest {
             }
             registries.push(registry);
         }
-        let contest = Self { ring, registries, workers };
+        let contest = Self { mode, ring, registries, workers };
         contest.goes_on().await;
         contest
     }
@@ -124,7 +134,7 @@ impl Contest {
         }
         // A grant of unknown outcome, or a release that a crash took back, costs its lease.
         eventually(LEASE + Duration::from_secs(20), async || server.held().await == "0").await;
-        let newcomer = registry(&server.url(), LEASE).await;
+        let newcomer = registry_in(&server.url(), LEASE, self.mode).await;
         for key in KEYS.into_iter().chain([STEADY]) {
             let witness = Witness::new(&self.ring.recorder, 9_999);
             let lock = newcomer.obtain(key);

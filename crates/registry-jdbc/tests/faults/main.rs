@@ -33,6 +33,7 @@ mod accounts;
 mod clocks;
 mod contest;
 mod durable;
+mod modes;
 mod poison;
 mod pool;
 mod replies;

@@ -5,8 +5,11 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use registry_core::{LockBackend, Registry};
-use registry_jdbc::{MySqlBackend, MySqlConfig, PostgresBackend, PostgresConfig};
+use registry_core::{BackendError, LockBackend, Registry};
+use registry_jdbc::{
+    MySqlBackend, MySqlConfig, MySqlRowBackend, MySqlSessionBackend, PostgresBackend,
+    PostgresConfig, PostgresRowBackend, PostgresSessionBackend,
+};
 use registry_testkit::clock::ClockShim;
 use registry_testkit::eventually;
 use registry_testkit::mariadb::{MariaDbOptions, MariaDbServer};
@@ -196,6 +199,40 @@ pub(crate) async fn backend_with(url: &str, opening: Opening) -> Arc<dyn LockBac
     }
 }
 
+/// What a lock is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Mode {
+    Lease,
+    Session,
+    Row,
+}
+
+/// Opens the store for locks of this mode.
+async fn backend_in(url: &str, mode: Mode) -> Arc<dyn LockBackend> {
+    if mode == Mode::Lease {
+        return backend(url).await;
+    }
+    eventually(LONG, async || open_in(url, mode).await).await
+}
+
+async fn open_in(url: &str, mode: Mode) -> Result<Arc<dyn LockBackend>, BackendError> {
+    let (answer, busy) = (ANSWER_LIMIT, ANSWER_LIMIT / 2);
+    if url.starts_with("postgres") {
+        let config = PostgresConfig::from_url(url)?;
+        let config = config.with_response_timeout(answer).with_busy_timeout(busy);
+        if mode == Mode::Session {
+            return Ok(Arc::new(PostgresSessionBackend::open(config).await?));
+        }
+        return Ok(Arc::new(PostgresRowBackend::open(config).await?));
+    }
+    let config = MySqlConfig::from_url(url)?;
+    let config = config.with_response_timeout(answer).with_busy_timeout(busy);
+    if mode == Mode::Session {
+        return Ok(Arc::new(MySqlSessionBackend::open(config).await?));
+    }
+    Ok(Arc::new(MySqlRowBackend::open(config).await?))
+}
+
 pub(crate) async fn backend(url: &str) -> Arc<dyn LockBackend> {
     backend_with(url, Opening::default()).await
 }
@@ -204,6 +241,10 @@ pub(crate) async fn backend(url: &str) -> Arc<dyn LockBackend> {
 pub(crate) const HAND_OVERS: u32 = 2;
 
 pub(crate) async fn registry(url: &str, lease: Duration) -> Registry {
-    let builder = Registry::builder(backend(url).await).lease(lease).handoff(HAND_OVERS);
+    registry_in(url, lease, Mode::Lease).await
+}
+
+pub(crate) async fn registry_in(url: &str, lease: Duration, mode: Mode) -> Registry {
+    let builder = Registry::builder(backend_in(url, mode).await).lease(lease).handoff(HAND_OVERS);
     builder.timeout(ANSWER_LIMIT).build().unwrap()
 }

@@ -8,6 +8,7 @@ mod shared;
 mod fence;
 mod lock_in;
 mod opening;
+mod row;
 mod rows;
 mod session;
 mod spring;
@@ -26,6 +27,11 @@ fn a_server_keeps_all_promises() {
 #[test]
 fn locks_of_a_session_keep_the_promises_that_they_can() {
     keeps_its_promises(Way::BySession, 186, 35);
+}
+
+#[test]
+fn locks_of_transactions_keep_the_promises_that_they_can() {
+    keeps_its_promises(Way::ByRow, 186, 35);
 }
 
 /// Nobody is told of releases there.

@@ -49,12 +49,16 @@ async fn whoever_may_only_use_the_tables_needs_no_more() {
         )
         .await
         .unwrap();
-    let backend = backend(worker().with_purge_after(std::time::Duration::ZERO)).await;
-    // Enough of them that rows are deleted, too.
+    let backend = backend(worker().with_purge_after(std::time::Duration::from_secs(60))).await;
+    // Enough of them that rows are deleted, too, once they are old.
     for n in 0..2_000 {
         let claim = claim(&format!("k{n}"));
         grant(&backend, &claim).await;
         backend.release(&claim).await.unwrap();
+        if n % 100 == 0 {
+            let age = "UPDATE lock_registry_locks SET until = until - 3600000000";
+            server.sql(age).await.unwrap();
+        }
     }
     assert!(backend.diagnose().await.is_ok());
     let floor: u64 =
@@ -165,5 +169,25 @@ async fn encrypted_connections_are_verified_if_that_is_wanted() {
     ] {
         let error = refused(config).await;
         assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{}", told(&error));
+    }
+}
+
+/// A statement that began before a row was made, used and deleted again would have the smaller token.
+#[tokio::test]
+async fn rows_are_kept_for_longer_than_any_statement_may_last() {
+    let server = server().await;
+    let seconds = std::time::Duration::from_secs;
+    for (purge_after, response_timeout, works) in
+        [(60, 10, true), (59, 10, false), (119, 60, false), (120, 60, true)]
+    {
+        let config = config(&server).with_purge_after(seconds(purge_after));
+        let config = config.with_response_timeout(seconds(response_timeout));
+        if works {
+            backend(config).await;
+        } else {
+            let error = refused(config).await;
+            assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{}", told(&error));
+            assert!(error.to_string().contains("purge_after"), "{error}");
+        }
     }
 }

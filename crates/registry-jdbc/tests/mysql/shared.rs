@@ -1,5 +1,6 @@
 //! Runs the whole suite over one server, each clause in a namespace of its own; only those that restart or empty the server get their own.
 
+use std::hash::{Hash, Hasher};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError};
@@ -8,9 +9,10 @@ use async_trait::async_trait;
 use registry_conformance::{Clause, Harness, Need, Store, all_clauses, run};
 use registry_core::{Claim, LockBackend};
 use registry_jdbc::{
-    MySqlBackend, MySqlConfig, MySqlSessionBackend, MySqlSpringBackend, SpringTable,
+    MySqlBackend, MySqlConfig, MySqlRowBackend, MySqlSessionBackend, MySqlSpringBackend,
+    SpringTable,
 };
-use registry_testkit::mariadb::MariaDbServer;
+use registry_testkit::mariadb::{MariaDbOptions, MariaDbServer};
 use tokio::sync::RwLock;
 
 /// How many clauses run at a time: they mostly wait.
@@ -21,30 +23,38 @@ const AT_ONCE: usize = 8;
 pub(crate) enum Way {
     ByLease,
     BySession,
+    ByRow,
     /// With locks that look like Spring's, in a region for each namespace.
     AsSpring(SpringTable),
 }
 
 impl Way {
+    fn by_connection(&self) -> bool {
+        matches!(self, Self::BySession | Self::ByRow)
+    }
+
     /// Whether a lock can promise this that is held in this way.
     fn can_promise(&self, clause: &Clause) -> bool {
         let is_here = |need: &Need| !matches!(need, Need::Remote | Need::Fair);
         let can = match self {
             Self::ByLease => |need: &Need| *need != Need::TellsLosses,
             Self::AsSpring(_) => |need: &Need| !matches!(need, Need::TellsLosses | Need::Wakes),
-            Self::BySession => |need: &Need| !matches!(need, Need::Inspect | Need::Labels),
+            Self::BySession | Self::ByRow => {
+                |need: &Need| !matches!(need, Need::Inspect | Need::Labels)
+            }
         };
-        // A lock of a session is nobody else's to ask for again, to renew or to release, and all are lost together.
-        let is_shared = clause.name.ends_with("_through_another_client")
+        // A lock of a connection is nobody else's to ask for again, to renew or to release.
+        let is_own = clause.name.ends_with("_through_another_client")
             || matches!(
                 clause.name,
                 "repetitions_of_one_acquire_at_once_are_one_grant"
                     | "of_many_claims_at_once_exactly_one_is_granted"
                     | "a_repeated_acquire_has_the_same_token"
-                    | "one_lost_lock_does_not_stop_the_renewal_of_others"
             );
+        // And those of one session, or of one user here, are lost together.
+        let is_alone = clause.name == "one_lost_lock_does_not_stop_the_renewal_of_others";
         clause.needs.iter().all(|need| is_here(need) && can(need))
-            && !(is_shared && matches!(self, Self::BySession))
+            && !((is_own || is_alone) && self.by_connection())
     }
 }
 
@@ -54,7 +64,7 @@ impl Way {
 /// With the names of the clauses that were not kept.
 pub(crate) fn keeps_its_promises(way: Way, runs: usize, skips: usize) {
     let runtime = tokio::runtime::Runtime::new().unwrap();
-    let server = Arc::new(RwLock::new(runtime.block_on(MariaDbServer::start()).unwrap()));
+    let server = Arc::new(RwLock::new(runtime.block_on(begin())));
     let (kept, skipped): (Vec<&'static Clause>, Vec<_>) =
         all_clauses().iter().partition(|clause| way.can_promise(clause));
     assert_eq!((kept.len(), skipped.len()), (runs, skips), "skipped: {skipped:?}");
@@ -81,6 +91,11 @@ pub(crate) fn keeps_its_promises(way: Way, runs: usize, skips: usize) {
     assert!(broken.is_empty(), "{} promises are broken: {broken:#?}", broken.len());
 }
 
+async fn begin() -> MariaDbServer {
+    let options = MariaDbOptions::new().args(&["--max-connections=1000"]);
+    MariaDbServer::start_with(options).await.unwrap()
+}
+
 /// The server for one clause.
 #[derive(Debug)]
 struct SharedServer {
@@ -94,7 +109,7 @@ impl Harness for SharedServer {
     async fn store(&self) -> Box<dyn Store> {
         let upsets = |need: &Need| matches!(need, Need::Restart | Need::Wipe);
         let server = if self.clause.needs.iter().any(upsets) {
-            Arc::new(RwLock::new(MariaDbServer::start().await.unwrap()))
+            Arc::new(RwLock::new(begin().await))
         } else {
             Arc::clone(&self.server)
         };
@@ -114,15 +129,40 @@ impl InNamespace {
     async fn open(&self, namespace: &str) -> Arc<dyn LockBackend> {
         let url = self.server.read().await.url();
         let config = MySqlConfig::from_url(&url).unwrap().with_namespace(namespace);
+        // One clause holds as many as that.
+        let config = config.with_row_locks(260);
         match &self.way {
             Way::ByLease => Arc::new(MySqlBackend::open(config).await.unwrap()),
             Way::BySession => Arc::new(MySqlSessionBackend::open(config).await.unwrap()),
+            Way::ByRow => {
+                let user = user(namespace);
+                let may = format!("CREATE USER IF NOT EXISTS {user}; GRANT ALL ON app.* TO {user}");
+                self.server.read().await.sql(&may).await.unwrap();
+                let config = config.with_login(&user, None);
+                Arc::new(MySqlRowBackend::open(config).await.unwrap())
+            }
             Way::AsSpring(table) => {
                 let table = table.clone().with_region(namespace);
                 Arc::new(MySqlSpringBackend::open(config, table).await.unwrap())
             }
         }
     }
+}
+
+impl InNamespace {
+    /// Ends the connections of the namespace's user: which of them has a row locked the server does not tell.
+    async fn break_rows(&self) -> bool {
+        let server = self.server.read().await;
+        server.sql(&format!("KILL CONNECTION USER {}", user(&self.namespace))).await.unwrap();
+        true
+    }
+}
+
+/// The user who locks rows in this namespace.
+fn user(namespace: &str) -> String {
+    let mut hasher = std::hash::DefaultHasher::new();
+    namespace.hash(&mut hasher);
+    format!("u{:016x}", hasher.finish())
 }
 
 #[async_trait]
@@ -143,8 +183,11 @@ impl Store for InNamespace {
 
     // As when the server ends the connection.
     async fn break_claim(&self, claim: &Claim) -> bool {
-        if !matches!(self.way, Way::BySession) {
+        if !self.way.by_connection() {
             return false;
+        }
+        if matches!(self.way, Way::ByRow) {
+            return self.break_rows().await;
         }
         let name = format!("SHA2(UNHEX('{}'), 256)", hashed(&self.namespace, claim));
         let server = self.server.read().await;

@@ -7,6 +7,7 @@ mod lab;
 mod listening;
 mod lock_in;
 mod opening;
+mod row;
 mod rows;
 mod session;
 mod shared;
@@ -31,6 +32,16 @@ fn a_server_behind_pgbouncer_keeps_all_promises() {
 #[test]
 fn locks_of_a_session_keep_the_promises_that_they_can() {
     keeps_its_promises(Way::BySession, 186, 35);
+}
+
+#[test]
+fn locks_of_transactions_keep_the_promises_that_they_can() {
+    keeps_its_promises(Way::ByRow, 187, 34);
+}
+
+#[test]
+fn locks_of_transactions_behind_pgbouncer_keep_the_same_promises() {
+    keeps_its_promises(Way::ByRowThroughPgBouncer, 187, 34);
 }
 
 #[test]

@@ -51,12 +51,16 @@ async fn whoever_may_only_use_the_tables_needs_no_more() {
         )
         .await
         .unwrap();
-    let backend = backend(worker().with_purge_after(std::time::Duration::ZERO)).await;
-    // Enough of them that rows are deleted, too.
+    let backend = backend(worker().with_purge_after(std::time::Duration::from_secs(60))).await;
+    // Enough of them that rows are deleted, too, once they are old.
     for n in 0..600 {
         let claim = claim(&format!("k{n}"));
         grant(&backend, &claim).await;
         backend.release(&claim).await.unwrap();
+        if n % 100 == 0 {
+            let age = "UPDATE lock_registry_locks SET until = until - 3600000000";
+            server.sql(age).await.unwrap();
+        }
     }
     assert!(backend.diagnose().await.is_ok());
     let floor: u64 =
@@ -173,4 +177,96 @@ async fn encrypted_connections_are_verified_if_that_is_wanted() {
     }
     let plain = PostgresServer::start().await.unwrap();
     refused(config(&plain).with_encryption(Encryption::Required)).await;
+}
+
+/// A statement that began before a row was made, used and deleted again would have the smaller token.
+#[tokio::test]
+async fn rows_are_kept_for_longer_than_any_statement_may_last() {
+    let server = server().await;
+    let seconds = std::time::Duration::from_secs;
+    for (purge_after, response_timeout, works) in
+        [(60, 10, true), (59, 10, false), (119, 60, false), (120, 60, true)]
+    {
+        let config = config(&server).with_purge_after(seconds(purge_after));
+        let config = config.with_response_timeout(seconds(response_timeout));
+        if works {
+            backend(config).await;
+        } else {
+            let error = refused(config).await;
+            assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{}", told(&error));
+            assert!(error.to_string().contains("purge_after"), "{error}");
+        }
+    }
+}
+
+const URL_IN: &str = "LOCK_REGISTRY_TEST_URL";
+
+/// Runs this very test with these variables, and tells what it says.
+fn in_an_environment_of(url: &str, variables: &[(&str, &str)]) -> String {
+    let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+    child.args([
+        "--exact",
+        "--nocapture",
+        "opening::what_the_environment_says_of_servers_counts_for_nothing",
+    ]);
+    let child = child.env(URL_IN, url).envs(variables.iter().copied());
+    let output = child.output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+#[test]
+fn what_the_environment_says_of_servers_counts_for_nothing() {
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    if let Ok(url) = std::env::var(URL_IN) {
+        let config = PostgresConfig::from_url(&url).unwrap();
+        println!("TOLD {config:?}");
+        match runtime.block_on(PostgresBackend::open(config)) {
+            Ok(_) => println!("OPENED"),
+            Err(error) => println!("{:?} {}", error.kind(), told(&error)),
+        }
+        return;
+    }
+    let secret = "canary-in-the-environment";
+    let options = PostgresOptions::new().password(secret);
+    let server = runtime.block_on(PostgresServer::start_with(options)).unwrap();
+    let elsewhere = [
+        ("PGHOST", "192.0.2.1"),
+        ("PGHOSTADDR", "192.0.2.1"),
+        ("PGPORT", "1"),
+        ("PGUSER", "nobody"),
+        ("PGDATABASE", "nowhere"),
+        ("PGSSLMODE", "verify-full"),
+        ("PGAPPNAME", "somebody"),
+    ];
+    let told = in_an_environment_of(&server.url(), &elsewhere);
+    assert!(told.contains("OPENED"), "{told}");
+    // A password for another server, perhaps.
+    let bare = server.url().replace(&format!(":{secret}"), "");
+    assert!(!bare.contains(secret) && bare != server.url());
+    let told = in_an_environment_of(&bare, &[("PGPASSWORD", secret)]);
+    assert!(told.contains("Denied") && !told.contains(secret), "{told}");
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), format!("*:*:*:*:{secret}\n")).unwrap();
+    let mode = std::os::unix::fs::PermissionsExt::from_mode(0o600);
+    std::fs::set_permissions(file.path(), mode).unwrap();
+    let path = file.path().to_str().unwrap();
+    let told = in_an_environment_of(&bare, &[("PGPASSFILE", path)]);
+    assert!(told.contains("Denied") && !told.contains(secret), "{told}");
+    // What cannot be left out of it is refused by name.
+    for (name, value) in [("PGOPTIONS", "-c search_path=x"), ("PGSSLROOTCERT", path)] {
+        let told = in_an_environment_of(&server.url(), &[(name, value)]);
+        assert!(told.contains("Misconfigured") && told.contains(name), "{told}");
+    }
+    // What a URL leaves out has a meaning of its own.
+    let told = in_an_environment_of("postgres://127.0.0.1:1", &elsewhere);
+    assert!(told.contains("127.0.0.1") && !told.contains("nowhere"), "{told}");
+    for url in ["postgres:///shop", "postgres://h/d?sslmode=require", "http://h/d", "nonsense"] {
+        PostgresConfig::from_url(url).unwrap_err();
+    }
+    let (socket, ipv6) = ("postgres://u@%2Frun%2Fpg:7/d", "postgres://[::1]:7/a%20b");
+    let socket = format!("{:?}", PostgresConfig::from_url(socket).unwrap());
+    assert!(socket.contains("/run/pg") && socket.contains("port: 7"), "{socket}");
+    let ipv6 = format!("{:?}", PostgresConfig::from_url(ipv6).unwrap());
+    assert!(ipv6.contains("\"::1\"") && ipv6.contains("\"a b\""), "{ipv6}");
 }

@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use registry_core::{BackendErrorKind, LockBackend, Release, Renewal};
+use registry_core::{Attempt, BackendErrorKind, LockBackend, Release, Renewal};
+use registry_jdbc::{PostgresConfig, PostgresRowBackend};
+use registry_testkit::pgbouncer::PgBouncer;
 use registry_testkit::postgres::PostgresServer;
 use tokio::time::{Instant, timeout};
 
@@ -122,19 +124,33 @@ async fn a_row_that_somebody_has_locked_is_trouble_and_neither_busy_nor_lost() {
 #[tokio::test]
 async fn tables_that_somebody_has_locked_are_trouble_and_nothing_is_granted_afterwards() {
     let server = server().await;
-    let backend = backend(config(&server).with_busy_timeout(Duration::from_millis(200))).await;
-    let held = claim("held");
-    grant(&backend, &held).await;
+    let bouncer = PgBouncer::start(&server).await.unwrap();
+    let through = PostgresConfig::from_url(&bouncer.url()).unwrap().with_prepared(false);
     let mut data = data(&server).await;
-    run(&mut data, "BEGIN; LOCK TABLE lock_registry_locks IN ACCESS EXCLUSIVE MODE").await;
-    let error = timeout(SOON, backend.try_acquire(&claim("k"))).await.unwrap().unwrap_err();
-    assert!(error.is_retryable() && error.refused(), "{}", told(&error));
-    let error = backend.renew(std::slice::from_ref(&held)).await.remove(0).unwrap_err();
-    assert!(error.is_retryable(), "{}", told(&error));
-    run(&mut data, "ROLLBACK").await;
-    assert!(matches!(backend.renew(&[held]).await[0], Ok(Renewal::Renewed(_))));
-    let held = backend.list().await.unwrap();
-    assert_eq!(held.len(), 1, "{held:?}");
+    for (way, config) in [("direct", config(&server)), ("pooled", through)] {
+        let config = config.with_namespace(way).with_busy_timeout(Duration::from_millis(200));
+        let backend = backend(config.clone()).await;
+        let rows = PostgresRowBackend::open(config).await.unwrap();
+        let (held, row) = (claim("held"), claim("row"));
+        grant(&backend, &held).await;
+        assert!(matches!(rows.try_acquire(&row).await.unwrap(), Attempt::Granted(_)));
+        rows.release(&row).await.unwrap();
+        run(&mut data, "BEGIN; LOCK TABLE lock_registry_locks IN ACCESS EXCLUSIVE MODE").await;
+        // Answered by the server: nothing of it is left there that could still be done.
+        for backend in [&backend as &dyn LockBackend, &rows] {
+            let attempt = timeout(SOON, backend.try_acquire(&claim("k"))).await.unwrap();
+            let error = attempt.unwrap_err();
+            assert!(error.is_retryable() && error.refused(), "{way}: {}", told(&error));
+        }
+        let error = backend.renew(std::slice::from_ref(&held)).await.remove(0).unwrap_err();
+        assert!(error.is_retryable(), "{way}: {}", told(&error));
+        let waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted";
+        assert_eq!(server.sql(waiting).await.unwrap(), "0", "{way}");
+        run(&mut data, "ROLLBACK").await;
+        assert!(matches!(backend.renew(&[held]).await[0], Ok(Renewal::Renewed(_))));
+        let held = backend.list().await.unwrap();
+        assert_eq!(held.len(), 1, "{way}: {held:?}");
+    }
 }
 
 #[tokio::test]
@@ -167,10 +183,11 @@ async fn renewals_get_through_while_acquisitions_have_all_connections() {
     assert_eq!(backend.release(&gone).await.unwrap(), Release::Freed);
     assert!(began.elapsed() < Duration::from_secs(4), "{:?}", began.elapsed());
     run(&mut data, "ROLLBACK").await;
-    let granted =
-        attempts.join_all().await.into_iter().filter(|attempt| {
-            matches!(attempt.as_ref().unwrap(), registry_core::Attempt::Granted(_))
-        });
+    let granted = attempts
+        .join_all()
+        .await
+        .into_iter()
+        .filter(|attempt| matches!(attempt.as_ref().unwrap(), Attempt::Granted(_)));
     assert_eq!(granted.count(), 1);
 }
 

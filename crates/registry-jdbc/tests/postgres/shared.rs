@@ -8,10 +8,11 @@ use async_trait::async_trait;
 use registry_conformance::{Clause, Harness, Need, Store, all_clauses, run};
 use registry_core::{Claim, LockBackend};
 use registry_jdbc::{
-    PostgresBackend, PostgresConfig, PostgresSessionBackend, PostgresSpringBackend, SpringTable,
+    PostgresBackend, PostgresConfig, PostgresRowBackend, PostgresSessionBackend,
+    PostgresSpringBackend, SpringTable,
 };
 use registry_testkit::pgbouncer::PgBouncer;
-use registry_testkit::postgres::PostgresServer;
+use registry_testkit::postgres::{PostgresOptions, PostgresServer};
 use tokio::sync::RwLock;
 
 /// How many clauses run at a time: they mostly wait.
@@ -23,11 +24,17 @@ pub(crate) enum Way {
     Directly,
     ThroughPgBouncer,
     BySession,
+    ByRow,
+    ByRowThroughPgBouncer,
     /// Directly, with locks that look like Spring's, in a region for each namespace.
     AsSpring(SpringTable),
 }
 
 impl Way {
+    fn by_connection(&self) -> bool {
+        matches!(self, Self::BySession | Self::ByRow | Self::ByRowThroughPgBouncer)
+    }
+
     /// Whether a lock can promise this that is reached in this way.
     fn can_promise(&self, clause: &Clause) -> bool {
         let is_here = |need: &Need| !matches!(need, Need::Remote | Need::Fair);
@@ -35,19 +42,23 @@ impl Way {
             Self::Directly | Self::ThroughPgBouncer | Self::AsSpring(_) => {
                 |need: &Need| *need != Need::TellsLosses
             }
-            Self::BySession => |need: &Need| !matches!(need, Need::Inspect | Need::Labels),
+            Self::BySession | Self::ByRow | Self::ByRowThroughPgBouncer => {
+                |need: &Need| !matches!(need, Need::Inspect | Need::Labels)
+            }
         };
-        // A lock of a session is nobody else's to ask for again, to renew or to release, and all are lost together.
-        let is_shared = clause.name.ends_with("_through_another_client")
+        // A lock of a connection is nobody else's to ask for again, to renew or to release.
+        let is_own = clause.name.ends_with("_through_another_client")
             || matches!(
                 clause.name,
                 "repetitions_of_one_acquire_at_once_are_one_grant"
                     | "of_many_claims_at_once_exactly_one_is_granted"
                     | "a_repeated_acquire_has_the_same_token"
-                    | "one_lost_lock_does_not_stop_the_renewal_of_others"
             );
+        // And those of one session are lost together.
+        let is_alone = clause.name == "one_lost_lock_does_not_stop_the_renewal_of_others";
         clause.needs.iter().all(|need| is_here(need) && can(need))
-            && !(is_shared && matches!(self, Self::BySession))
+            && !(is_own && self.by_connection())
+            && !(is_alone && matches!(self, Self::BySession))
     }
 }
 
@@ -93,10 +104,19 @@ struct Servers {
 
 impl Servers {
     async fn begin(way: &Way) -> Self {
-        let server = PostgresServer::start().await.unwrap();
+        let options = PostgresOptions::new().settings(&["max_connections=1000"]);
+        let server = match way {
+            Way::ByRow | Way::ByRowThroughPgBouncer => PostgresServer::start_with(options).await,
+            _ => PostgresServer::start().await,
+        };
+        let server = server.unwrap();
         let bouncer = match way {
-            Way::Directly | Way::BySession | Way::AsSpring(_) => None,
+            Way::Directly | Way::BySession | Way::ByRow | Way::AsSpring(_) => None,
             Way::ThroughPgBouncer => Some(PgBouncer::start(&server).await.unwrap()),
+            Way::ByRowThroughPgBouncer => {
+                let room = ["max_client_conn = 1000", "default_pool_size = 800"];
+                Some(PgBouncer::start_with(&server, &room).await.unwrap())
+            }
         };
         Self { way: way.clone(), server, bouncer }
     }
@@ -109,9 +129,13 @@ impl Servers {
                 config.with_prepared(false).with_listen(&self.server.url()).unwrap()
             }
         };
-        let config = config.with_namespace(namespace);
+        // One clause holds as many as that.
+        let config = config.with_namespace(namespace).with_row_locks(260);
         match &self.way {
             Way::BySession => Arc::new(PostgresSessionBackend::open(config).await.unwrap()),
+            Way::ByRow | Way::ByRowThroughPgBouncer => {
+                Arc::new(PostgresRowBackend::open(config).await.unwrap())
+            }
             Way::AsSpring(table) => {
                 let table = table.clone().with_region(namespace);
                 Arc::new(PostgresSpringBackend::open(config, table).await.unwrap())
@@ -172,12 +196,15 @@ impl Store for InNamespace {
 
     // As when the server ends the connection.
     async fn break_claim(&self, claim: &Claim) -> bool {
-        if !matches!(self.way, Way::BySession) {
+        if !self.way.by_connection() {
             return false;
         }
         let hashed = hashed(&self.namespace, claim);
-        let number =
-            format!("('x' || left(encode(sha256('\\x{hashed}'), 'hex'), 16))::bit(64)::bigint");
+        // The advisory lock is the session's lock, or the mark of the transaction.
+        let from = if matches!(self.way, Way::BySession) { 1 } else { 17 };
+        let number = format!(
+            "('x' || substr(encode(sha256('\\x{hashed}'), 'hex'), {from}, 16))::bit(64)::bigint"
+        );
         let cut = format!(
             "SELECT pg_terminate_backend(pid, 5000) FROM pg_locks WHERE locktype = 'advisory' AND granted \
              AND (classid::bigint << 32 | objid::bigint) = {number}"

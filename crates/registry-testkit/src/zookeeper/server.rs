@@ -152,7 +152,7 @@ impl ZooKeeperServer {
     pub async fn serving(&mut self) -> io::Result<()> {
         let deadline = Instant::now() + START_LIMIT;
         while Instant::now() < deadline && self.is_up() {
-            if self.mode().await.is_ok_and(|mode| mode.is_some()) {
+            if self.mode().await.is_ok_and(|mode| mode.is_some()) && self.is_open().await {
                 return Ok(());
             }
             sleep(Duration::from_millis(10)).await;
@@ -164,6 +164,11 @@ impl ZooKeeperServer {
             "ZooKeeper does not serve; is it installed (apt-get install zookeeper)? It said:\n{}",
             self.said()
         )))
+    }
+
+    /// Whether clients get through, who may have another door than the testkit's questions, which opens later.
+    async fn is_open(&self) -> bool {
+        tokio::net::TcpStream::connect(self.addr()).await.is_ok()
     }
 
     /// What the server is: `standalone`, `leader` or `follower`; nothing as long as it serves nobody.

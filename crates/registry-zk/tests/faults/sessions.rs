@@ -75,7 +75,9 @@ async fn a_session_that_is_ended_from_outside_is_lost_for_good_and_followed_by_a
     contest.goes_on().await;
     let outcome = end(contest, &server.url()).await;
     let losses = outcome.steady_losses();
-    assert!(losses.iter().all(|reason| *reason == LostReason::Gone), "{losses:?}");
+    // On a loaded machine a lease may be over before the client has found out.
+    let told = |reason: &LostReason| matches!(reason, LostReason::Gone | LostReason::Expired);
+    assert!(losses.iter().all(told), "{losses:?}");
     for overlap in outcome.assert_flawless_but_between(&windows) {
         let length = Duration::from_nanos(overlap.at.to - overlap.at.from);
         println!("{}: two valid guards for {length:?}", overlap.key);

@@ -206,11 +206,16 @@ impl MySqlSpringBackend {
         error::damaged(self.link.place(), says)
     }
 
-    /// Reads the row of all, when nothing was granted although nobody has the key: without that row nothing has a token.
+    /// Reads the row of all, when nothing was granted although nobody has the key: without that row nothing has a token, nor at a replica.
     async fn check_meta(&self) -> Result<(), BackendError> {
         let rows = self.link.rows(Errand::Acquire, || query(self.native.meta.safe())).await?;
-        if rows.is_empty() {
-            return Err(self.damaged("the meta table has lost its row").as_refused());
+        let row = rows.first();
+        let row =
+            row.ok_or_else(|| self.damaged("the meta table has lost its row").as_refused())?;
+        if self.column::<i64>(row, 2)? == 0 {
+            // Connections that are made anew may lead to its successor.
+            self.link.forget();
+            return Err(error::read_only(self.link.place()));
         }
         Ok(())
     }
@@ -336,8 +341,9 @@ impl LockBackend for MySqlSpringBackend {
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
-        self.check_meta().await?;
-        Ok(vec![Finding::note(spring::CLOCKS)])
+        let mut findings = super::diagnose::look_around(&self.link).await?;
+        findings.push(Finding::note(spring::CLOCKS));
+        Ok(findings)
     }
 
     async fn close(&self) {

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use sqlx::{AssertSqlSafe, SqlSafeStr as _, SqlStr};
 
-use super::super::sql::{NOW, SIZES, Text, quoted};
+use super::super::sql::{NOW, SIZES, Text, WRITABLE, quoted};
 use crate::server::spring::Generation;
 
 /// The text of every statement, for tables of these names.
@@ -63,6 +63,7 @@ impl Texts {
                 .replace("{region}", region)
                 .replace("{locks}", &format!("{database}.{prefix}_locks"))
                 .replace("{meta}", &format!("{database}.{prefix}_meta"))
+                .replace("{writable}", WRITABLE)
                 .replace("{utc}", "UTC_TIMESTAMP(6)")
                 .replace("{now}", NOW)
         };
@@ -181,15 +182,17 @@ pub(super) const COLUMNS: &str = "\
 /// Spring's row comes first, and is locked from then on: whoever has it is the only one who writes beside it, so tokens are handed out in the order
 /// of the grants. A crash undoes both or none. If the reply is lost, the claim that asks again is found to hold the key, with its token beside.
 ///
+/// A server that does not mean to be written to grants nothing, whatever the user may; peers do not ask.
+///
 /// Nobody comes here who has not seen that the key is free, so a busy key is seldom written to. Who comes too late, or again, changes nothing. The new
 /// token is above those of the row beside, as it was seen and as it is, and above those of all purged rows.
 const ACQUIRE: &str = "\
     START TRANSACTION; \
     UPDATE {lock} AS l SET l.CLIENT_ID = '{client}', l.{begin} \
-    WHERE l.LOCK_KEY = '{key}' AND l.REGION = '{region}' AND {end} < {utc}; \
+    WHERE l.LOCK_KEY = '{key}' AND l.REGION = '{region}' AND {end} < {utc} AND {writable}; \
     SET @lock_registry_taken = ROW_COUNT(); \
     INSERT IGNORE INTO {lock} (REGION, LOCK_KEY, CLIENT_ID, {dates}) \
-    SELECT '{region}', '{key}', '{client}', {dates of} FROM DUAL WHERE @lock_registry_taken = 0; \
+    SELECT '{region}', '{key}', '{client}', {dates of} FROM DUAL WHERE @lock_registry_taken = 0 AND {writable}; \
     SET @lock_registry_taken = @lock_registry_taken + ROW_COUNT(); \
     INSERT INTO {locks} (id, namespace, lock_key, claim, token, block, label, since, until) \
     SELECT {id}, {namespace}, {name}, {claim}, \
@@ -224,7 +227,7 @@ const LIST: &str = "\
 const RENEW: &str = "\
     UPDATE ( \
         SELECT l.LOCK_KEY AS found_key FROM {lock} AS l FORCE INDEX (PRIMARY) \
-        WHERE l.LOCK_KEY IN ({items}) AND l.REGION = '{region}' AND l.CLIENT_ID IN ({items}) AND {end} >= {utc} \
+        WHERE l.LOCK_KEY IN ({items}) AND l.REGION = '{region}' AND l.CLIENT_ID IN ({items}) AND {end} >= {utc} AND {writable} \
         LIMIT ? FOR UPDATE SKIP LOCKED) AS found \
     STRAIGHT_JOIN {lock} AS l FORCE INDEX (PRIMARY) ON l.LOCK_KEY = found.found_key AND l.REGION = '{region}' \
     SET {lasts}";

@@ -4,14 +4,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use registry_core::{DistributedLock, LockRegistry, Registry};
-use registry_redis::{RedisBackend, RedisConfig};
-use registry_testkit::redis::RedisServer;
 use tokio::sync::Mutex;
 use tokio::task::JoinSet;
 
-use crate::bare::Bare;
-use crate::measure::{LIMIT, calls, child as start_child, median, quantile};
-use crate::{now, order};
+use crate::measure::{LIMIT, child as start_child, median, quantile};
+use crate::store::{Store, open};
+use crate::{bare_postgres, bare_redis, now, order};
 
 const KEY: &str = "orders/42";
 const WORK: Duration = Duration::from_millis(2);
@@ -77,48 +75,51 @@ struct Round {
     longest_wait: f64,
 }
 
-pub async fn bench(in_earnest: bool) {
-    // A disk would be most of the time.
-    let server = RedisServer::start(&["--appendonly", "no"]).await.unwrap();
+pub async fn bench(store: &Store, in_earnest: bool) {
     let (rounds, time) = if in_earnest { (5, 4_000) } else { (1, 100) };
     let time = Duration::from_millis(time);
     // The check of the check: who excludes nobody is found out.
-    let broken = round(&server, "broken", &SETTINGS[0], Duration::from_millis(100)).await;
+    let broken = round(store, "broken", &SETTINGS[0], Duration::from_millis(100)).await;
     assert!(broken.overlaps() > 0, "turns that overlap were not noticed");
     for setting in &SETTINGS {
-        let mut results = [Vec::new(), Vec::new()];
+        let polls = matches!(store, Store::Postgres(_)) && setting.again == Again::Soon;
+        let contestants = if polls { &["bare", "ours", "polls"][..] } else { &["bare", "ours"] };
+        let mut results = [Vec::new(), Vec::new(), Vec::new()];
         for _ in 0..rounds {
-            for (contestant, results) in ["bare", "ours"].into_iter().zip(&mut results) {
-                let round = round(&server, contestant, setting, time).await;
+            for (contestant, results) in contestants.iter().zip(&mut results) {
+                let round = round(store, contestant, setting, time).await;
                 assert_eq!(round.overlaps(), 0, "{contestant} let two in");
                 results.push(round);
             }
         }
-        println!("\n{}, holder works 2 ms", setting.title);
-        let reference = print("reference", &results[0], None);
-        print("ours", &results[1], Some(reference));
+        println!("\n{}: {}, holder works 2 ms", store.name(), setting.title);
+        let reference = print(store, "reference", &results[0], None);
+        print(store, "ours", &results[1], Some(reference));
+        if polls {
+            print(store, "who polls each 100 ms", &results[2], Some(reference));
+        }
     }
 }
 
 /// Lets the processes of `setting` take turns.
-async fn round(server: &RedisServer, contestant: &str, setting: &Setting, time: Duration) -> Round {
-    server.ask("FLUSHALL").await.unwrap();
+async fn round(store: &Store, contestant: &str, setting: &Setting, time: Duration) -> Round {
+    store.clear().await;
     let (url, tasks, handoffs) =
-        (server.url(), setting.tasks.to_string(), setting.handoffs.to_string());
+        (store.url(), setting.tasks.to_string(), setting.handoffs.to_string());
     let again = format!("{:?}", setting.again);
     let arguments = ["turns", contestant, &url, &tasks, &again, &handoffs];
     let mut children: Vec<_> = (0..setting.processes).map(|_| start_child(&arguments)).collect();
     for child in &mut children {
         child.expect_line(|line| line == "ready", LIMIT).await.unwrap();
     }
-    server.ask("CONFIG RESETSTAT").await.unwrap();
+    store.count_requests().await;
     // All of them have the same end, so that whoever starts late has no longer.
     let end = now() + time.as_nanos() as u64;
     for child in &mut children {
         child.write_line(&end.to_string()).unwrap();
     }
     tokio::time::sleep(time).await;
-    let requests = calls(server, &contestant_commands(contestant)).await;
+    let requests = store.requests(contestant).await;
     for child in &mut children {
         child.expect_line(|line| line == "done", LIMIT).await.unwrap();
     }
@@ -136,15 +137,6 @@ async fn round(server: &RedisServer, contestant: &str, setting: &Setting, time: 
     // From then on there are fewer and fewer.
     turns.retain(|turn| turn.granted < end);
     Round { turns, time, requests, longest_wait }
-}
-
-/// What is sent by clients and never by a script of the same contestant.
-fn contestant_commands(contestant: &str) -> Vec<&'static str> {
-    let mut names = vec!["eval", "evalsha", "subscribe", "unsubscribe", "ping"];
-    if contestant == "bare" {
-        names.push("set");
-    }
-    names
 }
 
 impl Round {
@@ -175,15 +167,16 @@ fn ms(nanos: u64) -> f64 {
 }
 
 /// Prints the medians over the rounds, and their ratios to the reference. Returns the median and the p99 of the hand-over.
-fn print(name: &str, rounds: &[Round], reference: Option<[f64; 2]>) -> [f64; 2] {
+fn print(store: &Store, name: &str, rounds: &[Round], reference: Option<[f64; 2]>) -> [f64; 2] {
     let over = |figure: &dyn Fn(&Round) -> f64| median(rounds.iter().map(figure));
     let middle = over(&|round| quantile(round.hand_overs(), 0.5));
     let p99 = over(&|round| quantile(round.hand_overs(), 0.99));
     let turns = |round: &Round| round.turns.len() as f64;
     println!(
-        "  {name:<9} release to grant elsewhere: median {middle:.3} ms, p99 {p99:.3} ms; {:.2} commands a grant, {:.2} a change of \
+        "  {name:<9} release to grant elsewhere: median {middle:.3} ms, p99 {p99:.3} ms; {:.2} {} a grant, {:.2} a change of \
          process; {:.0} grants/s, {:.0} changes/s; longest wait {:.0} ms (worst round {:.0})",
         over(&|round| round.requests as f64 / turns(round)),
+        store.requests_name(),
         over(&|round| round.requests as f64 / round.changes().max(1) as f64),
         over(&|round| turns(round) / round.time.as_secs_f64()),
         over(&|round| round.changes() as f64 / round.time.as_secs_f64()),
@@ -237,22 +230,29 @@ pub async fn child(arguments: &[&str]) {
 
 enum Contestant {
     Ours(DistributedLock, #[expect(dead_code, reason = "it lives as long as its locks")] Registry),
-    Bare(Mutex<Bare>),
+    BareRedis(Mutex<bare_redis::Bare>),
+    BarePostgres(Mutex<bare_postgres::Bare>),
     /// Excludes nobody.
     Broken,
 }
 
 impl Contestant {
     async fn connect(name: &str, url: &str, handoffs: u32) -> Self {
+        let is_redis = url.starts_with("redis:");
         match name {
             "ours" => {
-                let config = RedisConfig::from_url(url).unwrap();
-                let backend = RedisBackend::open(config).await.unwrap();
-                let builder = Registry::builder(Arc::new(backend)).handoff(handoffs);
-                let registry = builder.build().unwrap();
+                let registry =
+                    Registry::builder(open(url).await).handoff(handoffs).build().unwrap();
                 Self::Ours(registry.obtain(KEY), registry)
             }
-            "bare" => Self::Bare(Mutex::new(Bare::connect(url, KEY).await)),
+            "bare" if is_redis => {
+                Self::BareRedis(Mutex::new(bare_redis::Bare::connect(url, KEY).await))
+            }
+            "bare" | "polls" => {
+                let listens = name == "bare";
+                let bare = bare_postgres::Bare::connect(url, KEY, listens).await;
+                Self::BarePostgres(Mutex::new(bare))
+            }
             _ => Self::Broken,
         }
     }
@@ -272,7 +272,14 @@ impl Contestant {
                 guard.unlock().await.unwrap();
                 moments
             }
-            Self::Bare(bare) => {
+            Self::BareRedis(bare) => {
+                let mut bare = bare.lock().await;
+                bare.lock().await;
+                let moments = work().await;
+                bare.unlock().await;
+                moments
+            }
+            Self::BarePostgres(bare) => {
                 let mut bare = bare.lock().await;
                 bare.lock().await;
                 let moments = work().await;

@@ -1,17 +1,16 @@
 //! Many locks held by one process, which renews them.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::join_all;
 use registry_core::{LockRegistry, Registry};
-use registry_redis::{RedisBackend, RedisConfig};
 use registry_testkit::redis::RedisServer;
 
 use crate::measure::{
     LIMIT, child as start_child, info_number, median, pings, quantile, ran, resident,
 };
-use crate::{bare, order};
+use crate::store::{Store, open};
+use crate::{bare_redis, order};
 
 const LEASE: Duration = Duration::from_secs(3);
 
@@ -27,7 +26,7 @@ struct Cost {
     bytes_per_lock: f64,
 }
 
-pub async fn bench(in_earnest: bool) {
+pub async fn bench_redis(in_earnest: bool) {
     // A disk would be most of the time.
     let server = RedisServer::start(&["--appendonly", "no"]).await.unwrap();
     let (rounds, count, time) = if in_earnest { (3, 10_000, 6_000) } else { (1, 100, 100) };
@@ -107,25 +106,43 @@ async fn round(server: &RedisServer, name: &str, count: usize, time: Duration) -
     cost
 }
 
+/// Counts the statements that a renewal of all takes.
+pub async fn bench_postgres(in_earnest: bool) {
+    let store = Store::postgres().await;
+    let (count, periods) = if in_earnest { (10_000_u32, 6) } else { (100, 1) };
+    let url = store.url();
+    let mut child = start_child(&["held", "ours", &url, &count.to_string()]);
+    child.expect_line(|line| line.starts_with("held"), LIMIT).await.unwrap();
+    // The first period is that of the grants, which came one after the other.
+    tokio::time::sleep(LEASE / 3 * 2).await;
+    store.count_requests().await;
+    tokio::time::sleep(LEASE / 3 * periods).await;
+    let statements = store.requests("ours").await;
+    child.write_line("end").unwrap();
+    child.expect_line(|line| line.starts_with("bytes"), LIMIT).await.unwrap();
+    println!(
+        "\n{count} locks held on PostgreSQL, lease {LEASE:?}: {:.1} statements a period",
+        statements as f64 / f64::from(periods)
+    );
+}
+
 /// The process that holds the locks.
 pub async fn child(arguments: &[&str]) {
     let [contestant, url, count] = arguments[..] else { panic!("held CONTESTANT URL COUNT") };
     let keys: Vec<String> =
         (0..count.parse().unwrap()).map(|key: u32| format!("orders/{key}")).collect();
     if contestant == "bare" {
-        let connection = bare::connect(url).await;
+        let connection = bare_redis::connect(url).await;
         let told = tokio::select! {
             told = order() => told,
-            never = bare::hold(&connection, &keys, LEASE) => never,
+            never = bare_redis::hold(&connection, &keys, LEASE) => never,
         };
         assert_eq!(told, "end");
         println!("bytes 0");
         return;
     }
-    let backend = RedisBackend::open(RedisConfig::from_url(url).unwrap()).await.unwrap();
-    let registry = Registry::builder(Arc::new(backend)).lease(LEASE).build().unwrap();
-    let other = RedisBackend::open(RedisConfig::from_url(url).unwrap()).await.unwrap();
-    wait_once(&registry, Registry::builder(Arc::new(other)).build().unwrap()).await;
+    let registry = Registry::builder(open(url).await).lease(LEASE).build().unwrap();
+    wait_once(&registry, Registry::builder(open(url).await).build().unwrap()).await;
     let before = resident();
     let mut guards = Vec::with_capacity(keys.len());
     for keys in keys.chunks(100) {

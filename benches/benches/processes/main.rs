@@ -1,15 +1,19 @@
-//! What several processes on one key, and many locks held by one process, cost on Redis; each next to the least that the job needs.
+//! What several processes on one key, and many locks held by one process, cost; each next to the least that the job needs.
 //!
 //! The processes are this program itself with another argument. Everybody's moments are of the one clock that all processes share.
 
 mod turns;
 mod held;
-mod bare;
+mod store;
+mod bare_redis;
+mod bare_postgres;
 mod measure;
 
 use std::io::BufRead;
 
 use nix::time::{ClockId, clock_gettime};
+
+use crate::store::Store;
 
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -28,11 +32,17 @@ fn main() {
                         words.iter().filter(|word| !word.starts_with('-')).collect();
                     named.is_empty() || named.iter().any(|word| name.contains(**word))
                 };
-                if wanted("turns") {
-                    turns::bench(in_earnest).await;
+                if wanted("redis-turns") {
+                    turns::bench(&Store::redis().await, in_earnest).await;
                 }
-                if wanted("held") {
-                    held::bench(in_earnest).await;
+                if wanted("redis-held") {
+                    held::bench_redis(in_earnest).await;
+                }
+                if wanted("postgres-turns") {
+                    turns::bench(&Store::postgres().await, in_earnest).await;
+                }
+                if wanted("postgres-held") {
+                    held::bench_postgres(in_earnest).await;
                 }
             }
         }

@@ -1,0 +1,109 @@
+//! URLs of ZooKeeper servers: `zk://[USER:PASSWORD@]HOST[:PORT],HOST[:PORT]…[/CHROOT]`, and `zks:` for encrypted connections.
+
+use registry_core::ConfigError;
+
+use super::parts::{Host, Parts, decoded_text, servers, unusable};
+use crate::scheme::Scheme;
+use crate::value::Secret;
+
+/// The servers of one ensemble, and how to log in to them.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct ZkServers {
+    /// The scheme of their URL.
+    pub(crate) scheme: &'static str,
+    pub(crate) hosts: Vec<Host>,
+    /// Everything is below it.
+    pub(crate) chroot: Option<String>,
+    pub(crate) login: Option<(Secret, Secret)>,
+}
+
+impl ZkServers {
+    /// Whether connections are encrypted.
+    #[cfg(feature = "zk")]
+    pub(crate) fn are_encrypted(&self) -> bool {
+        self.scheme == "zks"
+    }
+
+    pub(super) fn parse(parts: &Parts<'_>, scheme: &'static Scheme) -> Result<Self, ConfigError> {
+        let form = format!("write `{}://HOST:PORT,HOST:PORT/CHROOT`", scheme.name);
+        let Some(authority) = parts.authority else {
+            return Err(unusable(scheme, &format!("names no server; {form}")));
+        };
+        let (login, hosts) = parts.login_and_hosts(authority, scheme)?;
+        let chroot = match decoded_text(parts.path, scheme, "a chroot")? {
+            path if path.is_empty() || path == "/" => None,
+            path if path.ends_with('/') || path.contains("//") => {
+                return Err(unusable(
+                    scheme,
+                    "has a chroot that ends in `/` or has two in a row; write the path of a node, such as `/app`",
+                ));
+            }
+            path => Some(path),
+        };
+        Ok(Self {
+            scheme: scheme.name,
+            hosts: servers(hosts, scheme, PORT, &form)?,
+            chroot,
+            login: login.map(|login| self::login(login, scheme)).transpose()?,
+        })
+    }
+}
+
+fn login(login: &str, scheme: &Scheme) -> Result<(Secret, Secret), ConfigError> {
+    let text = |part: &str| decoded_text(part, scheme, "a user or a password").map(Secret::new);
+    match login.split_once(':') {
+        Some((user, password)) if !user.is_empty() => Ok((text(user)?, text(password)?)),
+        _ => Err(unusable(
+            scheme,
+            "names a user and no password, or neither; write `USER:PASSWORD@`",
+        )),
+    }
+}
+
+/// Where ZooKeeper listens unless it is told otherwise.
+const PORT: u16 = 2_181;
+
+#[cfg(all(test, feature = "zk"))]
+mod tests {
+    use super::*;
+    use crate::store_url::{Store, StoreUrl};
+
+    fn parsed(url: &str) -> ZkServers {
+        match StoreUrl::parse(url) {
+            Ok(StoreUrl { store: Store::Zk(servers), .. }) => servers,
+            other => panic!("{url}: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn servers_chroot_and_login_are_read() {
+        let servers = parsed("zk://app:p%40ss@zk1,zk2:2182,[::1]:1/app/locks?lease=10s");
+        let hosts = [("zk1", 2_181), ("zk2", 2_182), ("::1", 1)];
+        assert_eq!(servers.hosts, hosts.map(|(name, port)| (name.to_owned(), port)));
+        assert_eq!(servers.chroot.as_deref(), Some("/app/locks"));
+        assert_eq!(servers.login, Some((Secret::new("app"), Secret::new("p@ss"))));
+        for url in ["zk://h", "zk://h/"] {
+            assert_eq!((parsed(url).chroot, parsed(url).login), (None, None));
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_read_says_what_to_write_and_shows_nothing() {
+        for (url, hint) in [
+            ("zk:", "names no server"),
+            ("zk://", "names no server"),
+            ("zk:///app", "names no server"),
+            ("zk://h:0", "from 1 to 65535"),
+            ("zk://h,,g", "from 1 to 65535"),
+            ("zk://h,h:2181", "twice"),
+            ("zk://canary@h", "USER:PASSWORD@"),
+            ("zk://:canary@h", "USER:PASSWORD@"),
+            ("zk://h/a/", "such as `/app`"),
+            ("zk://h/a//b", "such as `/app`"),
+            ("zk://u:can@ary@h", "`%40`"),
+        ] {
+            let error = StoreUrl::parse(url).unwrap_err().to_string();
+            assert!(error.contains(hint) && !error.contains("canary"), "{url}: {error}");
+        }
+    }
+}

@@ -1,0 +1,433 @@
+//! Locks that are rows, locked by a transaction of their own.
+
+use std::error::Error as _;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use registry_core::{
+    Attempt, Claim, GuaranteeClass, LockBackend, LockError, LockGuard, LockRegistry, Registry,
+    Release, Renewal,
+};
+use registry_jdbc::sqlx::{Connection, Executor, PgConnection};
+use registry_jdbc::{
+    Fence, FenceError, LockIn, PostgresConfig, PostgresRowBackend, PostgresSessionBackend,
+    RowLocksExhausted,
+};
+use registry_testkit::pgbouncer::PgBouncer;
+use registry_testkit::postgres::PostgresServer;
+use tokio::time::timeout;
+
+use crate::lab::{LEASE, SOON, backend, busy, claim, config, data, grant, key, lock, server};
+
+/// What a holder must be told in: well before its next renewal.
+const AT_ONCE: Duration = Duration::from_secs(5);
+
+const A_MOMENT: Duration = Duration::from_secs(1);
+
+async fn row(config: PostgresConfig) -> Arc<PostgresRowBackend> {
+    Arc::new(PostgresRowBackend::open(config).await.unwrap())
+}
+
+fn over(backend: Arc<dyn LockBackend>) -> Registry {
+    Registry::builder(backend).build().unwrap()
+}
+
+async fn registry(server: &PostgresServer) -> Registry {
+    over(row(config(server)).await)
+}
+
+async fn session(server: &PostgresServer) -> Registry {
+    over(Arc::new(PostgresSessionBackend::open(config(server)).await.unwrap()))
+}
+
+async fn attempt(backend: &dyn LockBackend, claim: &Claim) -> Attempt {
+    backend.try_acquire(claim).await.unwrap()
+}
+
+async fn is_free(registry: &Registry, key: &str) -> bool {
+    registry.obtain(key).try_lock().await.unwrap().is_some()
+}
+
+/// The server's processes that have a row locked.
+const HOLDERS: &str = "SELECT pid FROM pg_stat_activity WHERE state = 'idle in transaction'";
+
+async fn holders(server: &PostgresServer) -> usize {
+    server.sql(HOLDERS).await.unwrap().lines().filter(|line| !line.is_empty()).count()
+}
+
+#[tokio::test]
+async fn a_holder_is_told_at_once_that_its_connection_was_cut_and_others_keep_their_locks() {
+    let server = server().await;
+    let (first, second) = (registry(&server).await, registry(&server).await);
+    let cut = lock(&first, "orders/42").await;
+    let pid = server.sql(HOLDERS).await.unwrap();
+    let kept = lock(&first, "orders/43").await;
+    let began = Instant::now();
+    server.sql(&format!("SELECT pg_terminate_backend({pid})")).await.unwrap();
+    timeout(SOON, cut.lost()).await.unwrap();
+    assert!(began.elapsed() < AT_ONCE, "after {:?}", began.elapsed());
+    let next = timeout(SOON, second.obtain("orders/42").lock()).await.unwrap().unwrap();
+    assert!(next.fencing_token() > cut.fencing_token());
+    assert!(kept.is_held() && !is_free(&second, "orders/43").await);
+    kept.unlock().await.unwrap();
+    // It goes on with another connection.
+    lock(&first, "orders/43").await.unlock().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_server_that_is_started_anew_has_no_locks_and_their_holders_know() {
+    let mut server = server().await;
+    let registry = registry(&server).await;
+    let guard = lock(&registry, "orders/42").await;
+    lock(&registry, "orders/43").await.unlock().await.unwrap();
+    server.kill();
+    timeout(SOON, guard.lost()).await.unwrap();
+    server.start_again().await.unwrap();
+    let next = timeout(SOON, registry.obtain("orders/42").lock()).await.unwrap().unwrap();
+    assert!(next.fencing_token() > guard.fencing_token());
+}
+
+#[tokio::test]
+async fn a_lock_ends_with_its_process_and_not_with_a_lease() {
+    let server = server().await;
+    let other = registry(&server).await;
+    // A runtime that is shut down stands for a process that dies: the socket is closed, and nobody says good-bye.
+    let config = config(&server);
+    tokio::task::spawn_blocking(move || {
+        let runtime = tokio::runtime::Runtime::new().unwrap();
+        runtime.block_on(async {
+            let granted = attempt(&*row(config).await, &claim("orders/42")).await;
+            assert!(matches!(granted, Attempt::Granted(_)));
+        });
+        runtime.shutdown_background();
+    })
+    .await
+    .unwrap();
+    let began = Instant::now();
+    let guard = timeout(SOON, other.obtain("orders/42").lock()).await.unwrap().unwrap();
+    assert!(began.elapsed() < LEASE / 2, "after {:?}", began.elapsed());
+    assert!(guard.is_held());
+}
+
+#[tokio::test]
+async fn each_lock_has_a_connection_and_who_wants_too_many_is_told_so() {
+    let server = server().await;
+    let limited = row(config(&server).with_row_locks(2)).await;
+    let registry = over(Arc::<PostgresRowBackend>::clone(&limited));
+    let guards = [lock(&registry, "a").await, lock(&registry, "b").await];
+    assert_eq!(holders(&server).await, 2);
+    let error = registry.obtain("c").try_lock().await.unwrap_err();
+    assert!(error.is_retryable(), "{error:?}");
+    let LockError::Backend { source, .. } = &error else { panic!("{error:?}") };
+    assert!(source.refused() && source.to_string().contains("row_locks"), "{source}");
+    let exhausted = source.source().and_then(|source| source.downcast_ref());
+    assert_eq!(exhausted.map(|exhausted: &RowLocksExhausted| exhausted.locks_max), Some(2));
+    // Who has the one that is wanted is told all the same, if it is one of us.
+    let twin = over(limited);
+    assert!(!is_free(&twin, "a").await);
+    // Somebody waits for a place as well as for a lock.
+    let third = registry.obtain("c");
+    let mut waiting = Box::pin(third.lock());
+    assert!(timeout(Duration::from_millis(300), &mut waiting).await.is_err());
+    let [first, second] = guards;
+    first.unlock().await.unwrap();
+    let third = timeout(SOON, waiting).await.unwrap().unwrap();
+    second.unlock().await.unwrap();
+    third.unlock().await.unwrap();
+    assert_eq!(holders(&server).await, 0);
+}
+
+#[tokio::test]
+async fn who_waits_has_no_connection_and_is_woken_by_a_release_in_another_process() {
+    let server = server().await;
+    let (a, b) = (registry(&server).await, registry(&server).await);
+    let guards = [lock(&a, "orders/1").await, lock(&a, "orders/2").await];
+    let handles = [b.obtain("orders/1"), b.obtain("orders/2")];
+    let mut waiting = handles.iter().map(|handle| Box::pin(handle.lock())).collect::<Vec<_>>();
+    for waiting in &mut waiting {
+        assert!(timeout(Duration::from_millis(300), waiting).await.is_err());
+    }
+    assert_eq!(holders(&server).await, 2);
+    for guard in guards {
+        guard.unlock().await.unwrap();
+    }
+    for waiting in waiting {
+        drop(timeout(SOON, waiting).await.unwrap().unwrap());
+    }
+}
+
+#[tokio::test]
+async fn cancelled_waits_leave_no_lock_behind() {
+    let server = server().await;
+    let (a, b) = (registry(&server).await, registry(&server).await);
+    let guard = lock(&a, "orders/42").await;
+    for n in 1..20 {
+        let waiting = b.obtain("orders/42");
+        assert!(timeout(Duration::from_millis(n), waiting.lock()).await.is_err());
+    }
+    guard.unlock().await.unwrap();
+    for n in 1..20 {
+        let free = b.obtain("orders/42");
+        let _ = timeout(Duration::from_micros(150 * n), free.lock()).await;
+    }
+    b.idle().await;
+    assert_eq!(holders(&server).await, 0);
+    lock(&a, "orders/42").await.unlock().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_lock_that_nobody_renews_is_given_back_when_its_lease_is_over() {
+    let server = server().await;
+    let (a, b) = (row(config(&server)).await, registry(&server).await);
+    let short = Claim::new(key("orders/42"), Duration::from_millis(300));
+    assert!(matches!(attempt(&*a, &short).await, Attempt::Granted(_)));
+    let guard = timeout(SOON, b.obtain("orders/42").lock()).await.unwrap().unwrap();
+    assert!(guard.is_held());
+    assert!(matches!(a.renew(std::slice::from_ref(&short)).await[0], Ok(Renewal::Gone)));
+    assert_eq!(a.release(&short).await.unwrap(), Release::NotHeld);
+}
+
+#[tokio::test]
+async fn leases_rows_and_transactions_of_the_caller_exclude_each_other_and_tokens_grow() {
+    let server = server().await;
+    let (leases, rows) = (backend(config(&server)).await, row(config(&server)).await);
+    let registry = over(Arc::<PostgresRowBackend>::clone(&rows));
+    let mut data = data(&server).await;
+
+    let lease = claim("orders/42");
+    let first = grant(&leases, &lease).await.token.unwrap();
+    assert!(matches!(attempt(&*rows, &claim("orders/42")).await, Attempt::Busy(_)));
+    leases.release(&lease).await.unwrap();
+
+    let held = claim("orders/42");
+    let Attempt::Granted(second) = attempt(&*rows, &held).await else { panic!("busy") };
+    let second = second.token.unwrap();
+    busy(&leases, &claim("orders/42")).await;
+    let mut tx = data.begin().await.unwrap();
+    assert_eq!(registry.try_lock_in(&mut tx, "orders/42").await.unwrap(), None);
+    rows.release(&held).await.unwrap();
+
+    let third = registry.lock_in(&mut tx, "orders/42").await.unwrap().fencing_token();
+    assert!(matches!(attempt(&*rows, &claim("orders/42")).await, Attempt::Busy(_)));
+    tx.commit().await.unwrap();
+    let fourth = grant(&leases, &lease).await.token.unwrap();
+    assert!(first < second && second < third && third < fourth);
+}
+
+#[tokio::test]
+async fn a_server_that_stands_still_for_a_moment_costs_no_lock_and_one_that_stays_silent_does() {
+    let server = server().await;
+    let config = config(&server).with_response_timeout(Duration::from_secs(3));
+    let registry = over(row(config).await);
+    let guard = lock(&registry, "orders/42").await;
+    let pid: i32 = server.sql(HOLDERS).await.unwrap().parse().unwrap();
+    let other = lock(&registry, "orders/43").await;
+    server.pause_backend(pid).unwrap();
+    assert!(timeout(A_MOMENT, guard.lost()).await.is_err());
+    server.resume_backend(pid).unwrap();
+    assert!(timeout(A_MOMENT, guard.lost()).await.is_err());
+    server.pause_backend(pid).unwrap();
+    timeout(SOON, guard.lost()).await.unwrap();
+    assert!(other.is_held(), "it has a connection of its own");
+    assert_eq!(holders(&server).await, 2, "the row is locked still");
+    server.resume_backend(pid).unwrap();
+    drop(timeout(SOON, registry.obtain("orders/42").lock()).await.unwrap().unwrap());
+}
+
+#[tokio::test]
+async fn a_rule_of_the_server_for_idle_transactions_does_not_end_a_lock_that_is_held() {
+    let server = server().await;
+    let (a, b) = (registry(&server).await, registry(&server).await);
+    // As an administrator's rule would: ours overrules it.
+    server.sql("ALTER SYSTEM SET idle_in_transaction_session_timeout = '700ms'").await.unwrap();
+    server.sql("SELECT pg_reload_conf()").await.unwrap();
+    let guard = lock(&a, "orders/42").await;
+    assert!(timeout(Duration::from_secs(2), guard.lost()).await.is_err());
+    assert!(!is_free(&b, "orders/42").await);
+    guard.unlock().await.unwrap();
+}
+
+#[tokio::test]
+async fn a_pooler_in_transaction_mode_carries_row_locks_and_its_end_is_told() {
+    let server = server().await;
+    let mut bouncer = PgBouncer::start_with(&server, &["default_pool_size = 3"]).await.unwrap();
+    let through = PostgresConfig::from_url(&bouncer.url()).unwrap().with_prepared(false);
+    let through = through.with_listen(&server.url()).unwrap();
+    let (a, b) = (over(row(through).await), registry(&server).await);
+    let guards = [lock(&a, "orders/42").await, lock(&a, "orders/43").await];
+    assert!(!is_free(&b, "orders/42").await && !is_free(&b, "orders/43").await);
+    // Nothing of what was said for one transaction is left to the next one on the same connection.
+    for turn in 0..20 {
+        lock(&a, &format!("turn/{turn}")).await.unlock().await.unwrap();
+    }
+    let [first, second] = guards;
+    first.unlock().await.unwrap();
+    drop(lock(&b, "orders/42").await);
+    bouncer.kill();
+    timeout(SOON, second.lost()).await.unwrap();
+    drop(timeout(SOON, b.obtain("orders/43").lock()).await.unwrap().unwrap());
+}
+
+#[tokio::test]
+async fn what_is_promised_is_told() {
+    let server = server().await;
+    let backend = row(config(&server)).await;
+    let capabilities = backend.capabilities();
+    assert_eq!(capabilities.class, GuaranteeClass::C);
+    assert_eq!(capabilities.lease_max, PostgresRowBackend::SILENCE);
+    assert!(capabilities.tells_losses && capabilities.fencing && !capabilities.inspect);
+    let findings = backend.diagnose().await.unwrap();
+    assert!(!findings.iter().any(|finding| finding.message.contains("row")), "{findings:?}");
+    let many = row(config(&server).with_row_locks(1_000)).await;
+    let findings = many.diagnose().await.unwrap();
+    assert!(findings.iter().any(|f| f.message.contains("max_connections")), "{findings:?}");
+    let none = PostgresRowBackend::open(config(&server).with_row_locks(0)).await.unwrap_err();
+    assert!(!none.is_retryable(), "{none}");
+}
+
+async fn sell(guard: &LockGuard, data: &mut PgConnection) -> Result<(), FenceError> {
+    let mut transaction = data.begin().await.unwrap();
+    guard.fence(&mut transaction).await?;
+    transaction.execute("INSERT INTO sale VALUES ('7')").await.unwrap();
+    transaction.commit().await.unwrap();
+    Ok(())
+}
+
+async fn fences(server: &PostgresServer, a: Registry, b: Registry) {
+    server.sql("DROP TABLE IF EXISTS sale; CREATE TABLE sale (coupon text)").await.unwrap();
+    let (mut data, mut second) = (data(server).await, data(server).await);
+    let guard = lock(&a, "coupon/7").await;
+    sell(&guard, &mut data).await.unwrap();
+    // The next holder comes after the commit, even if the server has ended the lock.
+    let mut open = second.begin().await.unwrap();
+    guard.fence(&mut open).await.unwrap();
+    open.execute("INSERT INTO sale VALUES ('7')").await.unwrap();
+    let cut = "SELECT pg_terminate_backend(pid, 5000) FROM pg_locks WHERE locktype = 'advisory' AND granted";
+    server.sql(cut).await.unwrap();
+    let next = b.obtain("coupon/7");
+    let mut waiting = Box::pin(next.lock());
+    assert!(timeout(Duration::from_secs(1), &mut waiting).await.is_err(), "granted too early");
+    open.commit().await.unwrap();
+    let next = timeout(SOON, waiting).await.unwrap().unwrap();
+    // And who has lost it commits no more, whether it has heard or not.
+    let error = sell(&guard, &mut data).await.unwrap_err();
+    assert!(matches!(error, FenceError::Lost { .. }), "{error:?}");
+    sell(&next, &mut data).await.unwrap();
+    assert_eq!(server.sql("SELECT count(*) FROM sale").await.unwrap(), "3");
+}
+
+#[tokio::test]
+async fn a_transaction_is_fenced_by_a_row_lock() {
+    let server = server().await;
+    fences(&server, registry(&server).await, registry(&server).await).await;
+}
+
+#[tokio::test]
+async fn a_transaction_is_fenced_by_a_lock_of_a_session() {
+    let server = server().await;
+    fences(&server, session(&server).await, session(&server).await).await;
+}
+
+/// As the next holder would, if it were faster than the news.
+#[tokio::test]
+async fn a_holder_that_heard_nothing_cannot_commit_after_the_next_grant() {
+    let server = server().await;
+    server.sql("CREATE TABLE sale (coupon text)").await.unwrap();
+    let mut data = data(&server).await;
+    let stale = lock(&session(&server).await, "coupon/7").await;
+    let table = "UPDATE lock_registry_locks SET claim = '\\x01', token = token + block";
+    server.sql(table).await.unwrap();
+    assert!(stale.is_held());
+    let error = sell(&stale, &mut data).await.unwrap_err();
+    assert!(matches!(error, FenceError::Lost { .. }), "{error:?}");
+}
+
+#[tokio::test]
+async fn a_transaction_of_the_caller_and_a_session_exclude_each_other() {
+    let server = server().await;
+    let (a, b) = (session(&server).await, session(&server).await);
+    let mut data = data(&server).await;
+    let guard = lock(&a, "orders/42").await;
+    let token = guard.fencing_token().unwrap();
+    let mut tx = data.begin().await.unwrap();
+    assert_eq!(b.try_lock_in(&mut tx, "orders/42").await.unwrap(), None);
+    let limit = Duration::from_millis(300);
+    assert_eq!(b.try_lock_in_for(&mut tx, "orders/42", limit).await.unwrap(), None);
+    let mut waiting = Box::pin(b.lock_in(&mut tx, "orders/42"));
+    assert!(timeout(limit, &mut waiting).await.is_err());
+    guard.unlock().await.unwrap();
+    let mine = timeout(SOON, waiting).await.unwrap().unwrap();
+    assert!(mine.fencing_token() > token);
+    assert!(!is_free(&a, "orders/42").await);
+    let handle = a.obtain("orders/42");
+    let mut waiting = Box::pin(handle.lock());
+    assert!(timeout(limit, &mut waiting).await.is_err());
+    tx.commit().await.unwrap();
+    let next = timeout(SOON, waiting).await.unwrap().unwrap();
+    assert!(next.fencing_token().unwrap() > mine.fencing_token());
+}
+
+/// Runs on real time: what ends a silent holder's lock is the server's clock.
+#[tokio::test]
+async fn the_server_frees_what_a_frozen_process_holds_after_a_minute_and_no_sooner() {
+    let server = server().await;
+    let (rows, sessions) = (registry(&server).await, session(&server).await);
+    let namespace = "sessions";
+    let apart = config(&server).with_namespace(namespace);
+    let sessions_apart = over(Arc::new(PostgresSessionBackend::open(apart.clone()).await.unwrap()));
+    let (frozen_row, frozen_session) = (config(&server), apart);
+    let (holds, held) = tokio::sync::oneshot::channel();
+    let (thaw, thawed) = std::sync::mpsc::channel::<()>();
+    // A runtime of one thread that does nothing else: whatever it had to do stands still.
+    let frozen = std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let locked = runtime.block_on(async {
+            let row = over(row(frozen_row).await);
+            let session = PostgresSessionBackend::open(frozen_session).await.unwrap();
+            let session = over(Arc::new(session));
+            let guards = [lock(&row, "orders/42").await, lock(&session, "orders/42").await];
+            (row, session, guards)
+        });
+        holds.send(()).unwrap();
+        thawed.recv().ok();
+        runtime.block_on(async {
+            for guard in &locked.2 {
+                assert!(!guard.is_held(), "it was ended long ago");
+                timeout(SOON, guard.lost()).await.unwrap();
+            }
+        });
+    });
+    held.await.unwrap();
+    let began = Instant::now();
+    // Beside it one that lives: its row is deleted when it is old, and a fence finds it all the same.
+    let kept = lock(&sessions, "kept").await;
+    let keys = ["orders/42", "orders/42"];
+    let waits = [&rows, &sessions_apart].into_iter().zip(keys).map(|(registry, key)| async move {
+        let guard = timeout(4 * SOON, registry.obtain(key).lock()).await.unwrap().unwrap();
+        (began.elapsed(), guard)
+    });
+    for (after, guard) in futures_util::future::join_all(waits).await {
+        assert!(after > Duration::from_secs(55), "it was free after {after:?}");
+        assert!(guard.is_held());
+    }
+    assert!(kept.is_held());
+    server.sql("DELETE FROM lock_registry_locks WHERE key = 'kept'").await.unwrap();
+    let mut data = data(&server).await;
+    let mut tx = data.begin().await.unwrap();
+    kept.fence(&mut tx).await.unwrap();
+    tx.commit().await.unwrap();
+    thaw.send(()).unwrap();
+    frozen.join().unwrap();
+}
+
+#[tokio::test]
+async fn a_transaction_elsewhere_is_not_fenced() {
+    let server = server().await;
+    let elsewhere = crate::lab::server().await;
+    let guard = lock(&registry(&server).await, "coupon/7").await;
+    backend(config(&elsewhere)).await;
+    let mut data = data(&elsewhere).await;
+    let mut tx = data.begin().await.unwrap();
+    let error = guard.fence(&mut tx).await.unwrap_err();
+    assert!(matches!(error, FenceError::OtherDatabase), "{error:?}");
+}

@@ -1,0 +1,180 @@
+//! What a line costs those who stand in it, and the servers: counted by what the server says that each client has sent and got.
+#![cfg(target_os = "linux")]
+#![expect(clippy::unwrap_used, reason = "a helper of tests, which may")]
+#![expect(clippy::print_stdout, reason = "figures are printed for those who ask for them")]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::future::{join_all, try_join_all};
+use registry_core::{LockGuard, LockRegistry as _, Registry};
+use registry_testkit::zookeeper::{ClientOfServer, ZooKeeperOptions, ZooKeeperServer};
+use registry_testkit::{eventually, within};
+use registry_zk::{ZkBackend, ZkConfig};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep};
+use zookeeper_client::{Acls, Client, CreateMode};
+
+/// Long enough for any machine; reached only by a test that fails.
+const LONG: Duration = Duration::from_secs(60);
+/// So long that nobody asks anything while a test runs but what it is about.
+const SESSION: Duration = Duration::from_secs(100);
+/// Where the store has the lock of the key `k`.
+const LOCK: &str = "/lock-registry/default/k";
+
+async fn server() -> ZooKeeperServer {
+    ZooKeeperServer::start_with(ZooKeeperOptions::new().without_fsync()).await.unwrap()
+}
+
+/// A client of its own.
+struct Ours {
+    backend: Arc<ZkBackend>,
+    registry: Registry,
+}
+
+impl Ours {
+    async fn open(server: &ZooKeeperServer, session: Duration) -> Self {
+        let config = ZkConfig::new(&server.addr().to_string()).unwrap();
+        let backend = ZkBackend::open(config.with_session_timeout(session)).await.unwrap();
+        let backend = Arc::new(backend);
+        let builder = Registry::builder(Arc::clone(&backend) as Arc<_>);
+        let lease = backend.session_timeout() / 2;
+        Self { registry: builder.lease(lease).build().unwrap(), backend }
+    }
+
+    /// What the server has counted of this client.
+    async fn counts(&self, server: &ZooKeeperServer) -> ClientOfServer {
+        let session = self.backend.session_id().unwrap();
+        let clients = server.clients().await.unwrap();
+        *clients.iter().find(|client| client.session == session).unwrap()
+    }
+
+    async fn lock(&self) -> LockGuard {
+        self.registry.obtain("k").lock().await.unwrap()
+    }
+}
+
+async fn in_line(operator: &Client) -> usize {
+    operator.list_children(LOCK).await.map_or(0, |line| line.len())
+}
+
+/// Whoever stands in line has asked for all that it will ask for.
+async fn until_watched(server: &ZooKeeperServer, watches: u64) {
+    let all = async || server.figure("zk_watch_count").await.unwrap() >= watches;
+    eventually(LONG, all).await;
+}
+
+#[tokio::test]
+async fn who_waits_behind_500_others_is_told_once() {
+    const OTHERS: usize = 500;
+    let server = server().await;
+    let operator = Client::connect(&server.addr().to_string()).await.unwrap();
+    operator.mkdir(LOCK, &CreateMode::Container.with_acls(Acls::anyone_all())).await.unwrap();
+    let ephemeral = CreateMode::EphemeralSequential.with_acls(Acls::anyone_all());
+    let others = (0..OTHERS).map(|other| {
+        let path = format!("{LOCK}/_c_00000000-0000-4000-8000-{other:012}-lock-");
+        let operator = &operator;
+        let ephemeral = &ephemeral;
+        async move {
+            let (_, number) = operator.create(&path, b"another", ephemeral).await?;
+            Ok::<_, zookeeper_client::Error>(format!("{path}{number}"))
+        }
+    });
+    let others = try_join_all(others).await.unwrap();
+
+    let ours = Ours::open(&server, SESSION).await;
+    let lock = ours.registry.obtain("k");
+    let waiting = tokio::spawn(async move { lock.lock().await });
+    eventually(LONG, async || in_line(&operator).await == OTHERS + 1).await;
+    until_watched(&server, 1).await;
+    let before = ours.counts(&server).await;
+    // The head goes, and each that has become it, until nobody is before us.
+    for other in &others {
+        assert!(!waiting.is_finished());
+        operator.delete(other, None).await.unwrap();
+    }
+    let guard = within(LONG, waiting).await.unwrap().unwrap();
+    let after = ours.counts(&server).await;
+    let asked = after.received - before.received;
+    println!("{} events, {asked} requests and pings", after.events() - before.events());
+    assert_eq!(after.events() - before.events(), 1);
+    // A look, which is two questions; a ping or a heartbeat may have come between.
+    assert!(asked <= 6, "{asked}");
+    guard.unlock().await.unwrap();
+}
+
+#[tokio::test]
+async fn the_end_of_the_head_wakes_exactly_one_client() {
+    const WAITING: usize = 20;
+    let server = server().await;
+    let operator = Client::connect(&server.addr().to_string()).await.unwrap();
+    let head = Ours::open(&server, SESSION).await;
+    let guard = head.lock().await;
+    let clients = join_all((0..WAITING).map(|_| Ours::open(&server, SESSION))).await;
+    let mut waiting = JoinSet::new();
+    for (number, client) in clients.iter().enumerate() {
+        let lock = client.registry.obtain("k");
+        waiting.spawn(async move { (number, lock.lock().await.unwrap()) });
+        // One after the other, so that their order is known.
+        eventually(LONG, async || in_line(&operator).await == number + 2).await;
+    }
+    until_watched(&server, WAITING as u64).await;
+    let counts = async || {
+        let counts = clients.iter().map(async |client| client.counts(&server).await);
+        join_all(counts).await
+    };
+    let events = |before: &[ClientOfServer], after: &[ClientOfServer]| -> Vec<u64> {
+        let pairs = before.iter().zip(after);
+        pairs.map(|(before, after)| after.events() - before.events()).collect()
+    };
+
+    // First by an end of its session, then by releases.
+    let mut before = counts().await;
+    server.end_session(head.backend.session_id().unwrap()).await.unwrap();
+    for next in 0..WAITING {
+        let (number, guard) = within(LONG, waiting.join_next()).await.unwrap().unwrap();
+        assert_eq!(number, next, "in the order of arrival");
+        let after = counts().await;
+        let told = events(&before, &after);
+        // Whoever has let go had watched its own node, and is told that it went.
+        let is_woken = |client: &usize| told[*client] > 0 && client + 1 != next;
+        assert_eq!((0..WAITING).filter(is_woken).collect::<Vec<_>>(), [next], "{told:?}");
+        assert_eq!(told[next], 1);
+        before = after;
+        guard.unlock().await.unwrap();
+    }
+    drop(guard);
+}
+
+/// Holds so many locks for a while, and tells what the client has sent meanwhile.
+async fn sent_while_held(server: &ZooKeeperServer, locks: usize, time: Duration) -> u64 {
+    let ours = Ours::open(server, Duration::from_secs(10)).await;
+    let mut guards = Vec::new();
+    for lock in 0..locks {
+        guards.push(ours.registry.obtain(&format!("held/{lock}")).lock().await.unwrap());
+    }
+    // The first look at each of them is over.
+    until_watched(server, locks as u64).await;
+    sleep(Duration::from_secs(6)).await;
+    let (before, begun) = (ours.counts(server).await, Instant::now());
+    sleep(time).await;
+    let (after, took) = (ours.counts(server).await, begun.elapsed());
+    assert!(guards.iter().all(LockGuard::is_held));
+    let sent = after.received - before.received;
+    println!("{locks} locks held for {took:?}: {sent} packets");
+    assert_eq!(after.events(), before.events());
+    drop(guards);
+    ours.registry.close(LONG).await;
+    sent
+}
+
+#[tokio::test]
+async fn a_thousand_locks_cost_no_more_than_one() {
+    const TIME: Duration = Duration::from_secs(10);
+    let server = server().await;
+    let one = sent_while_held(&server, 1, TIME).await;
+    let many = sent_while_held(&server, 1_000, TIME).await;
+    // A heartbeat for each tenth of the session's time-out, a look before each third of the lease, and the client's own pings.
+    assert!(one <= 30, "{one}");
+    assert!(many <= one + 10, "{many} for a thousand, {one} for one");
+}

@@ -1,0 +1,35 @@
+//! A balance that is kept in ZooKeeper, beside the lock that protects it: written together with a check that the lock is still held.
+//!
+//! Give the servers as an argument, or in `ZOOKEEPER`: `zookeeper zk://127.0.0.1:2181`.
+
+use lock_registry::{LockRegistry, Multi, RegistryConfig, ZkFenceError};
+
+type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
+
+#[tokio::main(flavor = "current_thread")]
+async fn main() -> Result<()> {
+    let url = std::env::args().nth(1).or_else(|| std::env::var("ZOOKEEPER").ok());
+    let Some(url) = url else {
+        println!("give the URL of a ZooKeeper, such as zk://127.0.0.1:2181");
+        return Ok(());
+    };
+    // ANCHOR: multi
+    let registry = RegistryConfig::new().url(url).label("payroll").connect().await?;
+    let guard = registry.obtain("account/42").lock().await?;
+    // Made together or not at all, and only if nobody else was granted the lock since.
+    let written = guard
+        .multi()?
+        .create("/account-42", "17.50")
+        .create("/account-42/journal", "opened")
+        .commit()
+        .await;
+    match written {
+        Ok(_) => println!("opened under token {:?}", guard.fencing_token()),
+        Err(ZkFenceError::Lost { key, .. }) => println!("{key} was lost; nothing was written"),
+        Err(ZkFenceError::Refused { step, source, .. }) => println!("write {step}: {source}"),
+        Err(error) => return Err(error.into()),
+    }
+    guard.unlock().await?;
+    // ANCHOR_END: multi
+    Ok(())
+}
