@@ -66,7 +66,7 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>>;
 
     /// How many claims are renewed in one call at most; at least one. More make fewer calls, and each of them longer, which
-    /// holds up whoever else asks the store. The default is 100.
+    /// holds up whoever else asks the store. A call that has room takes along claims that are due soon. The default is 100.
     fn renewals_max(&self) -> usize {
         100
     }

@@ -66,6 +66,8 @@ pub(crate) enum Tick {
     Nothing,
     Renew {
         ask: Duration,
+        /// It is not for the time, but to hear whether the claim is still held.
+        is_look: bool,
         /// The renewal before was not answered.
         unanswered: bool,
     },
@@ -363,18 +365,19 @@ impl HeldClaim {
                     state.lease.look_sent(now, answer_limit)
                 };
                 self.seat(&mut state, now);
-                Tick::Renew { ask, unanswered }
+                Tick::Renew { ask, is_look: matches!(due, Due::Look(_)), unanswered }
             }
         }
     }
 
-    /// How much time to ask for now, because others are being renewed. `None` if it is better left as it is.
-    pub(crate) fn join(self: &Arc<Self>, now: Moment) -> Option<Duration> {
+    /// How much time to ask for now, because others are being renewed; `together` if this one more costs nothing. `None` if it is better
+    /// left as it is.
+    pub(crate) fn join(self: &Arc<Self>, now: Moment, together: bool) -> Option<Duration> {
         let mut state = self.state();
         if state.phase != Phase::Held {
             return None;
         }
-        let ask = state.lease.joins(now)?;
+        let ask = state.lease.joins(now, together)?;
         let answer_limit = self.engine().defaults.answer_limit.min(state.lease.length() / 6);
         state.lease.renewal_sent(now, answer_limit);
         self.unseat(&mut state);

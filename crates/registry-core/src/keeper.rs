@@ -155,6 +155,13 @@ impl Keeper {
         self.0.schedule().seats.values().cloned().collect()
     }
 
+    /// The claims that are to be renewed next, the first ones first.
+    fn next_renewals(&self, count: usize) -> Vec<Arc<HeldClaim>> {
+        let schedule = self.0.schedule();
+        let renewals = schedule.seats.iter().filter(|(seat, _)| seat.renewal);
+        renewals.take(count).map(|(_, held)| Arc::clone(held)).collect()
+    }
+
     /// How often the store may have told something that was not heard.
     pub(crate) fn gaps(&self) -> u32 {
         self.0.gaps.load(Ordering::Relaxed)
@@ -239,6 +246,25 @@ impl fmt::Debug for Keeper {
     }
 }
 
+/// What is asked about the claims of one shard: call by call.
+#[derive(Default)]
+struct Batches(Vec<Vec<(Weak<HeldClaim>, Claim)>>);
+
+impl Batches {
+    fn add(&mut self, held: &Arc<HeldClaim>, ask: Duration, batch_max: usize) {
+        let claim = (Arc::downgrade(held), held.claim().clone().with_lease(ask));
+        match self.0.last_mut().filter(|last| last.len() < batch_max) {
+            Some(last) => last.push(claim),
+            None => self.0.push(vec![claim]),
+        }
+    }
+
+    /// How many more the last call takes.
+    fn room(&self, batch_max: usize) -> usize {
+        self.0.last().map_or(0, |last| batch_max.saturating_sub(last.len()))
+    }
+}
+
 /// One renewal call and whom it is for.
 struct Batch {
     /// A claim that has ended in the meantime is nobody's business, and must not keep its slot alive.
@@ -268,38 +294,38 @@ async fn work(listening: Listening, backend: Arc<dyn LockBackend>) {
         let Some(due) = keeper.due(now) else {
             break;
         };
-        let mut renewals: BTreeMap<u32, Vec<(Weak<HeldClaim>, Claim)>> = BTreeMap::new();
+        let mut renewals: BTreeMap<u32, Batches> = BTreeMap::new();
+        let batch_max = renewals_max(&*backend);
+        let mut is_due = false;
         for (seat, held) in due {
             match held.tick(seat, now) {
                 Tick::Nothing => {}
                 Tick::Lose(reason) => _ = held.lose(reason),
-                Tick::Renew { ask, unanswered } => {
+                Tick::Renew { ask, is_look, unanswered } => {
                     if unanswered {
                         held.renewal_unanswered(now);
                     }
-                    let claim = held.claim().clone().with_lease(ask);
-                    renewals
-                        .entry(shard(&*backend, &claim))
-                        .or_default()
-                        .push((Arc::downgrade(&held), claim));
+                    is_due |= !is_look;
+                    let batches = renewals.entry(shard(&*backend, held.claim())).or_default();
+                    batches.add(&held, ask, batch_max);
                 }
             }
         }
-        if !renewals.is_empty() && renews_together(&*backend) {
-            for held in keeper.all() {
-                let Some(renewals) = renewals.get_mut(&shard(&*backend, held.claim())) else {
-                    continue;
-                };
-                if let Some(ask) = held.join(now) {
-                    let claim = held.claim().clone().with_lease(ask);
-                    renewals.push((Arc::downgrade(&held), claim));
+        if is_due {
+            let together = renews_together(&*backend);
+            let room = renewals.values().map(|batches| batches.room(batch_max));
+            let room = room.fold(0, usize::saturating_add);
+            for held in keeper.next_renewals(room) {
+                let batches = renewals.get_mut(&shard(&*backend, held.claim()));
+                if let Some(batches) = batches.filter(|batches| batches.room(batch_max) > 0)
+                    && let Some(ask) = held.join(now, together)
+                {
+                    batches.add(&held, ask, batch_max);
                 }
             }
         }
-        for (_, shard) in renewals {
-            for batch in shard.chunks(renewals_max(&*backend)) {
-                calls.push(renew(Arc::clone(&backend), batch.to_vec(), now));
-            }
+        for batch in renewals.into_values().flat_map(|batches| batches.0) {
+            calls.push(renew(Arc::clone(&backend), batch, now));
         }
         if heard {
             // Others on this thread have to come round too, however much the store tells.

@@ -161,9 +161,11 @@ impl Lease {
         Due::At(next)
     }
 
-    /// How much time to ask for at `now`, before it is due, because others are being renewed. `None` if that was done a moment ago.
-    pub(crate) fn joins(&self, now: Moment) -> Option<Duration> {
-        let is_soon = now.after(self.length() / 4) >= self.renew_at;
+    /// How much time to ask for at `now`, before it is due, because others are being renewed. `None` if it is due much later: in more than a quarter of
+    /// the time between two renewals; if it costs nothing, `together` with the others, in more than three quarters of it.
+    pub(crate) fn joins(&self, now: Moment, together: bool) -> Option<Duration> {
+        let soon = self.length() / if together { 4 } else { 12 };
+        let is_soon = now.after(soon) >= self.renew_at;
         let may_join = now < self.valid_until
             && self.can_be_renewed()
             && self.unanswered == 0
@@ -340,17 +342,19 @@ mod tests {
     fn a_renewal_joins_others_unless_there_was_one_a_moment_ago() {
         let sent = Moment::from_bits(0);
         let mut lease = Lease::granted(TERMS, sent, secs(30), sent);
-        assert_eq!(lease.joins(sent.after(secs(2))), None, "it is due at 10");
-        assert_eq!(lease.joins(sent.after(secs(3))), Some(secs(30)));
+        assert_eq!(lease.joins(sent.after(secs(7)), false), None, "it is due at 10");
+        assert_eq!(lease.joins(sent.after(secs(8)), false), Some(secs(30)));
+        assert_eq!(lease.joins(sent.after(secs(2)), true), None);
+        assert_eq!(lease.joins(sent.after(secs(3)), true), Some(secs(30)));
         let now = sent.after(secs(4));
         lease.renewal_sent(now, secs(3));
-        assert_eq!(lease.joins(now), None, "it is under way");
+        assert_eq!(lease.joins(now, true), None, "it is under way");
         lease.confirmed(now);
         lease.renewed(now, secs(30));
         assert_eq!(lease.due(now), Due::At(sent.after(secs(14))));
         let fixed = LeaseTerms { renews: false, ..TERMS };
         let lease = Lease::granted(fixed, sent, secs(30), sent);
-        assert_eq!(lease.joins(sent.after(secs(9))), None);
+        assert_eq!(lease.joins(sent.after(secs(9)), true), None);
     }
 
     #[test]

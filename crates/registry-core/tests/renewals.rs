@@ -1,0 +1,101 @@
+//! Which claims are renewed in one call.
+
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use registry_core::{
+    Attempt, BackendError, Capabilities, Claim, LockBackend, LockGuard, LockRegistry,
+    MemoryBackend, Registry, Release, Renewal,
+};
+use tokio::time::sleep;
+
+const LEASE: Duration = Duration::from_secs(12);
+/// From one renewal to the next.
+const PERIOD: Duration = Duration::from_secs(4);
+
+/// Counts the claims of each call.
+#[derive(Debug)]
+struct Store {
+    inner: MemoryBackend,
+    renewals_max: usize,
+    calls: Mutex<Vec<usize>>,
+}
+
+impl Store {
+    fn new(renewals_max: usize) -> Arc<Self> {
+        Arc::new(Self { inner: MemoryBackend::new(), renewals_max, calls: Mutex::default() })
+    }
+
+    fn registry(self: &Arc<Self>) -> Registry {
+        Registry::builder(Arc::clone(self) as _).lease(LEASE).build().unwrap()
+    }
+
+    fn calls(&self) -> Vec<usize> {
+        std::mem::take(&mut self.calls.lock().unwrap())
+    }
+}
+
+#[async_trait]
+impl LockBackend for Store {
+    fn capabilities(&self) -> Capabilities {
+        self.inner.capabilities()
+    }
+
+    async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        self.inner.try_acquire(claim).await
+    }
+
+    async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
+        self.calls.lock().unwrap().push(claims.len());
+        self.inner.renew(claims).await
+    }
+
+    fn renewals_max(&self) -> usize {
+        self.renewals_max
+    }
+
+    async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+        self.inner.release(claim).await
+    }
+}
+
+/// Takes `count` locks, one each `apart`.
+async fn take(registry: &Registry, count: u32, apart: Duration) -> Vec<LockGuard> {
+    let mut guards = Vec::new();
+    for n in 0..count {
+        guards.push(registry.obtain(&format!("k{n}")).lock().await.unwrap());
+        sleep(apart).await;
+    }
+    guards
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_call_takes_along_what_is_due_soon_and_leaves_the_rest() {
+    let store = Store::new(100);
+    let registry = store.registry();
+    // The last ones of these are due a second after the first one, the others later.
+    let guards = take(&registry, 6, Duration::from_millis(250)).await;
+    sleep(PERIOD - Duration::from_millis(6 * 250) + Duration::from_millis(100)).await;
+    assert_eq!(store.calls(), [5]);
+    sleep(Duration::from_millis(1_200)).await;
+    assert_eq!(store.calls(), [1]);
+    assert!(guards.iter().all(LockGuard::is_held));
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_call_is_larger_than_the_store_takes_and_few_are_smaller() {
+    let store = Store::new(50);
+    let registry = store.registry();
+    let guards = take(&registry, 200, Duration::from_millis(10)).await;
+    sleep(PERIOD * 2).await;
+    store.calls();
+    sleep(PERIOD * 10).await;
+    let calls = store.calls();
+    assert!(calls.iter().all(|&claims| claims <= 50), "{calls:?}");
+    // Four for all of them would be the least.
+    assert!(calls.len() <= 10 * 5 + 5, "{} calls: {calls:?}", calls.len());
+    assert!(guards.iter().all(LockGuard::is_held));
+}
