@@ -11,6 +11,7 @@ mod ensemble;
 mod sessions;
 mod network;
 mod nodes;
+mod writes;
 
 mod elsewhere;
 mod lab;

@@ -1,0 +1,67 @@
+//! The least that a fair lock in ZooKeeper needs: a node in line, a look at the line, a watch on the one before, and the end of the node.
+
+use zookeeper_client::{Acls, Client, CreateMode};
+
+use crate::connect;
+
+/// One contender for one lock.
+pub struct Bare {
+    client: Client,
+    directory: String,
+    node: Option<String>,
+}
+
+const NAME: &str = "_c_01234567-89ab-4def-8123-456789abcdef-lock-";
+
+impl Bare {
+    pub async fn connect(servers: &str, directory: &str) -> Self {
+        let client = connect(servers).await;
+        let persistent = CreateMode::Persistent.with_acls(Acls::anyone_all());
+        client.mkdir(directory, &persistent).await.unwrap();
+        Self { client, directory: directory.to_owned(), node: None }
+    }
+
+    /// Each request waits for the answer to the one before.
+    pub async fn lock(&mut self) {
+        let options = CreateMode::EphemeralSequential.with_acls(Acls::anyone_all());
+        let prefix = format!("{}/{NAME}", self.directory);
+        let (_, number) = self.client.create(&prefix, b"127.0.0.1", &options).await.unwrap();
+        let children = self.client.list_children(&self.directory).await.unwrap();
+        self.wait(&format!("{NAME}{number}"), children).await;
+    }
+
+    /// The first two are sent together.
+    pub async fn lock_at_once(&mut self) {
+        let options = CreateMode::EphemeralSequential.with_acls(Acls::anyone_all());
+        let prefix = format!("{}/{NAME}", self.directory);
+        let created = self.client.create(&prefix, b"127.0.0.1", &options);
+        let listed = self.client.list_children(&self.directory);
+        let (_, number) = created.await.unwrap();
+        let children = listed.await.unwrap();
+        self.wait(&format!("{NAME}{number}"), children).await;
+    }
+
+    async fn wait(&mut self, name: &str, mut children: Vec<String>) {
+        self.node = Some(format!("{}/{name}", self.directory));
+        loop {
+            let number = |name: &str| name[name.len() - 10..].to_owned();
+            let before = children.iter().filter(|other| number(other) < number(name));
+            let Some(ahead) = before.max_by_key(|other| number(other)) else { return };
+            let path = format!("{}/{ahead}", self.directory);
+            if let Ok((_, _, watcher)) = self.client.get_and_watch_data(&path).await {
+                watcher.changed().await;
+            }
+            children = self.client.list_children(&self.directory).await.unwrap();
+        }
+    }
+
+    pub async fn unlock(&mut self) {
+        let node = self.node.take().unwrap();
+        self.client.delete(&node, None).await.unwrap();
+    }
+
+    /// A question and its answer, without the disk.
+    pub async fn round_trip(&self) {
+        self.client.check_stat(&self.directory).await.unwrap();
+    }
+}

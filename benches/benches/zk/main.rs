@@ -1,0 +1,123 @@
+//! What a lock in ZooKeeper costs, next to the three requests that it cannot do without, to the lock of the client library, and to Apache
+//! Curator's; and how long it takes from one process to the next.
+//!
+//! The processes are this program itself with another argument, and Curator as `tests/peers/Curator.java` runs it.
+
+mod bare;
+mod turns;
+
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+use std::time::Duration;
+
+use lock_registry_benches::in_turns;
+use registry_core::{LockRegistry, Registry};
+use registry_testkit::process::HelperProcess;
+use registry_testkit::zookeeper::ZooKeeperServer;
+use registry_zk::{ZkBackend, ZkConfig};
+use tokio::sync::Mutex;
+use zookeeper_client::{Acls, Client, CreateMode, LockOptions, LockPrefix};
+
+use bare::Bare;
+
+/// How long anything may take beside what is measured.
+const LIMIT: Duration = Duration::from_secs(120);
+const SESSION: Duration = Duration::from_secs(30);
+/// Pairs between two words to Curator, so that the words do not count.
+const PAIRS: usize = 20;
+
+fn main() {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
+    if !matches!(words[..], ["child", ..]) {
+        lock_registry_benches::stay_on_one_processor();
+    }
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    runtime.block_on(async {
+        if let ["child", ref rest @ ..] = words[..] {
+            turns::child(rest).await;
+            return;
+        }
+        // `cargo test` wants to see that it works, not how fast.
+        let in_earnest = words.contains(&"--bench");
+        let server = ZooKeeperServer::start().await.unwrap();
+        pairs(&server, in_earnest).await;
+        turns::bench(&server, in_earnest).await;
+    });
+}
+
+async fn pairs(server: &ZooKeeperServer, in_earnest: bool) {
+    let registry = ours(&server.addr().to_string()).await;
+    let lock = registry.obtain("orders/42");
+    let ours = async || lock.lock().await.unwrap().unlock().await.unwrap();
+    const OURS: &str = "lock and unlock";
+
+    let bare = Mutex::new(Bare::connect(&server.addr().to_string(), "/bare").await);
+    let reference = async || {
+        let mut bare = bare.lock().await;
+        bare.lock().await;
+        bare.unlock().await;
+    };
+    let group = "uncontended pair on ZooKeeper, beside create, list and delete";
+    in_turns(group, reference, OURS, ours).await;
+    let reference = async || {
+        let mut bare = bare.lock().await;
+        bare.lock_at_once().await;
+        bare.unlock().await;
+    };
+    let group = "the same, create and list sent at once";
+    in_turns(group, reference, OURS, ours).await;
+
+    let client = connect(&server.addr().to_string()).await;
+    let directory = CreateMode::Container.with_acls(Acls::anyone_all());
+    let theirs = async || {
+        let options = LockOptions::new(Acls::anyone_all());
+        let options = options.with_ancestor_options(directory.clone()).unwrap();
+        let prefix = LockPrefix::new_curator("/theirs/orders", "lock-").unwrap();
+        let lock = client.lock(prefix, b"", options).await.unwrap();
+        // What it does by itself when it is dropped nobody can wait for.
+        client.delete(lock.lock_path(), None).await.unwrap();
+    };
+    in_turns("beside the lock of zookeeper-client, deleted explicitly", theirs, OURS, ours).await;
+
+    let warm = if in_earnest { 3_000 } else { 10 };
+    let curator = Mutex::new(curator(&server.url(), warm).await);
+    let theirs = async || {
+        let mut curator = curator.lock().await;
+        curator.write_line(&PAIRS.to_string()).unwrap();
+        let done = curator.expect_line(|line| line.parse::<u64>().is_ok(), LIMIT).await;
+        done.unwrap();
+    };
+    let many = async || {
+        for _ in 0..PAIRS {
+            ours().await;
+        }
+    };
+    let group = format!("{PAIRS} pairs beside Curator's InterProcessMutex");
+    in_turns(&group, theirs, OURS, many).await;
+    registry.close(LIMIT).await;
+}
+
+/// Curator, warmed up.
+async fn curator(url: &str, warm: usize) -> HelperProcess {
+    const CLASSES: &str = "/usr/share/java/curator-recipes.jar:/usr/share/java/slf4j-nop.jar";
+    let program = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/peers/Curator.java");
+    let mut java = Command::new("java");
+    java.args(["-cp", CLASSES]).arg(program).args(["--url", url, "--path", "/curator/orders"]);
+    java.args(["--bench", &warm.to_string()]);
+    let mut curator = HelperProcess::spawn(java).unwrap();
+    curator.expect_line(|line| line == "ready", LIMIT).await.unwrap();
+    curator
+}
+
+async fn ours(servers: &str) -> Registry {
+    let config = ZkConfig::new(servers).unwrap().with_session_timeout(SESSION);
+    let backend = ZkBackend::open(config).await.unwrap();
+    Registry::builder(Arc::new(backend)).lease(SESSION / 2).build().unwrap()
+}
+
+async fn connect(servers: &str) -> Client {
+    Client::connector().with_session_timeout(SESSION).connect(servers).await.unwrap()
+}

@@ -1,0 +1,116 @@
+//! What is written under a lock that was lost: the servers refuse it, even if the holder has not heard of the loss.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use registry_core::{LockOptions, LockRegistry as _};
+use registry_testkit::contest::LONG;
+use registry_testkit::within;
+use registry_testkit::zookeeper::ZooKeeperServer;
+use registry_zk::{FenceError, Multi as _};
+use tokio::task::JoinSet;
+use tokio::time::sleep;
+use zookeeper_client::{Acls, Client, CreateMode};
+
+use crate::lab::{SESSION, backend, operator, over, registry};
+
+const BALANCE: &str = "/balance";
+/// Where the store has the lock.
+const LOCK: &str = "/lock-registry/default/account";
+const CLERKS: usize = 4;
+/// How many holders lose their session.
+const LOSSES: usize = 25;
+
+async fn account(operator: &Client) {
+    let persistent = CreateMode::Persistent.with_acls(Acls::anyone_all());
+    operator.create(BALANCE, b"0", &persistent).await.unwrap();
+}
+
+async fn balance(client: &Client) -> u64 {
+    let (data, _) = client.get_data(BALANCE).await.unwrap();
+    String::from_utf8(data).unwrap().parse().unwrap()
+}
+
+#[tokio::test]
+async fn a_write_after_the_next_holder_s_is_refused() {
+    let server = ZooKeeperServer::start().await.unwrap();
+    let operator = operator(&server).await;
+    account(&operator).await;
+    let first = backend(&server.url(), SESSION).await;
+    let guard = over(&first).obtain("account").lock().await.unwrap();
+    guard.multi().unwrap().set(BALANCE, "1", None).commit().await.unwrap();
+    // Prepared while it is held, and sent when it is not.
+    let late = guard.multi().unwrap().set(BALANCE, "wrong", None).create("/journal", "wrong");
+    server.end_session(first.session_id().unwrap()).await.unwrap();
+    let second = registry(&server.url(), SESSION).await;
+    let next = within(LONG, second.obtain("account").lock()).await.unwrap();
+    next.multi().unwrap().set(BALANCE, "2", None).commit().await.unwrap();
+    let refused = late.commit().await.unwrap_err();
+    println!("{refused:?}");
+    assert_eq!(balance(&operator).await, 2);
+    assert!(operator.check_stat("/journal").await.unwrap().is_none());
+    // Without the check it would have been made.
+    operator.set_data(BALANCE, b"3", None).await.unwrap();
+    within(LONG, guard.lost()).await;
+    assert!(matches!(guard.multi().err(), Some(FenceError::Lost { .. })));
+    next.unlock().await.unwrap();
+}
+
+/// Clerks add one by reading, thinking and writing, while those who hold the lock lose their sessions.
+#[tokio::test]
+async fn no_update_is_lost_while_sessions_are() {
+    let server = ZooKeeperServer::start().await.unwrap();
+    let operator = operator(&server).await;
+    account(&operator).await;
+    let is_over = Arc::new(AtomicBool::new(false));
+    let mut clerks = JoinSet::new();
+    for _ in 0..CLERKS {
+        let ours = registry(&server.url(), SESSION).await;
+        let (reader, is_over) = (operator.clone(), Arc::clone(&is_over));
+        clerks.spawn(async move {
+            let lock = ours.obtain("account");
+            let (mut made, mut unknown, mut refused) = (0, 0, 0);
+            while !is_over.load(Ordering::Relaxed) {
+                let options = LockOptions::new().wait(SESSION);
+                let Ok(Some(guard)) = lock.lock_with(options).await else { continue };
+                let read = balance(&reader).await;
+                sleep(Duration::from_millis(fastrand::u64(1..20))).await;
+                let written = match guard.multi() {
+                    Ok(multi) => multi.set(BALANCE, (read + 1).to_string(), None).commit().await,
+                    Err(error) => Err(error),
+                };
+                match written {
+                    Ok(_) => made += 1,
+                    Err(FenceError::Lost { .. }) => refused += 1,
+                    Err(FenceError::Store { source, .. }) if source.refused() => refused += 1,
+                    Err(FenceError::Store { .. }) => unknown += 1,
+                    Err(error) => panic!("{error:?}"),
+                }
+                drop(guard.unlock().await);
+            }
+            (made, unknown, refused)
+        });
+    }
+    let mut lost = 0;
+    while lost < LOSSES {
+        sleep(Duration::from_millis(fastrand::u64(1..150))).await;
+        let mut line = operator.list_children(LOCK).await.unwrap_or_default();
+        line.sort_by_key(|name| name[name.len() - 10..].to_owned());
+        let Some(head) = line.first() else { continue };
+        // Gone meanwhile, perhaps.
+        let Ok(Some(node)) = operator.check_stat(&format!("{LOCK}/{head}")).await else { continue };
+        lost += usize::from(server.end_session(node.ephemeral_owner).await.is_ok());
+    }
+    is_over.store(true, Ordering::Relaxed);
+    let (mut made, mut unknown, mut refused) = (0, 0, 0);
+    for clerk in within(LONG, clerks.join_all()).await {
+        made += clerk.0;
+        unknown += clerk.1;
+        refused += clerk.2;
+    }
+    let balance = balance(&operator).await;
+    println!("{made} made, {refused} refused, {unknown} unknown, {lost} sessions lost: {balance}");
+    assert!(made > 20, "{made}");
+    assert!((made..=made + unknown).contains(&balance), "{made} of {balance}, {unknown} unknown");
+}
