@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::process::Command;
 
+use registry_testkit::etcd::EtcdServer;
 use registry_testkit::postgres::PostgresServer;
 use registry_testkit::redis::RedisServer;
 use registry_testkit::zookeeper::ZooKeeperServer;
@@ -44,7 +45,7 @@ programs! {
         "did you mean \"sqlite\"?",
         "did you mean \"lease\"?",
         "which has no unit",
-        "the etcd store is not built in",
+        "has a path, which means nothing in etcd",
     ],
     code [] [] says ["held as Some(\"nightly report\")", "still taken: true", "free: true"],
     leases [] [] says [
@@ -91,6 +92,7 @@ programs! {
         "booked, 15 are left",
     ],
     zookeeper [ZOOKEEPER] [] says ["opened under token Some(FencingToken("],
+    fenced_etcd [ETCD] [] says ["broken: true", "written in one step: true", "refused: true"],
     fenced_sql [POSTGRES] [] says ["paid", "late: stopped by the fence, nothing was written", "15 are left"],
     versions [POSTGRES] [] says [
         "theirs was written: true",
@@ -103,6 +105,8 @@ programs! {
 const REDIS: &str = "a Redis server";
 /// The same, of another server.
 const POSTGRES: &str = "a PostgreSQL server";
+/// The same, of another server.
+const ETCD: &str = "an etcd server";
 /// The same, of a third.
 const ZOOKEEPER: &str = "a ZooKeeper server";
 
@@ -119,12 +123,18 @@ fn run(program: &str, args: &[&str], variables: &[(&str, &str)], lines: &[&str])
     let wants_zookeeper = args.contains(&ZOOKEEPER);
     let zookeeper = wants_zookeeper.then(|| runtime.block_on(ZooKeeperServer::start()));
     let zookeeper = zookeeper.transpose().expect("a ZooKeeper server can be started");
+    let wants_etcd = args.contains(&ETCD);
+    let etcd = wants_etcd.then(|| runtime.block_on(EtcdServer::start()));
+    let etcd = etcd.transpose().expect("an etcd server can be started");
+    let etcd_url = etcd.as_ref().map(|etcd| etcd.url().replace("http:", "etcd:"));
+    let etcd_url = etcd_url.unwrap_or_default();
     let redis_url = redis.as_ref().map(RedisServer::url).unwrap_or_default();
     let postgres_url = postgres.as_ref().map(PostgresServer::url).unwrap_or_default();
     let zookeeper_url = zookeeper.as_ref().map(ZooKeeperServer::url).unwrap_or_default();
     let args = args.iter().map(|arg| match *arg {
         REDIS => &*redis_url,
         POSTGRES => &*postgres_url,
+        ETCD => &*etcd_url,
         ZOOKEEPER => &*zookeeper_url,
         arg => arg,
     });

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use registry_core::{Claim, ClaimId, Key};
+use registry_core::{Busy, Claim, ClaimId, Key, Moment};
 use tokio::sync::OwnedMutexGuard;
 
 use crate::ears::Watch;
@@ -72,6 +72,8 @@ pub(crate) struct Before {
     pub(crate) seen: i64,
     /// It was heard that it is gone.
     pub(crate) gone: bool,
+    /// Who was the first of the queue when all of it was looked at last, and when that was.
+    pub(crate) first: Option<(Busy, Moment)>,
     /// It is none of a peer, which would write no record.
     pub(crate) is_ours: bool,
 }
@@ -79,7 +81,7 @@ pub(crate) struct Before {
 impl Before {
     pub(crate) fn new(found: KeyValue, seen: i64) -> Self {
         let KeyValue { key: name, create_revision: created, value, lease } = found;
-        Self { name, created, lease, seen, gone: false, is_ours: !value.is_empty() }
+        Self { name, created, lease, seen, gone: false, first: None, is_ours: !value.is_empty() }
     }
 }
 
@@ -124,7 +126,7 @@ impl Table {
         self.known.retain(|_, known| {
             let over = known
                 .try_lock()
-                .is_ok_and(|place| place.as_ref().is_none_or(|place| place.lease.left().is_zero()));
+                .is_ok_and(|place| place.as_ref().is_none_or(|place| !place.lease.may_last()));
             !(over && Arc::strong_count(known) == 1)
         });
         self.tidy_at = self.known.len() * 2;
@@ -165,8 +167,6 @@ const TIDY_MIN: usize = 1_000;
 mod tests {
     use std::time::Duration;
 
-    use registry_core::Moment;
-
     use super::*;
 
     #[tokio::test]
@@ -188,5 +188,27 @@ mod tests {
             *claims.seat(&claim(n)).await = Some(Place::new(b"q/", lease, 1));
         }
         assert!(claims.seat(&lasting).await.is_some());
+    }
+
+    /// Those who wait keep their leases alive, but ask nobody whether that counts.
+    #[tokio::test(start_paused = true)]
+    async fn who_waits_for_longer_than_a_lease_is_not_forgotten() {
+        const TTL: Duration = Duration::from_secs(3);
+        let claims = Claims::default();
+        let claims_of_many: Vec<_> = (0..TIDY_MIN * 2)
+            .map(|n| Claim::new(Key::new(&n.to_string()).unwrap(), Duration::from_secs(2)))
+            .collect();
+        for claim in &claims_of_many {
+            let lease = Lease::new(1, TTL, Moment::now());
+            *claims.seat(claim).await = Some(Place::new(b"q/", lease, 1));
+        }
+        for _ in 0..3 {
+            tokio::time::advance(TTL * 2 / 3).await;
+            for claim in &claims_of_many {
+                let mut seat = claims.seat(claim).await;
+                let place = seat.as_mut().expect("it was kept alive");
+                place.lease.kept_alive(Moment::now(), TTL, 1);
+            }
+        }
     }
 }

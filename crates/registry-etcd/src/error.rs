@@ -1,5 +1,7 @@
 //! What errors of etcd and of the connection mean for a lock: one table.
 
+use std::error::Error as _;
+
 use registry_core::{BackendError, BackendErrorKind};
 use tonic::{Code, Status};
 
@@ -24,7 +26,7 @@ impl Failure {
             Self::NoLease => BackendError::transient("etcd: the lease ended just now").as_refused(),
             Self::Login => BackendError::new(
                 Denied,
-                "etcd: the member does not take the login that it gave just now",
+                "etcd: the members ask for a user and a password, or do not take the login that they gave just now",
             )
             .as_refused(),
             Self::Elsewhere(error) | Self::Trouble(error) => error,
@@ -50,6 +52,13 @@ pub(crate) fn judge(status: &Status) -> Failure {
         BackendError::new(kind, format!("etcd: {says}")).with_source(Said(said.to_owned()))
     };
     let refused = |kind, says| Failure::Trouble(error(kind, says).as_refused());
+    if let Some(alert) = causes(status).find(|cause| cause.contains(ALERT)) {
+        // In the newer TLS the client believes that it is let in before the member has looked at its certificate. Whatever the client
+        // sends before it hears of that is not read.
+        if alert.contains("ertificate") || alert.contains("UnknownCA") {
+            return Failure::Trouble(untaken(alert));
+        }
+    }
     match status.code() {
         Code::NotFound if has("lease not found") => Failure::NoLease,
         Code::Unauthenticated => Failure::Login,
@@ -57,9 +66,8 @@ pub(crate) fn judge(status: &Status) -> Failure {
         Code::InvalidArgument if has("authentication failed") => {
             refused(Denied, "the members do not take this user or password")
         }
-        Code::InvalidArgument if has("user name is empty") => {
-            refused(Denied, "the members ask for a user and a password")
-        }
+        // Users are asked for since just now, after we were let in without.
+        Code::InvalidArgument if has("user name is empty") => Failure::Login,
         Code::PermissionDenied => refused(
             Denied,
             "this user may not do that; see the book for the rights that are needed",
@@ -89,6 +97,20 @@ pub(crate) fn judge(status: &Status) -> Failure {
         _ => Failure::Trouble(error(Protocol, "the member said no")),
     }
 }
+
+/// Says that a member ended the encrypted connection because of our certificate.
+pub(crate) fn untaken(said: String) -> BackendError {
+    BackendError::new(Denied, "etcd: the member does not take our certificate, or wants one")
+        .with_source(Said(said))
+        .as_refused()
+}
+
+fn causes(status: &Status) -> impl Iterator<Item = String> {
+    std::iter::successors(status.source(), |&cause| cause.source()).map(ToString::to_string)
+}
+
+/// How an encrypted connection ends that the other side does not want.
+pub(crate) const ALERT: &str = "received fatal alert";
 
 /// What a member said, without anything that a client would add. It never holds a password.
 #[derive(Debug, thiserror::Error)]
@@ -123,6 +145,20 @@ mod tests {
             (Code::OutOfRange, "something else", Protocol, false),
         ] {
             let error = judge(&Status::new(code, said)).into_error();
+            assert_eq!((error.kind(), error.refused()), (kind, refused), "{said}: {error:?}");
+        }
+    }
+
+    #[test]
+    fn a_certificate_that_is_not_taken_is_no_lost_connection() {
+        for (said, kind, refused) in [
+            ("received fatal alert: CertificateRequired", Denied, true),
+            ("received fatal alert: BadCertificate", Denied, true),
+            ("received fatal alert: UnknownCA", Denied, true),
+            ("received fatal alert: InternalError", Transient, false),
+            ("connection reset by peer", Transient, false),
+        ] {
+            let error = judge(&Status::from_error(said.into())).into_error();
             assert_eq!((error.kind(), error.refused()), (kind, refused), "{said}: {error:?}");
         }
     }

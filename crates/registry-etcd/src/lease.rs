@@ -37,6 +37,12 @@ impl Lease {
         self.ttl.saturating_sub(Moment::now().since(self.refreshed))
     }
 
+    /// Whether it may still be there, as far as anybody has said.
+    pub(crate) fn may_last(&self) -> bool {
+        let latest = self.pending.map_or(self.refreshed, |pending| pending.refreshed);
+        Moment::now().since(latest) < self.ttl
+    }
+
     /// Notes that a request of `sent` to keep it alive was answered by a member in `term`.
     ///
     /// That proves nothing yet. A leader that stood still, and has been replaced without having heard of it, keeps leases alive that

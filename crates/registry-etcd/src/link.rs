@@ -6,7 +6,7 @@
 
 use std::error::Error as _;
 use std::fmt;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -22,7 +22,7 @@ use tonic::{Request, Status, Streaming};
 use tonic_prost::ProstCodec;
 
 use crate::config::{EtcdConfig, Login};
-use crate::error::{Failure, judge, unreadable};
+use crate::error::{ALERT, Failure, judge, unreadable, untaken};
 use crate::wire::{AuthenticateRequest, Call};
 
 #[derive(Clone)]
@@ -36,11 +36,13 @@ struct Inner {
     /// Which member is asked next.
     current: AtomicUsize,
     wire: Mutex<Option<Wire>>,
-    /// Held while somebody connects, so that others wait for that instead of connecting too.
-    connecting: tokio::sync::Mutex<()>,
+    /// Held while somebody connects, so that others wait for that instead of connecting too. Has why that failed the last time.
+    connecting: tokio::sync::Mutex<Option<BackendError>>,
+    /// How many have tried to connect in vain.
+    in_vain: AtomicU64,
     /// The number of the last connection or login that was left.
     left: watch::Sender<u64>,
-    next_number: std::sync::atomic::AtomicU64,
+    next_number: AtomicU64,
 }
 
 /// A connection to a member, with a login.
@@ -65,6 +67,7 @@ impl Link {
             current: current.into(),
             wire: Mutex::default(),
             connecting: tokio::sync::Mutex::default(),
+            in_vain: 0.into(),
             left: watch::Sender::default(),
             next_number: 1.into(),
         })))
@@ -136,8 +139,17 @@ impl Link {
             let codec = ProstCodec::<Q, A>::default();
             grpc.streaming(request, PathAndQuery::from_static(path), codec).await
         };
-        let stream = timeout(self.0.patience, opened).await;
-        Ok(stream.map_err(|_| Status::unavailable("silent"))??.into_inner())
+        let mut departures = self.departures();
+        tokio::select! {
+            stream = timeout(self.0.patience, opened) => {
+                Ok(stream.map_err(|_| Status::unavailable("silent"))??.into_inner())
+            }
+            // Others have found that it does not answer.
+            left = departures.wait_for(|&left| left >= wire.number) => {
+                drop(left);
+                Err(Status::unavailable("left"))
+            }
+        }
     }
 
     /// The present connection, or a new one: to the present member, or to the first after it that takes it.
@@ -145,9 +157,16 @@ impl Link {
         if let Some(wire) = &*self.present() {
             return Ok(wire.clone());
         }
-        let _connecting = self.0.connecting.lock().await;
+        let in_vain = self.0.in_vain.load(Ordering::Acquire);
+        let mut connecting = self.0.connecting.lock().await;
         if let Some(wire) = &*self.present() {
             return Ok(wire.clone());
+        }
+        // Somebody has tried all members meanwhile. If each one did, one after the other, the last would wait for a multiple of the time.
+        if let Some(error) = &*connecting
+            && self.0.in_vain.load(Ordering::Acquire) != in_vain
+        {
+            return Err(error.clone());
         }
         let (mut failed, first) = (None, self.0.current.load(Ordering::Relaxed));
         for step in 0..self.members() {
@@ -158,12 +177,20 @@ impl Link {
                     *self.present() = Some(wire.clone());
                     return Ok(wire);
                 }
-                // What does not pass is the same everywhere, but for a member that is set up differently.
-                Err(error) if error.kind() == BackendErrorKind::Denied => return Err(error),
-                Err(error) => failed = Some(error),
+                Err(error) => {
+                    // What does not pass is the same everywhere, but for a member that is set up differently.
+                    let is_over = error.kind() == BackendErrorKind::Denied;
+                    failed = Some(error);
+                    if is_over {
+                        break;
+                    }
+                }
             }
         }
-        Err(failed.unwrap_or_else(unreadable))
+        let error = failed.unwrap_or_else(unreadable);
+        *connecting = Some(error.clone());
+        self.0.in_vain.fetch_add(1, Ordering::Release);
+        Err(error)
     }
 
     /// Has no more requests go through the connection of this number. With `to_another`, the next member gets them.
@@ -174,7 +201,7 @@ impl Link {
             if to_another {
                 self.0.current.fetch_add(1, Ordering::Relaxed);
             }
-            drop(present);
+            // Still under the lock: the numbers that are told only grow.
             self.0.left.send_replace(number);
         }
     }
@@ -227,7 +254,7 @@ impl Link {
 }
 
 async fn unary<C: Call>(wire: &Wire, message: C) -> Result<C::Answer, Status> {
-    let mut grpc = Grpc::new(wire.channel.clone());
+    let mut grpc = Grpc::new(wire.channel.clone()).max_decoding_message_size(ANSWER_MAX);
     grpc.ready().await.map_err(|error| Status::unavailable(error.to_string()))?;
     let mut request = Request::new(message);
     log_in(&mut request, wire);
@@ -259,8 +286,8 @@ fn unconnected(error: &tonic::transport::Error) -> BackendError {
             BackendErrorKind::Misconfigured,
             "the member's certificate is not trusted; the authority that signed it can be given",
         )
-    } else if said.contains("received fatal alert") {
-        (BackendErrorKind::Denied, "the member does not take our certificate, or wants one")
+    } else if said.contains(ALERT) {
+        return untaken(said);
     } else if said.contains("corrupt message") {
         (BackendErrorKind::Misconfigured, "the member does not encrypt its connections")
     } else {
@@ -280,6 +307,9 @@ fn start(members: usize) -> usize {
     let random = RandomState::new().hash_one(());
     usize::try_from(random % u64::try_from(members.max(1)).unwrap_or(1)).unwrap_or(0)
 }
+
+/// The longest answer, in bytes: as much as etcd's own client takes.
+const ANSWER_MAX: usize = i32::MAX as usize;
 
 // By hand: it holds a login.
 impl fmt::Debug for Link {

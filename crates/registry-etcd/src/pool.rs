@@ -13,7 +13,7 @@ use tokio::task::JoinHandle;
 use crate::error::{Failure, unreadable};
 use crate::lease::Lease;
 use crate::link::Link;
-use crate::wire::{LeaseGrantRequest, LeaseRevokeRequest};
+use crate::wire::{LeaseGrantRequest, LeaseGrantResponse, LeaseRevokeRequest};
 
 pub(crate) struct Pool {
     link: Link,
@@ -55,13 +55,7 @@ impl Pool {
         // A lease that nobody hears of ends by itself, and has nothing attached to it.
         let granted = self.link.call(LeaseGrantRequest { ttl: seconds }).await;
         let granted = granted.map_err(|failure| failure.into_error().as_refused())?;
-        let ttl = u64::try_from(granted.ttl).ok().filter(|&ttl| ttl > 0);
-        match ttl {
-            Some(ttl) if granted.error.is_empty() => {
-                Ok(Lease::new(granted.id, Duration::from_secs(ttl), sent))
-            }
-            _ => Err(unreadable().as_refused()),
-        }
+        read(&granted, sent).ok_or_else(|| unreadable().as_refused())
     }
 
     /// Takes back a lease that has nothing attached to it, nor anything on its way.
@@ -124,6 +118,14 @@ impl fmt::Debug for Pool {
     }
 }
 
+/// The lease that was granted in answer to a request of `sent`, if one was.
+fn read(granted: &LeaseGrantResponse, sent: Moment) -> Option<Lease> {
+    let ttl = u64::try_from(granted.ttl).ok().filter(|&ttl| ttl > 0)?;
+    // What is attached to a lease of no number is attached to none, and would stay for ever.
+    let is_one = granted.id != 0 && granted.error.is_empty();
+    is_one.then(|| Lease::new(granted.id, Duration::from_secs(ttl), sent))
+}
+
 async fn revoke_all(link: Link, mut done: mpsc::UnboundedReceiver<i64>) {
     while let Some(id) = done.recv().await {
         // One that is not heard ends by itself.
@@ -133,3 +135,19 @@ async fn revoke_all(link: Link, mut done: mpsc::UnboundedReceiver<i64>) {
 
 /// How many leases of one length wait for a claim. Those who hold many locks and let them go at once need no more of them afterwards.
 const IDLE_MAX: usize = 64;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn what_is_no_lease_is_not_taken_for_one() {
+        let granted = |id, ttl, error: &str| {
+            read(&LeaseGrantResponse { id, ttl, error: error.to_owned() }, Moment::now())
+        };
+        assert_eq!(granted(7, 5, "").unwrap().id, 7);
+        for (id, ttl, error) in [(0, 5, ""), (7, 0, ""), (7, -1, ""), (7, 5, "no")] {
+            assert!(granted(id, ttl, error).is_none(), "{id} {ttl} {error:?}");
+        }
+    }
+}

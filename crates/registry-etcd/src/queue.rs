@@ -119,8 +119,21 @@ impl EtcdBackend {
                 return Err(error.as_unknown());
             }
         }
+        let was_before = match place.before.take() {
+            Some(before) => match self.still_waits(&mut place, before).await {
+                Ok(Ok(answer)) => {
+                    **seat = Some(place);
+                    return Ok(Step::Answer(answer));
+                }
+                Ok(Err(before)) => Some(before),
+                Err(error) => {
+                    **seat = Some(place);
+                    return Err(error.as_unknown());
+                }
+            },
+            None => None,
+        };
         let look = self.ask(txn::look(&queue, &place.name, created));
-        let was_before = place.before.take();
         let (answer, let_go) = match &was_before {
             // Most likely it is its turn: both questions at once.
             Some(before) if before.gone => join(look, self.has_let_go(before)).await,
@@ -136,6 +149,7 @@ impl EtcdBackend {
         let (header, own, before, first) = match answer {
             Ok(answer) => answer,
             Err(failure) => {
+                place.before = was_before;
                 **seat = Some(place);
                 return Err(failure.into_error().as_unknown());
             }
@@ -162,6 +176,36 @@ impl EtcdBackend {
         Ok(self.judge(claim, seat, place, first.as_ref()))
     }
 
+    /// The answer to one who stands where it stood, behind the one who stood `before` it. Otherwise all of the queue has to be looked at.
+    async fn still_waits(
+        &self,
+        place: &mut Place,
+        before: Before,
+    ) -> Result<Result<Attempt, Before>, BackendError> {
+        let fresh = |(_, at): &&(Busy, Moment)| Moment::now().since(*at) < LOOK_EACH;
+        let Some((busy, _)) = before.first.as_ref().filter(fresh).filter(|_| !before.gone) else {
+            return Ok(Err(before));
+        };
+        let (busy, peek) = (busy.clone(), txn::peek(&place.name, &before.name));
+        let mut answer = match self.ask(peek).await {
+            Ok(answer) => answer,
+            Err(failure) => {
+                place.before = Some(before);
+                return Err(failure.into_error());
+            }
+        };
+        let (own, other) = (answer.key()?, answer.key()?);
+        let is = |found: Option<KeyValue>, created| {
+            found.is_some_and(|found| found.create_revision == created)
+        };
+        if !is(own, place.created.unwrap_or_default()) || !is(other, before.created) {
+            return Ok(Err(before));
+        }
+        place.lease.prove(answer.header.raft_term);
+        place.before = Some(Before { seen: answer.header.revision, ..before });
+        Ok(Ok(Attempt::Busy(busy)))
+    }
+
     /// Whether the one before, which is gone, left by its own will. If it did not, its lease has ended too; but peers end theirs with
     /// the lock, and none of them would hear of a loss any sooner.
     async fn has_let_go(&self, before: &Before) -> bool {
@@ -180,7 +224,7 @@ impl EtcdBackend {
         mut place: Place,
         first: Option<&KeyValue>,
     ) -> Step {
-        let attempt = match &place.before {
+        let attempt = match &mut place.before {
             None => {
                 place.granted = true;
                 let token = place.created.and_then(|created| FencingToken::try_from(created).ok());
@@ -188,8 +232,10 @@ impl EtcdBackend {
                 Attempt::Granted(Grant::new(token, lease))
             }
             Some(before) => {
-                let busy = first.map_or_else(Busy::new, |first| busy(claim, first));
-                Attempt::Busy(busy.with_mark(u64::try_from(before.created).unwrap_or(0)))
+                let told = first.map_or_else(Busy::new, |first| busy(claim, first));
+                let told = told.with_mark(u64::try_from(before.created).unwrap_or(0));
+                before.first = first.map(|_| (told.clone(), Moment::now()));
+                Attempt::Busy(told)
             }
         };
         **seat = Some(place);
@@ -298,7 +344,7 @@ impl EtcdBackend {
         };
         if let Some(place) = &**seat {
             // Nothing that was asked for the place can take effect after that.
-            self.pool.end_now(place.lease.id).await?;
+            self.pool.end_now(place.lease.id).await.map_err(BackendError::as_unknown)?;
             **seat = None;
         }
         Ok(if freed { Release::Freed } else { Release::NotHeld })
@@ -340,7 +386,7 @@ impl EtcdBackend {
             seat.as_ref().and_then(|place| {
                 let before = place.before.as_ref()?;
                 let every = place.lease.ttl() / 3;
-                Some(((before.name.clone(), before.seen), every.max(BEAT_MIN)))
+                Some(((before.name.clone(), before.seen), every.clamp(BEAT_MIN, BEAT_MAX)))
             })
         };
         let (before, every) = match known {
@@ -351,7 +397,7 @@ impl EtcdBackend {
             },
         };
         let Some((name, seen)) = before else { return };
-        let (_watch, mut hears) = self.ears.wait(name, seen + 1);
+        let (_watch, mut hears) = self.ears.wait(name, seen.saturating_add(1));
         let mut beat_at = every.map(|every| Instant::now() + every);
         loop {
             let beat = async {
@@ -417,8 +463,12 @@ fn mark(place: &KeyValue) -> u64 {
 
 /// The least time between two signs of life of one who waits.
 const BEAT_MIN: Duration = Duration::from_millis(500);
+/// The most, whatever a member says of how long a lease lasts.
+const BEAT_MAX: Duration = Duration::from_secs(60 * 60);
 /// How long a holder whose lease somebody has ended early has to hear of it before the next one begins. At the end of a lease that was
 /// not kept alive it has known for longer, but these cannot be told apart. No time is lost where a lock is let go.
 const SETTLING: Duration = Duration::from_millis(100);
+/// How often a waiter looks at all of the queue, in which somebody else may be the first by now: only to tell who.
+const LOOK_EACH: Duration = Duration::from_secs(10);
 /// How long a waiter that cannot listen waits before it looks.
 const PAUSE: Duration = Duration::from_millis(100);

@@ -139,7 +139,7 @@ impl EtcdBackend {
                 place.lease = renewing.lease;
             }
             if !place.watch.as_ref().is_some_and(Watch::lives) && self.ears.are_wanted() {
-                let from = seen.revision + 1;
+                let from = seen.revision.saturating_add(1);
                 place.watch = Some(self.ears.watch_over(claim.key(), place.name.clone(), from));
             }
         }

@@ -36,6 +36,12 @@ pub(crate) fn look(queue: &[u8], name: &[u8], created: i64) -> TxnRequest {
     TxnRequest { success: ops(ranges.map(Op::Range)), ..TxnRequest::default() }
 }
 
+/// Answers with what is under `name`, and with what is under the name of the one before it. Costs the members the same however long the
+/// queue is, other than [`look`], for which they go through all of it.
+pub(crate) fn peek(name: &[u8], before: &[u8]) -> TxnRequest {
+    look_at_all([name, before].into_iter())
+}
+
 /// Answers with what is under each of `names`, without the records.
 pub(crate) fn look_at_all<'a>(names: impl Iterator<Item = &'a [u8]>) -> TxnRequest {
     let key = |name| Op::Range(RangeRequest { keys_only: true, ..one(name) });
@@ -105,7 +111,7 @@ fn newest(queue: &[u8], count: i64) -> RangeRequest {
 
 /// The one that came last before the revision `created`.
 pub(crate) fn before(queue: &[u8], created: i64) -> RangeRequest {
-    RangeRequest { max_create_revision: created - 1, ..newest(queue, 1) }
+    RangeRequest { max_create_revision: created.saturating_sub(1), ..newest(queue, 1) }
 }
 
 /// The one that came to be in `created`.
@@ -140,9 +146,11 @@ pub(crate) struct Answer {
 
 impl Answer {
     pub(crate) fn read(answer: TxnResponse) -> Result<Self, BackendError> {
+        // Without a revision there would be no token, and a place that looks as if nobody had it.
+        let header = answer.header.filter(|header| header.revision > 0);
         Ok(Self {
             succeeded: answer.succeeded,
-            header: answer.header.ok_or_else(unreadable)?,
+            header: header.ok_or_else(unreadable)?,
             parts: answer.responses.into_iter(),
         })
     }
@@ -163,5 +171,36 @@ impl Answer {
     /// The first key that the next part has found.
     pub(crate) fn key(&mut self) -> Result<Option<KeyValue>, BackendError> {
         Ok(self.keys()?.into_iter().next())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use registry_core::BackendErrorKind;
+
+    use super::*;
+
+    #[test]
+    fn an_answer_that_tells_no_revision_is_none() {
+        let answer = |header| Answer::read(TxnResponse { header, ..TxnResponse::default() });
+        for header in [None, Some(ResponseHeader::default())] {
+            let error = answer(header).unwrap_err();
+            assert_eq!((error.kind(), error.refused()), (BackendErrorKind::Protocol, false));
+        }
+        let header = ResponseHeader { revision: 1, raft_term: 1 };
+        assert_eq!(answer(Some(header)).unwrap().header, header);
+    }
+
+    #[test]
+    fn parts_that_are_missing_or_others_are_an_error() {
+        let header = Some(ResponseHeader { revision: 1, raft_term: 1 });
+        let deleted = Some(Done::Delete(crate::wire::DeleteRangeResponse::default()));
+        let parts = [None, deleted].map(|response| crate::wire::ResponseOp { response });
+        for part in parts {
+            let answer = TxnResponse { header, succeeded: true, responses: vec![part] };
+            let mut answer = Answer::read(answer).unwrap();
+            assert!(answer.key().is_err(), "no keys");
+            assert!(answer.skip().is_err(), "nothing is left");
+        }
     }
 }

@@ -17,6 +17,7 @@ use super::backend::MySqlBackend;
 use super::error;
 use super::link::Repeat;
 use super::row::MySqlRowBackend;
+use super::statement::Statement;
 use crate::lock_in::{LockIn, LockInError, Patience, TransactionLock};
 use crate::server::Errand;
 
@@ -72,14 +73,15 @@ async fn attempt(
             return Ok(None);
         }
         if let Some(token) = take(backend, connection, key).await? {
-            check_store(backend, connection, key).await?;
+            check_store(backend, backend.statements.meta(), connection, key).await?;
             return Ok(Some(token));
         }
         if backend.is_locked(key).await.map_err(|source| LockInError::backend(key, source))? {
             return Ok(None);
         }
     }
-    check_store(backend, connection, key).await?;
+    // A plain read would open the snapshot that the caller reads from when the lock is its own, and not see what is written until then.
+    check_store(backend, backend.statements.meta_now(), connection, key).await?;
     Ok(None)
 }
 
@@ -105,10 +107,11 @@ async fn take(
 /// Refuses the transaction if it is not where the store is.
 async fn check_store(
     backend: &MySqlBackend,
+    meta: Statement,
     connection: &mut MySqlConnection,
     key: &Key,
 ) -> Result<(), LockInError> {
-    let rows = backend.statements.meta().fetch_all(connection).await;
+    let rows = meta.fetch_all(connection).await;
     let rows: Vec<MySqlRow> = rows.map_err(|error| sort(key, error))?;
     let store: Option<Vec<u8>> = rows.first().and_then(|row| row.try_get(1).ok());
     if store.as_deref() == Some(backend.store.as_slice()) {

@@ -198,7 +198,7 @@ impl RowWire {
         connected: &mut Connected,
         claim: &Claim,
     ) -> Result<Option<FencingToken>, Failure> {
-        for _ in 0..2 {
+        for pause in NOTE_PAUSES {
             let token = self.change(connected, self.statements.row_note(claim)).await?;
             if token != 0 {
                 let token = i64::try_from(token).unwrap_or(-1);
@@ -206,14 +206,18 @@ impl RowWire {
                 let token = FencingToken::try_from(token);
                 return token.map(Some).map_err(|_| Failure::Broken(says()));
             }
+            self.check_writable(connected).await?;
             let seen = self.statements.row_seen(claim.key());
             let rows = seen.fetch_all(&mut connected.connection).await;
             let rows = rows.map_err(|error| self.sort(error))?;
-            if !rows.is_empty() {
-                return self.check_writable(connected).await.map(|()| None);
+            match rows.first() {
+                None => {
+                    self.change(connected, self.statements.make_row(claim.key())).await?;
+                }
+                Some(row) if self.column::<Option<i64>>(row, 0)?.is_some() => return Ok(None),
+                // Somebody has it locked: a holder, or somebody who merely looks whether it is free and is gone in a moment.
+                Some(_) => sleep(pause).await,
             }
-            self.check_writable(connected).await?;
-            self.change(connected, self.statements.make_row(claim.key())).await?;
         }
         Ok(None)
     }
@@ -331,6 +335,15 @@ impl Wire for RowWire {
         self.config.response_timeout
     }
 }
+
+/// What is locked for longer than these together is somebody's. The server does not say whose.
+const NOTE_PAUSES: [Duration; 5] = [
+    Duration::from_millis(1),
+    Duration::from_millis(2),
+    Duration::from_millis(3),
+    Duration::from_millis(4),
+    Duration::ZERO,
+];
 
 /// By which the transaction is known.
 const KEEP: &str = "SAVEPOINT lock_registry_row";

@@ -42,6 +42,7 @@ pub(super) fn size(items: usize) -> usize {
 #[derive(Debug)]
 pub(super) struct Texts {
     pub(super) meta: Text,
+    pub(super) meta_now: Text,
     pub(super) acquire: Text,
     pub(super) look: Text,
     pub(super) list: Text,
@@ -83,6 +84,7 @@ impl Texts {
         let sized = |template| SIZES.map(|items| text(template, items));
         Self {
             meta: one(META),
+            meta_now: one(&format!("{META} LOCK IN SHARE MODE")),
             acquire: one(&ACQUIRE),
             look: one(LOOK),
             list: one(LIST),

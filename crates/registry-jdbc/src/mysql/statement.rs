@@ -28,6 +28,11 @@ impl Statements {
         query(self.texts.meta.safe())
     }
 
+    /// The same as it is now, without a snapshot.
+    pub(super) fn meta_now(&self) -> Statement {
+        query(self.texts.meta_now.safe())
+    }
+
     pub(super) fn acquire(&self, claim: &Claim) -> Statement {
         let id = id_bytes(self.row(claim.key()));
         query(self.texts.acquire.safe())

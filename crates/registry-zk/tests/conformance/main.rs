@@ -4,7 +4,7 @@
 mod shared;
 
 use async_trait::async_trait;
-use registry_testkit::zookeeper::{ZooKeeperEnsemble, ZooKeeperServer};
+use registry_testkit::zookeeper::{ZooKeeperEnsemble, ZooKeeperOptions, ZooKeeperServer};
 use registry_zk::{Layout, Naming, ZkConfig};
 use shared::{Servers, keeps_its_promises};
 
@@ -13,10 +13,15 @@ fn config(url: &str) -> ZkConfig {
     ZkConfig::new(url.strip_prefix("zk://").unwrap()).unwrap()
 }
 
+/// Servers that grant sessions as long as the suite wants them.
+fn patient() -> ZooKeeperOptions {
+    ZooKeeperOptions::new().settings(&["maxSessionTimeout=1200000"])
+}
+
 #[async_trait]
 impl Servers for ZooKeeperServer {
     async fn begin() -> Self {
-        Self::start().await.unwrap()
+        Self::start_with(patient()).await.unwrap()
     }
 
     fn config(&self) -> ZkConfig {
@@ -37,7 +42,7 @@ fn a_server_keeps_all_promises() {
 #[async_trait]
 impl Servers for ZooKeeperEnsemble {
     async fn begin() -> Self {
-        Self::start().await.unwrap()
+        Self::start_with(3, &patient()).await.unwrap()
     }
 
     fn config(&self) -> ZkConfig {
@@ -68,7 +73,7 @@ struct AsOthers(ZooKeeperServer);
 #[async_trait]
 impl Servers for AsOthers {
     async fn begin() -> Self {
-        Self(ZooKeeperServer::start().await.unwrap())
+        Self(ZooKeeperServer::begin().await)
     }
 
     fn config(&self) -> ZkConfig {

@@ -15,8 +15,10 @@ use tokio::sync::RwLock;
 /// How many clauses run at a time: they mostly wait.
 const AT_ONCE: usize = 8;
 
-/// So long that no session, and no lease, runs out while a clause runs.
-const SESSION_TIMEOUT: Duration = Duration::from_secs(120);
+/// So long that no session, and no lease, runs out while a clause runs, on whatever machine.
+const SESSION_TIMEOUT: Duration = Duration::from_secs(1_200);
+/// The suite has its own patience.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Some kind of servers.
 #[async_trait]
@@ -69,7 +71,11 @@ pub(crate) fn keeps_its_promises<S: Servers>(runs: usize, skips: usize) {
 
 async fn open<S: Servers>(servers: &RwLock<S>, namespace: &str) -> Arc<dyn LockBackend> {
     let config = servers.read().await.config();
-    let config = config.with_namespace(namespace).with_session_timeout(SESSION_TIMEOUT);
+    let config = config
+        .with_namespace(namespace)
+        .with_session_timeout(SESSION_TIMEOUT)
+        .with_connect_timeout(REQUEST_TIMEOUT)
+        .with_request_timeout(REQUEST_TIMEOUT);
     Arc::new(ZkBackend::open(config).await.unwrap())
 }
 

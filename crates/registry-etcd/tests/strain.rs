@@ -1,0 +1,53 @@
+//! Many who wait for one lock, each a client of its own.
+#![cfg(target_os = "linux")]
+#![expect(clippy::unwrap_used, reason = "a helper of tests, which may")]
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use registry_core::{LockRegistry as _, Registry};
+use registry_etcd::{EtcdBackend, EtcdConfig};
+use registry_testkit::etcd::EtcdServer;
+use registry_testkit::within;
+
+async fn registry(server: &EtcdServer) -> Registry {
+    let config = EtcdConfig::new([(server.addr().ip().to_string(), server.addr().port())]);
+    let backend = EtcdBackend::open(config).await.unwrap();
+    Registry::builder(Arc::new(backend)).build().unwrap()
+}
+
+/// Each looks after its place several times in a second. If each look went through all of the queue, the member would have no time for
+/// anything else.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_crowd_before_one_lock_is_served() {
+    let server = EtcdServer::start().await.unwrap();
+    let first = registry(&server).await;
+    let guard = first.obtain("key").lock().await.unwrap();
+    let mut waiting = Vec::new();
+    for _ in 0..CROWD {
+        let registry = registry(&server).await;
+        waiting.push(tokio::spawn(async move {
+            let guard = registry.obtain("key").lock().await.unwrap();
+            let token = guard.fencing_token();
+            guard.unlock().await.unwrap();
+            // None of them leaves before all are served.
+            (token, registry)
+        }));
+    }
+    guard.unlock().await.unwrap();
+    let (mut tokens, mut registries) = (BTreeSet::new(), Vec::new());
+    let all = async {
+        for one in waiting {
+            let (token, registry) = one.await.unwrap();
+            tokens.insert(token);
+            registries.push(registry);
+        }
+    };
+    within(LONG, all).await;
+    assert_eq!(tokens.len(), CROWD, "each had the lock for itself");
+}
+
+const CROWD: usize = 300;
+/// Three times as long as it takes on a busy machine.
+const LONG: Duration = Duration::from_secs(90);

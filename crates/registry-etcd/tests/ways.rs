@@ -1,0 +1,157 @@
+//! The way to the members, where it is not as it should be: nobody waits for longer than has to be, and whoever is told no is told why.
+#![cfg(target_os = "linux")]
+#![expect(clippy::unwrap_used, reason = "a helper of tests, which may")]
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use registry_core::{Key, LockBackend as _, LockRegistry as _, Registry};
+use registry_etcd::{EtcdBackend, EtcdConfig, Layout};
+use registry_testkit::etcd::{EtcdOptions, EtcdServer};
+use registry_testkit::proxy::{FaultProxy, Mode};
+use tokio::time::{Instant, sleep};
+
+fn at(addr: SocketAddr) -> EtcdConfig {
+    EtcdConfig::new([(addr.ip().to_string(), addr.port())])
+}
+
+fn registry(backend: EtcdBackend, lease: Duration) -> Registry {
+    Registry::builder(Arc::new(backend)).lease(lease).build().unwrap()
+}
+
+/// First all clients get a user and a password, then the members ask for them: so it is done, and nobody has to be started again.
+#[tokio::test]
+async fn who_was_let_in_without_a_login_logs_in_when_that_is_asked_for() {
+    let server = EtcdServer::start().await.unwrap();
+    let config = at(server.addr()).with_login("worker", "opensesame");
+    let (ours, theirs) = (EtcdBackend::open(config.clone()).await, EtcdBackend::open(config).await);
+    let (ours, theirs) = (ours.unwrap(), theirs.unwrap());
+    let (ours, theirs) = (registry(ours, LEASE), registry(theirs, LEASE));
+    let guard = ours.obtain("key").lock().await.unwrap();
+    let lock = theirs.obtain("key");
+    let waiting = tokio::spawn(async move { lock.lock().await });
+    for args in [
+        &["user", "add", "root:root"][..],
+        &["role", "add", "root"],
+        &["user", "grant-role", "root", "root"],
+        &["user", "add", "worker:opensesame"],
+        &["user", "grant-role", "worker", "root"],
+        &["auth", "enable"],
+    ] {
+        server.ctl(args).await.unwrap();
+    }
+    // Long enough for a lease that nobody can renew to end.
+    sleep(LEASE * 2).await;
+    assert!(guard.is_held());
+    guard.unlock().await.unwrap();
+    waiting.await.unwrap().unwrap().unlock().await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn callers_who_cannot_connect_wait_for_one_attempt_and_not_for_that_of_each_other() {
+    let options = EtcdOptions::new().login("worker", "opensesame");
+    let server = EtcdServer::start_with(options).await.unwrap();
+    let proxy = FaultProxy::start(server.addr()).unwrap();
+    let config = at(proxy.addr()).with_login("worker", "opensesame");
+    let config = config.with_response_timeout(Duration::from_millis(500));
+    let backend = EtcdBackend::open(config).await.unwrap();
+    let key = Key::new("key").unwrap();
+    proxy.set_mode(Mode::BlackHole).await.unwrap();
+    // It is left.
+    backend.inspect(&key).await.unwrap_err();
+    let begun = Instant::now();
+    for answer in join_all((0..60).map(|_| backend.inspect(&key))).await {
+        assert!(answer.unwrap_err().is_retryable());
+    }
+    let waited = begun.elapsed();
+    assert!(waited < Duration::from_secs(15), "one attempt takes half a second: {waited:?}");
+    proxy.set_mode(Mode::Pass).await.unwrap();
+    assert_eq!(backend.inspect(&key).await.unwrap(), None);
+}
+
+/// Streams are opened at one member while others have found that it says nothing.
+#[tokio::test]
+async fn a_member_that_does_not_open_a_stream_is_left_as_soon_as_that_is_known() {
+    let server = EtcdServer::start().await.unwrap();
+    let ways = [server.addr(); 2].map(|addr| FaultProxy::start(addr).unwrap());
+    let members = ways.iter().map(|way| (way.addr().ip().to_string(), way.addr().port()));
+    let backend = EtcdBackend::open(EtcdConfig::new(members)).await.unwrap();
+    let registry = registry(backend, LEASE);
+    let guard = registry.obtain("key").lock().await.unwrap();
+    sleep(Duration::from_millis(300)).await;
+    let (present, other) =
+        if ways[0].counts().live > 0 { (&ways[0], &ways[1]) } else { (&ways[1], &ways[0]) };
+    other.set_mode(Mode::BlackHole).await.unwrap();
+    present.set_mode(Mode::Refuse).await.unwrap();
+    present.cut_all().await;
+    sleep(Duration::from_millis(200)).await;
+    present.set_mode(Mode::Pass).await.unwrap();
+    sleep(LEASE * 2).await;
+    assert!(guard.is_held());
+    guard.unlock().await.unwrap();
+}
+
+/// In this layout others may keep what they like beside the locks.
+#[tokio::test]
+async fn a_list_is_not_stopped_by_how_much_else_there_is() {
+    let server = EtcdServer::start().await.unwrap();
+    let config = at(server.addr()).with_layout(Layout::Etcdctl).with_namespace("shared");
+    let backend = EtcdBackend::open(config).await.unwrap();
+    let large = "x".repeat(100_000);
+    for number in 0..60 {
+        server.ctl(&["put", &format!("shared/file/{number}.txt"), &large]).await.unwrap();
+    }
+    let backend = Arc::new(backend);
+    let registry = Registry::builder(Arc::clone(&backend) as _).build().unwrap();
+    let guard = registry.obtain("key").lock().await.unwrap();
+    let listed = backend.list().await.unwrap();
+    assert_eq!(listed.iter().map(|holder| holder.key.as_str()).collect::<Vec<_>>(), ["key"]);
+    guard.unlock().await.unwrap();
+}
+
+#[cfg(feature = "tls")]
+mod encrypted {
+    use registry_core::BackendErrorKind::{Denied, Misconfigured, Transient};
+    use registry_testkit::eventually;
+    use registry_testkit::tls::TlsFolder;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn what_is_wrong_with_certificates_is_told() {
+        let (ours, others) = (TlsFolder::new().unwrap(), TlsFolder::new().unwrap());
+        let server = EtcdServer::start_with(EtcdOptions::new().tls(&ours)).await.unwrap();
+        let pem = |path| std::fs::read(path).unwrap();
+        let authority =
+            |of: &TlsFolder| at(server.addr()).with_certificate_authority(pem(of.ca_file()));
+        let with_own = |config: EtcdConfig, of: &TlsFolder| {
+            config.with_client_certificate(pem(of.client_cert_file()), pem(of.client_key_file()))
+        };
+        EtcdBackend::open(with_own(authority(&ours), &ours)).await.unwrap();
+        for (config, kind, what) in [
+            (with_own(authority(&others), &ours), Misconfigured, "another authority"),
+            (authority(&ours), Denied, "no certificate of our own"),
+            (with_own(authority(&ours), &others), Denied, "a certificate of another authority"),
+            (at(server.addr()), Transient, "not encrypted"),
+        ] {
+            // The connection may have gone before anybody asks what the member has said of it.
+            let told = async || match EtcdBackend::open(config.clone()).await {
+                Err(error) if error.kind() == kind => Ok(()),
+                Err(error) => {
+                    assert_eq!(error.kind(), Transient, "{what}: {error:?}");
+                    Err(format!("{error:?}"))
+                }
+                Ok(_) => panic!("{what}: let in"),
+            };
+            eventually(LONG, told).await;
+        }
+    }
+}
+
+/// Long enough for any machine; reached only by a test that fails.
+#[cfg(feature = "tls")]
+const LONG: Duration = Duration::from_secs(60);
+/// Short, so that a test of a lease that ends does not take long.
+const LEASE: Duration = Duration::from_secs(3);
