@@ -40,7 +40,6 @@ fn wrong_options_of_run_are_usage_errors() {
         (&["--wiat", "1s"], "--wait"),
         (&["--url", "bogus:x"], "sqlite"),
         (&["--url", "sqlit:x"], "did you mean \"sqlite\"?"),
-        (&["--url", "zk://localhost"], "features = [\"zk\"]"),
         (&["--url", "postgres://localhost"], "does not name a database"),
         (&["--url", "memory:?leese=1s"], "did you mean \"lease\"?"),
         (&["--url", "memory:?lease=1ms"], "less than the least"),
