@@ -21,7 +21,7 @@ use std::sync::Arc;
 
 use crate::history::{Ending, Grant, History, WriteAnswer};
 
-pub use busy::busy_answers;
+pub use busy::{busy_answers, busy_answers_in_line};
 pub use order::token_order;
 #[cfg(feature = "search")]
 pub use search::{Opinion, search};
@@ -50,6 +50,21 @@ pub struct Checked {
 /// # Errors
 /// The first [`Violation`] that was found.
 pub fn check(history: &History) -> Result<Checked, Violation> {
+    check_with(history, busy_answers)
+}
+
+/// Runs all checks that every store which queues must pass: as [`check`], with [`busy_answers_in_line`].
+///
+/// # Errors
+/// The first [`Violation`] that was found.
+pub fn check_in_line(history: &History) -> Result<Checked, Violation> {
+    check_with(history, busy_answers_in_line)
+}
+
+fn check_with(
+    history: &History,
+    busy_answers: fn(&History) -> Result<usize, Violation>,
+) -> Result<Checked, Violation> {
     let tokens = token_order(history)?;
     let grants = validity(history)?;
     let writes = fenced_writes(history)?;

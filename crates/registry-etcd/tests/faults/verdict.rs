@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use registry_core::LostReason;
-use registry_testkit::check::{Checked, check};
+use registry_testkit::check::{Checked, check_in_line};
 use registry_testkit::history::{Grant, History, WriteAnswer};
 
 use crate::contest::Loss;
@@ -30,7 +30,8 @@ impl Outcome {
     pub(crate) fn assert_flawless(&self) -> Checked {
         self.losses_were_told();
         self.writes_were_refused_with_reason();
-        let checked = check(&self.history).unwrap_or_else(|violation| panic!("{violation}"));
+        let checked =
+            check_in_line(&self.history).unwrap_or_else(|violation| panic!("{violation}"));
         assert!(checked.grants >= 20 && checked.writes >= 20, "that was too little: {checked:?}");
         println!(
             "{checked:?}, {} losses, {} errors, all keys taken after {:?}",

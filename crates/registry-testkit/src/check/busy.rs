@@ -15,6 +15,28 @@ use super::violation::{Promise, Teller, Violation};
 /// # Errors
 /// A [`Violation`] of [`Promise::BusyMeansHeld`].
 pub fn busy_answers(history: &History) -> Result<usize, Violation> {
+    judge(history, |_, _| false)
+}
+
+/// The same for a store that queues: there somebody who only stands in line, and gives up before it is granted anything, is in the way of
+/// those who come later.
+///
+/// # Errors
+/// A [`Violation`] of [`Promise::BusyMeansHeld`].
+pub fn busy_answers_in_line(history: &History) -> Result<usize, Violation> {
+    judge(history, |attempts, attempt| {
+        let overlaps = |other: &Attempt| {
+            other.window.from <= attempt.window.to && attempt.window.from <= other.window.to
+        };
+        attempts.iter().any(|other| !std::ptr::eq(*other, attempt) && overlaps(other))
+    })
+}
+
+/// `is_excused` decides, of all attempts on a key that were told "busy", about one in whose time nobody held the lock.
+fn judge(
+    history: &History,
+    is_excused: impl Fn(&[&Attempt], &Attempt) -> bool,
+) -> Result<usize, Violation> {
     let grants = by_key(&history.grants, |grant| &grant.key);
     let unknown = by_key(&history.unknown, |attempt| &attempt.key);
     for (key, attempts) in by_key(&history.busy, |attempt| &attempt.key) {
@@ -28,10 +50,12 @@ pub fn busy_answers(history: &History) -> Result<usize, Violation> {
             latest = hold.to.max(latest);
             hold.to = latest;
         }
-        for attempt in attempts {
+        for &attempt in &attempts {
             let called = holds.partition_point(|hold| hold.from <= attempt.window.to);
             let reason = called.checked_sub(1).map(|last| holds[last].to);
-            if reason.is_none_or(|latest| latest < attempt.window.from) {
+            if reason.is_none_or(|latest| latest < attempt.window.from)
+                && !is_excused(&attempts, attempt)
+            {
                 return Err(violation(history, attempt));
             }
         }

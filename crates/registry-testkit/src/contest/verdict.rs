@@ -7,7 +7,7 @@ use std::time::Duration;
 use registry_core::LostReason;
 
 use super::Loss;
-use crate::check::{Checked, check};
+use crate::check::{Checked, check_in_line};
 use crate::history::{Ending, Grant, History, Window, WriteAnswer};
 
 /// How late a holder may hear of the end of its lease on a machine that has other things to do.
@@ -47,7 +47,8 @@ impl Outcome {
     pub fn assert_flawless(&self) -> Checked {
         self.losses_were_told();
         self.writes_were_refused_with_reason();
-        let checked = check(&self.history).unwrap_or_else(|violation| panic!("{violation}"));
+        let checked =
+            check_in_line(&self.history).unwrap_or_else(|violation| panic!("{violation}"));
         let is_much = checked.grants >= LITTLE && checked.writes >= LITTLE;
         assert!(is_much, "that was too little: {checked:?}");
         checked
