@@ -210,7 +210,12 @@ fn ping_encrypted(
 ) -> io::Result<String> {
     let mut roots = RootCertStore::empty();
     roots.add(CertificateDer::from_pem_file(ca.ca_file()).unwrap()).unwrap();
-    let config = ClientConfig::builder().with_root_certificates(roots);
+    // Built with other crates there may be several to choose from, and then none is the default.
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let config = ClientConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .unwrap()
+        .with_root_certificates(roots);
     let config = match client {
         None => config.with_no_client_auth(),
         Some(client) => {
