@@ -18,7 +18,7 @@ use zookeeper_client::{Client, Error, SessionState, StateWatcher};
 
 use crate::config::ZkConfig;
 use crate::error::{explain, silent, unreachable};
-use crate::place::Place;
+use crate::place::{Place, Room};
 use crate::proof::Proof;
 use crate::recipe::tend;
 
@@ -88,7 +88,8 @@ impl Sessions {
             return;
         }
         let places = std::mem::take(&mut *lock(&session.places));
-        lock(&self.displaced).extend(places.keys());
+        // Whoever has not been told of the last session's end does not ask any more.
+        *lock(&self.displaced) = places.keys().copied().collect();
         {
             let mut current = lock(&self.current);
             if current.as_ref().is_some_and(|current| Arc::ptr_eq(current, session)) {
@@ -189,6 +190,7 @@ pub(crate) struct Session {
     /// How often it was connected again.
     reconnects: AtomicU32,
     places: Mutex<HashMap<ClaimId, Arc<Place>>>,
+    room: Room,
     /// They end with the session.
     tasks: Mutex<JoinSet<()>>,
 }
@@ -219,6 +221,7 @@ impl Session {
             next_round: Mutex::default(),
             reconnects: AtomicU32::new(0),
             places: Mutex::default(),
+            room: Room::default(),
             tasks: Mutex::default(),
             client,
         });
@@ -335,6 +338,11 @@ impl Session {
         let round = round.boxed().shared();
         *next = Some(round.clone());
         round
+    }
+
+    /// The room for what is watched in this session.
+    pub(crate) fn room(&self) -> &Room {
+        &self.room
     }
 
     /// The place of `claim`; a new one if it has none.
