@@ -6,7 +6,7 @@ use std::time::Duration;
 use registry_core::{BackendError, BackendErrorKind};
 use zookeeper_client::{Acls, AuthId, Connector, Permission};
 
-use crate::path::is_path;
+use crate::path::{Paths, is_path};
 
 /// Where the locks of a [`ZkBackend`](crate::ZkBackend) live, and in what form.
 #[derive(Clone)]
@@ -302,6 +302,9 @@ impl ZkConfig {
         if self.namespace.as_deref() == Some("") {
             return Err(unusable("the namespace is empty"));
         }
+        if Paths::new(self).are_the_servers() {
+            return Err(unusable("keys would be below `/zookeeper`, which belongs to the servers"));
+        }
         let timeouts = Self::SESSION_TIMEOUT_MIN..=Self::SESSION_TIMEOUT_MAX;
         if !timeouts.contains(&self.session_timeout) {
             return Err(unusable("the time-out of the session is not between 400 ms and 24 h"));
@@ -467,6 +470,11 @@ mod tests {
             good().with_root("/"),
             good().with_root("/a//b"),
             good().with_namespace(""),
+            good().with_root("/zookeeper"),
+            good().with_root("/zookeeper/locks").with_layout(Layout::Curator),
+            good().with_root("/").with_layout(Layout::Curator).with_namespace("zookeeper"),
+            good().with_layout(Layout::Curator).with_namespace("zookeeper"),
+            ZkConfig::new("h/zookeeper").unwrap(),
             good().with_session_timeout(Duration::from_millis(1)),
             good().with_session_timeout(hour * 25),
             good().with_connect_timeout(Duration::ZERO),
@@ -478,6 +486,8 @@ mod tests {
             assert!(!bad.check().unwrap_err().is_retryable(), "{bad:?}");
         }
         good().with_root("/").with_layout(Layout::Curator).check().unwrap();
+        good().with_root("/zookeeper-locks").with_namespace("zookeeper").check().unwrap();
+        good().with_chroot("/app").with_root("/zookeeper").check().unwrap();
         good().with_acl(Acl::Creator).with_login("u", "p").check().unwrap();
     }
 
