@@ -323,6 +323,10 @@ impl ZkConfig {
         Ok(())
     }
 
+    pub(crate) fn has_several_servers(&self) -> bool {
+        self.hosts.len() > 1
+    }
+
     /// Servers as the client takes them.
     pub(crate) fn servers(&self) -> String {
         let hosts = self.hosts.iter().map(|(name, port)| {

@@ -11,9 +11,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use futures_util::future::{BoxFuture, FutureExt as _, Shared};
+use futures_util::stream::{FuturesUnordered, StreamExt as _};
 use registry_core::{BackendError, BackendErrorKind, Claim, ClaimId, Key, LossHints, Moment};
 use tokio::task::JoinSet;
-use tokio::time::{MissedTickBehavior, interval, timeout};
+use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
 use zookeeper_client::{Client, Error, SessionState, StateWatcher};
 
 use crate::config::ZkConfig;
@@ -199,17 +200,7 @@ impl Session {
     async fn connect(sessions: &Arc<Sessions>) -> Result<Arc<Self>, BackendError> {
         let config = Arc::clone(&sessions.config);
         let asked_at = Moment::now();
-        let connecting = config.connector().with_fail_eagerly();
-        let servers = config.servers();
-        #[cfg(feature = "tls")]
-        let connecting = if config.is_encrypted() {
-            connecting.secure_connect(&servers).boxed()
-        } else {
-            connecting.connect(&servers).boxed()
-        };
-        #[cfg(not(feature = "tls"))]
-        let connecting = connecting.connect(&servers);
-        let client = timeout(config.connect_timeout, connecting)
+        let client = timeout(config.connect_timeout, connect(&config))
             .await
             .map_err(|_| unreachable())?
             .map_err(|error| explain(&error).as_refused())?;
@@ -392,6 +383,30 @@ impl fmt::Debug for Session {
     }
 }
 
+/// Begins a session with any of the servers.
+///
+/// The client asks them one after the other, in an order of its own, and waits for long for one that takes connections and says nothing. So
+/// where there are several, other attempts begin beside one that has no answer yet, and the first to have a session wins.
+async fn connect(config: &ZkConfig) -> Result<Client, Error> {
+    let attempts = if config.has_several_servers() { ATTEMPTS } else { 1 };
+    let attempts = (0..attempts).map(async |number| {
+        sleep(config.connect_timeout * number / ATTEMPTS).await;
+        connect_once(config).await
+    });
+    // One that fails has asked all of them.
+    attempts.collect::<FuturesUnordered<_>>().next().await.unwrap_or(Err(Error::NoHosts))
+}
+
+async fn connect_once(config: &ZkConfig) -> Result<Client, Error> {
+    let connecting = config.connector().with_fail_eagerly();
+    let servers = config.servers();
+    #[cfg(feature = "tls")]
+    if config.is_encrypted() {
+        return connecting.secure_connect(&servers).await;
+    }
+    connecting.connect(&servers).await
+}
+
 /// Keeps a session's proof fresh, notices its end, and has what nobody takes care of any more given back.
 async fn pulse(
     session: Weak<Session>,
@@ -441,6 +456,9 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// How often the leader is asked in the time-out of a session. The client itself would say a word as often if nothing else were said.
 const BEATS: u32 = 10;
 const TICK_MAX: Duration = Duration::from_millis(250);
+
+/// How many attempts at a session may go on beside each other.
+const ATTEMPTS: u32 = 8;
 
 /// The pause after the first failure to get a session; it doubles.
 const PAUSE_MIN: Duration = Duration::from_millis(20);
