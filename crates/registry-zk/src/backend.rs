@@ -14,7 +14,7 @@ use registry_core::{
 use crate::config::ZkConfig;
 use crate::path::Paths;
 use crate::recipe;
-use crate::session::{Session, Sessions};
+use crate::session::{By, Session, Sessions};
 
 /// Locks in ZooKeeper.
 ///
@@ -120,7 +120,7 @@ impl LockBackend for ZkBackend {
             }
             return claims.iter().map(|_| Ok(Renewal::Gone)).collect();
         };
-        if let Err(error) = session.round().await {
+        if let Err(error) = session.round(By::Majority).await {
             let answer = |claim| match session.find(claim) {
                 Some(_) => Err(error.clone()),
                 None => Ok(Renewal::Gone),

@@ -20,7 +20,7 @@ use crate::error::{explain, is_refusal};
 use crate::node::{label, make_parents, note};
 use crate::place::{Ahead, Node, OwnWatch, Place, Room, Stake, Watch};
 use crate::queue::{Queue, Standing, find, prefix};
-use crate::session::{Session, Sessions};
+use crate::session::{By, Session, Sessions};
 
 /// Gets `claim` in line if it is not, and tells whether it is its turn.
 pub(crate) async fn try_acquire(
@@ -206,7 +206,7 @@ async fn stands_as_before(session: &Arc<Session>, stake: &Stake) -> Result<bool,
     if watch.has_fired() || looked_at.after(session.timeout() / LOOK_EVERY) <= Moment::now() {
         return Ok(false);
     }
-    session.round().await?;
+    session.round(By::Leader).await?;
     Ok(!watch.has_fired())
 }
 
@@ -225,14 +225,12 @@ pub(crate) async fn read(
     dir: &str,
 ) -> Result<Result<Vec<String>, Error>, BackendError> {
     let client = session.client();
-    let sent_at = Moment::now();
     let synced = client.sync(dir);
     let listed = client.list_children(dir);
     match session.bounded(synced).await? {
-        Ok(()) => session.answered(sent_at),
-        Err(error) => return Ok(Err(error)),
+        Ok(()) => session.bounded(listed).await,
+        Err(error) => Ok(Err(error)),
     }
-    session.bounded(listed).await
 }
 
 /// Puts those who contend in order. Where their names do not tell it, their nodes are asked: one question each, all at once.
@@ -318,7 +316,7 @@ pub(crate) async fn delete(session: &Session, path: &str) -> Result<bool, Backen
 }
 
 /// Looks whether the node of a held claim is still there, and makes sure to hear when it is not. The session must have had a
-/// [round](Session::round) just before.
+/// [round](Session::round) by a majority just before.
 pub(crate) async fn renew(
     session: &Arc<Session>,
     sessions: &Arc<Sessions>,

@@ -15,7 +15,7 @@ use futures_util::stream::{FuturesUnordered, StreamExt as _};
 use registry_core::{BackendError, BackendErrorKind, Claim, ClaimId, Key, LossHints, Moment};
 use tokio::task::JoinSet;
 use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
-use zookeeper_client::{Client, Error, SessionState, StateWatcher};
+use zookeeper_client::{CheckWriteError, Client, Error, SessionState, StateWatcher};
 
 use crate::config::ZkConfig;
 use crate::error::{explain, silent, unreachable};
@@ -175,8 +175,18 @@ impl Hints {
     }
 }
 
-/// A question to the leader that any number may wait for.
+/// A question to the servers that any number may wait for.
 type Round = Shared<BoxFuture<'static, Result<(), BackendError>>>;
+
+/// Who answers a question to the servers. When it is answered, what the leader had done before is known here as well: the server that
+/// we are connected to has caught up, and has told what was watched before it passed the answer on.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum By {
+    /// A majority, by a write that changes nothing. This alone proves that no other leader has ended the session.
+    Majority,
+    /// The leader, or who takes itself for it: one that has lost the others in silence answers for a while.
+    Leader,
+}
 
 /// One session.
 pub(crate) struct Session {
@@ -184,10 +194,10 @@ pub(crate) struct Session {
     config: Arc<ZkConfig>,
     over: AtomicBool,
     proof: Mutex<Proof>,
-    /// When the leader was asked last.
+    /// When a majority was asked last.
     asked_at: Mutex<Moment>,
-    /// The next question to the leader, as long as it has not left.
-    next_round: Mutex<Option<Round>>,
+    /// The next questions, [to](By) a majority and to the leader, as long as they have not left.
+    next_rounds: [Mutex<Option<Round>>; 2],
     /// How often it was connected again.
     reconnects: AtomicU32,
     places: Mutex<HashMap<ClaimId, Arc<Place>>>,
@@ -209,7 +219,7 @@ impl Session {
             config,
             over: AtomicBool::new(false),
             asked_at: Mutex::new(asked_at),
-            next_round: Mutex::default(),
+            next_rounds: Default::default(),
             reconnects: AtomicU32::new(0),
             places: Mutex::default(),
             room: Room::default(),
@@ -267,7 +277,7 @@ impl Session {
         lock(&self.proof).left(Moment::now())
     }
 
-    /// Notes that the leader has answered what left at `sent_at`.
+    /// Notes that a majority has written down what left at `sent_at`.
     pub(crate) fn answered(&self, sent_at: Moment) {
         lock(&self.proof).answered(sent_at);
     }
@@ -304,11 +314,10 @@ impl Session {
         timeout(self.config.request_timeout, request).await.map_err(|_| silent())
     }
 
-    /// Asks the leader whether the session lives. All who ask at about the same time share one question, which leaves after they
-    /// have asked. When it is answered, what the leader had done by then is known here: the server that we are connected to has
-    /// caught up, and has told what was watched before it passed the answer on.
-    pub(crate) fn round(self: &Arc<Self>) -> Round {
-        let mut next = lock(&self.next_round);
+    /// Asks the servers whether the session lives. All who ask at about the same time share one question, which leaves after they
+    /// have asked.
+    pub(crate) fn round(self: &Arc<Self>, by: By) -> Round {
+        let mut next = lock(&self.next_rounds[by as usize]);
         if let Some(round) = &*next {
             return round.clone();
         }
@@ -317,18 +326,36 @@ impl Session {
             // Let others join who are about to ask.
             tokio::task::yield_now().await;
             let session = session.upgrade().ok_or_else(|| explain(&Error::ClientClosed))?;
-            *lock(&session.next_round) = None;
+            *lock(&session.next_rounds[by as usize]) = None;
             session.connected().await?;
-            let sent_at = Moment::now();
-            *lock(&session.asked_at) = sent_at;
-            let synced = session.bounded(session.client.sync("/")).await?;
-            synced.map_err(|error| explain(&error))?;
-            session.answered(sent_at);
-            Ok(())
+            match by {
+                By::Majority => session.beat().await,
+                By::Leader => {
+                    let synced = session.bounded(session.client.sync("/")).await?;
+                    synced.map_err(|error| explain(&error))
+                }
+            }
         };
         let round = round.boxed().shared();
         *next = Some(round.clone());
         round
+    }
+
+    /// Has a majority write down that nothing has changed.
+    async fn beat(&self) -> Result<(), BackendError> {
+        let sent_at = Moment::now();
+        *lock(&self.asked_at) = sent_at;
+        let path = self.config.chroot.as_deref().unwrap_or("/");
+        let writer = self.client.new_check_writer(path, None).map_err(|error| explain(&error))?;
+        let written = timeout(self.config.request_timeout, writer.commit());
+        match written.await.map_err(|_| silent())? {
+            // That a check fails is written down like all else.
+            Ok(_) | Err(CheckWriteError::CheckFailed { source: Error::NoAuth | Error::NoNode }) => {
+                self.answered(sent_at);
+                Ok(())
+            }
+            Err(error) => Err(explain(&error.into())),
+        }
     }
 
     /// The room for what is watched in this session.
@@ -367,7 +394,7 @@ impl Session {
         lock(&self.tasks).spawn(work);
     }
 
-    /// Whether it is time to ask the leader again.
+    /// Whether it is time for another proof.
     fn is_due(&self, now: Moment) -> bool {
         lock(&self.asked_at).after(self.timeout() / BEATS) <= now
     }
@@ -441,7 +468,7 @@ async fn pulse(
                 let now = Moment::now();
                 if session.is_due(now) && session.client.state() == SessionState::SyncConnected {
                     *lock(&session.asked_at) = now;
-                    let round = session.round();
+                    let round = session.round(By::Majority);
                     session.spawn(round.map(drop));
                 }
             }
@@ -453,7 +480,7 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// How often the leader is asked in the time-out of a session. The client itself would say a word as often if nothing else were said.
+/// How often a majority is asked in the time-out of a session. The client itself would say a word as often if nothing else were said.
 const BEATS: u32 = 10;
 const TICK_MAX: Duration = Duration::from_millis(250);
 
