@@ -336,8 +336,11 @@ impl ZkConfig {
     }
 
     pub(crate) fn connector(&self) -> Connector {
-        let connector =
+        let mut connector =
             zookeeper_client::Client::connector().with_session_timeout(self.session_timeout);
+        if self.has_several_servers() {
+            connector = connector.with_connection_timeout(self.silence());
+        }
         let connector = self.auth.iter().fold(connector, |connector, auth| {
             connector.with_auth(&auth.scheme, &auth.credentials)
         });
@@ -346,6 +349,14 @@ impl ZkConfig {
             return connector.with_tls(tls.clone());
         }
         connector
+    }
+
+    /// How long one of several servers may be silent before another one is asked.
+    ///
+    /// By itself the client waits for two fifths of the session. It may come upon the same server once more, and then guards would end, which
+    /// are certain of no more than half. Not much shorter, or a server that has a lot to do would be taken for a silent one.
+    fn silence(&self) -> Duration {
+        (self.session_timeout / 5).max(SILENCE_MIN.min(self.session_timeout * 2 / 5))
     }
 
     /// The rights to what is made.
@@ -438,6 +449,9 @@ impl fmt::Debug for Acl {
         }
     }
 }
+
+/// No server is taken for a silent one before, unless the session is shorter than most.
+const SILENCE_MIN: Duration = Duration::from_secs(2);
 
 /// Where ZooKeeper listens unless it is told otherwise.
 const PORT: u16 = 2181;
