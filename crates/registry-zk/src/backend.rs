@@ -25,7 +25,8 @@ use crate::session::{By, Session, Sessions};
 /// Tokens are the transactions in which holders' nodes were made. They grow for as long as the servers keep their data.
 ///
 /// One connection belongs to a backend, however many locks are held or awaited. Who waits is woken by the one directly before; who
-/// holds hears at once when its node is removed by somebody else.
+/// holds hears at once when its node is removed by somebody else. With more than some 1,000 locks the rest of them look from time to time
+/// instead.
 pub struct ZkBackend {
     sessions: Arc<Sessions>,
     paths: Paths,

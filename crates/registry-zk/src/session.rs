@@ -13,6 +13,7 @@ use std::time::Duration;
 use futures_util::future::{BoxFuture, FutureExt as _, Shared};
 use futures_util::stream::{FuturesUnordered, StreamExt as _};
 use registry_core::{BackendError, BackendErrorKind, Claim, ClaimId, Key, LossHints, Moment};
+use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
 use zookeeper_client::{CheckWriteError, Client, Error, SessionState, StateWatcher};
@@ -341,17 +342,31 @@ impl Session {
         round
     }
 
-    /// Has a majority write down that nothing has changed.
-    async fn beat(&self) -> Result<(), BackendError> {
+    /// Has a majority write down that nothing has changed. That counts even when it takes longer than anybody waits for it, as on disks that
+    /// are slow for a while.
+    async fn beat(self: &Arc<Self>) -> Result<(), BackendError> {
         let sent_at = Moment::now();
         *lock(&self.asked_at) = sent_at;
+        let (tell, told) = oneshot::channel();
+        let session = Arc::clone(self);
+        self.spawn(async move {
+            let written = session.write_nothing().await;
+            if written.is_ok() {
+                session.answered(sent_at);
+            }
+            // Perhaps nobody waits any more.
+            drop(tell.send(written));
+        });
+        let told = timeout(self.config.request_timeout, told).await.map_err(|_| silent())?;
+        told.unwrap_or_else(|_| Err(explain(&Error::ClientClosed)))
+    }
+
+    async fn write_nothing(&self) -> Result<(), BackendError> {
         let path = self.config.chroot.as_deref().unwrap_or("/");
         let writer = self.client.new_check_writer(path, None).map_err(|error| explain(&error))?;
-        let written = timeout(self.config.request_timeout, writer.commit());
-        match written.await.map_err(|_| silent())? {
+        match writer.commit().await {
             // That a check fails is written down like all else.
             Ok(_) | Err(CheckWriteError::CheckFailed { source: Error::NoAuth | Error::NoNode }) => {
-                self.answered(sent_at);
                 Ok(())
             }
             Err(error) => Err(explain(&error.into())),

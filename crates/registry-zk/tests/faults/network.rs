@@ -1,6 +1,7 @@
 //! Connections that fall silent or break, with and without the reply to what the servers have done.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use registry_core::{
@@ -164,7 +165,7 @@ async fn a_lost_reply_is_made_good_whatever_an_earlier_session_has_left_of_the_c
         leave_behind(&operator, &claim).await;
         proxy.set_mode(Mode::ResetAfterRequest).await.unwrap();
         let attempt = {
-            let (ours, claim) = (ours.clone(), claim.clone());
+            let (ours, claim) = (Arc::clone(&ours), claim.clone());
             tokio::spawn(async move { ours.try_acquire(&claim).await })
         };
         let line = format!("{BASE}/{}", claim.key());
