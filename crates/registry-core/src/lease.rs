@@ -161,8 +161,8 @@ impl Lease {
         Due::At(next)
     }
 
-    /// How much time to ask for at `now`, before it is due, because others are being renewed. `None` if it is due much later: in more than a quarter of
-    /// the time between two renewals; if it costs nothing, `together` with the others, in more than three quarters of it.
+    /// How much time to ask for at `now`, before it is due, because others are being renewed. `None` if it is due much later: in more than a twelfth of
+    /// the lease, a quarter of the time between two renewals; if it costs nothing, `together` with the others, in more than a quarter of the lease.
     pub(crate) fn joins(&self, now: Moment, together: bool) -> Option<Duration> {
         let soon = self.length() / if together { 4 } else { 12 };
         let is_soon = now.after(soon) >= self.renew_at;
