@@ -316,7 +316,7 @@ pub(crate) async fn delete(session: &Session, path: &str) -> Result<bool, Backen
 }
 
 /// Looks whether the node of a held claim is still there, and makes sure to hear when it is not. The session must have had a
-/// [round](Session::round) by a majority just before.
+/// [round](Session::round) just before.
 pub(crate) async fn renew(
     session: &Arc<Session>,
     sessions: &Arc<Sessions>,

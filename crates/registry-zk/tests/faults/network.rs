@@ -163,6 +163,7 @@ async fn a_lost_reply_is_made_good_whatever_an_earlier_session_has_left_of_the_c
         let key = Key::new(&format!("two-{round}")).unwrap();
         let claim = Claim::new(key, secs(60)).with_queue(true);
         leave_behind(&operator, &claim).await;
+        let before = proxy.counts().reset;
         proxy.set_mode(Mode::ResetAfterRequest).await.unwrap();
         let attempt = {
             let (ours, claim) = (Arc::clone(&ours), claim.clone());
@@ -171,6 +172,8 @@ async fn a_lost_reply_is_made_good_whatever_an_earlier_session_has_left_of_the_c
         let line = format!("{BASE}/{}", claim.key());
         let nodes = async || operator.list_children(&line).await.unwrap().len();
         eventually(LONG, async || nodes().await == 2).await;
+        // The answer may be seen on its way later than the node.
+        proxy.until(LONG, |counts| counts.reset > before).await.unwrap();
         proxy.set_mode(Mode::Pass).await.unwrap();
         let mut attempt = within(LONG, attempt).await.unwrap();
         while attempt.is_err() {
