@@ -1,23 +1,35 @@
 //! More locks in one session than its client can watch over.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::future::{join_all, select_all, try_join_all};
-use registry_core::{LockGuard, LockRegistry as _};
+use registry_core::{LockGuard, LockRegistry as _, Registry};
 use registry_testkit::contest::LONG;
 use registry_testkit::proxy::FaultProxy;
 use registry_testkit::zookeeper::{ZooKeeperOptions, ZooKeeperServer};
 use registry_testkit::{eventually, within};
+use registry_zk::ZkBackend;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
-use crate::lab::{backend, operator, over, registry, secs};
+use crate::lab::{config, operator, secs};
 
 /// Too many for the watches of one session; see `Room`.
 const HELD: usize = 2_000;
 const AWAITED: usize = 400;
 /// Long enough to take so many locks, on whatever machine.
 const SESSION: Duration = Duration::from_secs(40);
+const PATIENCE: Duration = Duration::from_secs(15);
+
+/// Of a patience that so many requests at once may want.
+async fn open(url: &str) -> (Arc<ZkBackend>, Registry) {
+    let config = config(url, SESSION).with_request_timeout(PATIENCE);
+    let backend = Arc::new(ZkBackend::open(config).await.unwrap());
+    let builder = Registry::builder(Arc::clone(&backend) as Arc<_>).timeout(PATIENCE);
+    let registry = builder.lease(backend.session_timeout() / 2).build().unwrap();
+    (backend, registry)
+}
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_broken_connection_ends_no_hold_however_many_there_are() {
@@ -25,16 +37,15 @@ async fn a_broken_connection_ends_no_hold_however_many_there_are() {
     let server = ZooKeeperServer::start_with(options).await.unwrap();
     let proxy = FaultProxy::start(server.addr()).unwrap();
     let operator = operator(&server).await;
-    let theirs = registry(&server.url(), SESSION).await;
-    let backend = backend(&format!("zk://{}", proxy.addr()), SESSION).await;
-    let ours = over(&backend);
+    let (_, theirs) = open(&server.url()).await;
+    let (backend, ours) = open(&format!("zk://{}", proxy.addr())).await;
     let session = backend.session_id();
 
-    let take = |registry: &registry_core::Registry, kind: &str, count: usize| {
+    let take = |registry: &Registry, kind: &str, count: usize| {
         let locks: Vec<_> = (0..count).map(|n| registry.obtain(&format!("{kind}/{n}"))).collect();
         async move {
             let mut all = Vec::new();
-            for some in locks.chunks(200) {
+            for some in locks.chunks(50) {
                 all.extend(try_join_all(some.iter().map(|lock| lock.lock())).await.unwrap());
             }
             all
