@@ -6,7 +6,7 @@ use std::time::Duration;
 use registry_core::{BackendError, BackendErrorKind};
 use zookeeper_client::{Acls, AuthId, Connector, Permission};
 
-use crate::path::is_path;
+use crate::path::{Paths, is_path};
 
 /// Where the locks of a [`ZkBackend`](crate::ZkBackend) live, and in what form.
 #[derive(Clone)]
@@ -302,6 +302,9 @@ impl ZkConfig {
         if self.namespace.as_deref() == Some("") {
             return Err(unusable("the namespace is empty"));
         }
+        if Paths::new(self).are_the_servers() {
+            return Err(unusable("keys would be below `/zookeeper`, which belongs to the servers"));
+        }
         let timeouts = Self::SESSION_TIMEOUT_MIN..=Self::SESSION_TIMEOUT_MAX;
         if !timeouts.contains(&self.session_timeout) {
             return Err(unusable("the time-out of the session is not between 400 ms and 24 h"));
@@ -320,6 +323,10 @@ impl ZkConfig {
         Ok(())
     }
 
+    pub(crate) fn has_several_servers(&self) -> bool {
+        self.hosts.len() > 1
+    }
+
     /// Servers as the client takes them.
     pub(crate) fn servers(&self) -> String {
         let hosts = self.hosts.iter().map(|(name, port)| {
@@ -329,8 +336,11 @@ impl ZkConfig {
     }
 
     pub(crate) fn connector(&self) -> Connector {
-        let connector =
+        let mut connector =
             zookeeper_client::Client::connector().with_session_timeout(self.session_timeout);
+        if self.has_several_servers() {
+            connector = connector.with_connection_timeout(self.silence());
+        }
         let connector = self.auth.iter().fold(connector, |connector, auth| {
             connector.with_auth(&auth.scheme, &auth.credentials)
         });
@@ -339,6 +349,14 @@ impl ZkConfig {
             return connector.with_tls(tls.clone());
         }
         connector
+    }
+
+    /// How long one of several servers may be silent before another one is asked.
+    ///
+    /// By itself the client waits for two fifths of the session. It may come upon the same server once more, and then guards would end, which
+    /// are certain of no more than half. Not much shorter, or a server that has a lot to do would be taken for a silent one.
+    fn silence(&self) -> Duration {
+        (self.session_timeout / 5).max(SILENCE_MIN.min(self.session_timeout * 2 / 5))
     }
 
     /// The rights to what is made.
@@ -432,6 +450,9 @@ impl fmt::Debug for Acl {
     }
 }
 
+/// No server is taken for a silent one before, unless the session is shorter than most.
+const SILENCE_MIN: Duration = Duration::from_secs(2);
+
 /// Where ZooKeeper listens unless it is told otherwise.
 const PORT: u16 = 2181;
 
@@ -467,6 +488,11 @@ mod tests {
             good().with_root("/"),
             good().with_root("/a//b"),
             good().with_namespace(""),
+            good().with_root("/zookeeper"),
+            good().with_root("/zookeeper/locks").with_layout(Layout::Curator),
+            good().with_root("/").with_layout(Layout::Curator).with_namespace("zookeeper"),
+            good().with_layout(Layout::Curator).with_namespace("zookeeper"),
+            ZkConfig::new("h/zookeeper").unwrap(),
             good().with_session_timeout(Duration::from_millis(1)),
             good().with_session_timeout(hour * 25),
             good().with_connect_timeout(Duration::ZERO),
@@ -478,6 +504,8 @@ mod tests {
             assert!(!bad.check().unwrap_err().is_retryable(), "{bad:?}");
         }
         good().with_root("/").with_layout(Layout::Curator).check().unwrap();
+        good().with_root("/zookeeper-locks").with_namespace("zookeeper").check().unwrap();
+        good().with_chroot("/app").with_root("/zookeeper").check().unwrap();
         good().with_acl(Acl::Creator).with_login("u", "p").check().unwrap();
     }
 
