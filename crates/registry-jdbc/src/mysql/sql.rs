@@ -56,7 +56,9 @@ pub(super) struct Texts {
     pub(super) make_row: Text,
     pub(super) lock_row: Text,
     pub(super) raise_token: Text,
+    pub(super) session_look: Text,
     pub(super) session_keep: Text,
+    pub(super) session_mark: Text,
     pub(super) fence_held: Text,
     pub(super) row_note: Text,
     pub(super) row_lock: Text,
@@ -98,7 +100,9 @@ impl Texts {
             make_row: one(MAKE_ROW),
             lock_row: one(LOCK_ROW),
             raise_token: one(RAISE_TOKEN),
+            session_look: one(SESSION_LOOK),
             session_keep: one(SESSION_KEEP),
+            session_mark: one(SESSION_MARK),
             fence_held: one(FENCE_HELD),
             row_note: one(ROW_NOTE),
             row_lock: one(ROW_LOCK),
@@ -124,6 +128,10 @@ pub(super) struct Text(Arc<str>);
 impl Text {
     pub(super) fn new(text: &str) -> Self {
         Self(text.into())
+    }
+
+    pub(super) fn as_str(&self) -> &str {
+        &self.0
     }
 
     /// For the client, which asks for a promise that no value was put into it.
@@ -289,6 +297,24 @@ const LOCK_ROW: &str = "\
 /// token, id
 const RAISE_TOKEN: &str = "\
     UPDATE {locks} SET claim = NULL, token = ?, block = 1, label = NULL, since = {now}, until = {now} WHERE id = ?";
+
+/// Takes a named lock for the session, and looks whether a claim of this session is still noted in the row, and what time it is, if the server means to
+/// be written to. Changes nothing.
+///
+/// Two statements in one packet: the second one sees what was committed until it begins, and so all that was done by those who had the lock before. Who reads the row
+/// in the statement that takes the lock may have read it before.
+///
+/// For plain text: {name}, {id} and {claim} are hexadecimal digits.
+const SESSION_LOOK: &str = "\
+    SELECT CONNECTION_ID(), CAST(GET_LOCK('{name}', 0) AS SIGNED); \
+    SELECT {now} FROM {locks} WHERE id = x'{id}' AND claim = x'{claim}' AND {writable}";
+
+/// Notes a claim whose token was reserved by an earlier claim of the session that has the lock.
+///
+/// claim, token, block, id, noted, token, token
+const SESSION_MARK: &str = "\
+    UPDATE {locks} SET claim = ?, token = ?, block = ? \
+    WHERE id = ? AND claim = ? AND token <= ? AND ? < token + block";
 
 /// Has the row there with what was noted in it by the session that has the lock: rows without a lease are purged after a while. One that is there
 /// is left as it is, and waits for nobody who has locked it for a fence.

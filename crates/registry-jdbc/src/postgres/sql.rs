@@ -34,6 +34,9 @@ pub(super) struct Texts {
     pub(super) fence: Text,
     pub(super) lock_in: Text,
     pub(super) session_take: Text,
+    pub(super) session_prepare: Text,
+    pub(super) session_look: Text,
+    pub(super) session_note: Text,
     pub(super) session_give_back: Text,
     pub(super) session_keep: Text,
     pub(super) lock_in_session: Text,
@@ -69,7 +72,12 @@ impl Texts {
                 "tried WHERE got",
                 "NOT (SELECT got FROM tried)",
             )),
-            session_take: text(SESSION_TAKE),
+            session_take: text(
+                &SESSION_TAKE.replace("{taken}", "pg_try_advisory_lock($7::bigint)"),
+            ),
+            session_prepare: text(&session_prepare()),
+            session_look: text(SESSION_LOOK),
+            session_note: text(&SESSION_TAKE.replace("{taken}", "$7::bigint IS NOT NULL")),
             session_give_back: text(SESSION_GIVE_BACK),
             session_keep: text(SESSION_KEEP),
             fence_held: text(FENCE_HELD),
@@ -249,16 +257,16 @@ const LOCK_IN: &str = "\
         CASE WHEN taken.token IS NOT NULL THEN pg_notify($7::text, encode($8::bytea, 'hex')) IS NULL END, {kept_out} \
     FROM patience CROSS JOIN clock LEFT JOIN meta ON true LEFT JOIN taken ON true LEFT JOIN held ON true";
 
-/// Takes an advisory lock for the session and notes a larger token in the row, which is a free one for those who want a lease. No token is told if
-/// somebody holds a lease: then the lock must be given back, and so it must after an error, which takes back everything else.
+/// Takes an advisory lock for the session, unless it has it, and notes a larger token in the row, which is a free one for those who want a lease. No token is
+/// told if somebody holds a lease: then the lock must be given back, and so it must after an error, which takes back everything else.
 ///
-/// Nothing waits for the disk: a session does not survive a crash, and a token that was lost in one is below the clock.
+/// Nothing waits for the disk, unless the token is ahead of the clock: a session does not survive a crash, and any other token that was lost in one is
+/// below the clock.
 ///
 /// id, namespace, key, claim, block, label, number, lock_timeout
 const SESSION_TAKE: &str = "\
-    WITH ease AS MATERIALIZED ( \
-        SELECT set_config('lock_timeout', $8::text, true), set_config('synchronous_commit', 'off', true)), \
-    tried AS MATERIALIZED (SELECT pg_try_advisory_lock($7::bigint) AS got FROM ease), \
+    WITH ease AS MATERIALIZED (SELECT set_config('lock_timeout', $8::text, true)), \
+    tried AS MATERIALIZED (SELECT {taken} AS got FROM ease), \
     clock AS MATERIALIZED (SELECT {now} AS now FROM tried WHERE got), \
     taken AS ( \
         INSERT INTO {locks} AS l (id, namespace, key, claim, token, block, label, since, until) \
@@ -274,7 +282,36 @@ const SESSION_TAKE: &str = "\
             until = {now} \
         WHERE l.claim IS NULL OR l.until <= {now} \
         RETURNING token) \
-    SELECT pg_backend_pid(), tried.got, taken.token FROM tried LEFT JOIN taken ON true";
+    SELECT pg_backend_pid(), tried.got, taken.token, \
+        CASE WHEN taken.token <= {now} THEN set_config('synchronous_commit', 'off', true) END \
+    FROM tried LEFT JOIN taken ON true";
+
+/// Takes an advisory lock for the session. Prepared by [`SESSION_PREPARE`].
+///
+/// number
+const SESSION_TRY: &str = "SELECT pg_backend_pid(), pg_try_advisory_lock($1::bigint)";
+
+/// What time it is, if this claim is still noted in the row.
+///
+/// id, claim
+const SESSION_SEEN: &str =
+    "SELECT {now} FROM {locks} WHERE id = $1::bytea AND claim = $2::bytea";
+
+/// Keeps [`SESSION_TRY`] and [`SESSION_SEEN`] prepared, for [`SESSION_LOOK`].
+fn session_prepare() -> String {
+    format!(
+        "PREPARE lock_registry_try (bigint) AS {SESSION_TRY}; PREPARE lock_registry_seen (bytea, bytea) AS {SESSION_SEEN}"
+    )
+}
+
+/// Takes an advisory lock for the session, and looks whether a claim of this session is still noted in the row, and what time it is. Changes nothing.
+///
+/// Two statements in one message: the second one sees what was committed until it begins (READ COMMITTED, which the session has asked for), and so all that
+/// was done by those who had the lock before. One statement would see the row as it was before it had the lock.
+///
+/// number, id, claim
+const SESSION_LOOK: &str = "\
+    EXECUTE lock_registry_try ($1::bigint); EXECUTE lock_registry_seen ($2::bytea, $3::bytea)";
 
 /// Gives an advisory lock back, and tells those who listen, if there are any; see [`Channel`](super::ears::Channel).
 ///
@@ -286,9 +323,10 @@ const SESSION_GIVE_BACK: &str = "\
         CASE WHEN NOT pg_try_advisory_xact_lock($4::bigint) THEN pg_notify($2::text, encode($3::bytea, 'hex')) IS NULL END \
     FROM freed";
 
-/// Has the row there with what [`SESSION_TAKE`] noted in it, by the session that has the lock: rows without a lease are purged after a while.
+/// Has the row there with this claim noted in it, by the session that has the lock: rows without a lease are purged after a while, and a claim whose token was
+/// reserved by an earlier one of the session is not noted yet.
 ///
-/// id, namespace, key, claim, token, block, lock_timeout
+/// id, namespace, key, claim, token, block, lock_timeout, noted
 const SESSION_KEEP: &str = "\
     WITH ease AS MATERIALIZED ( \
         SELECT set_config('lock_timeout', $7::text, true), set_config('synchronous_commit', 'off', true)), \
@@ -296,7 +334,12 @@ const SESSION_KEEP: &str = "\
     kept AS ( \
         INSERT INTO {locks} AS l (id, namespace, key, claim, token, block, label, since, until) \
         SELECT $1::bytea, $2::bytea, $3::bytea, $4::bytea, $5::bigint, $6::bigint, NULL, now, now FROM clock \
-        ON CONFLICT (id) DO UPDATE SET until = greatest(l.until, {now}) WHERE l.claim = $4::bytea \
+        ON CONFLICT (id) DO UPDATE SET \
+            claim = excluded.claim, \
+            token = excluded.token, \
+            block = excluded.block, \
+            until = greatest(l.until, {now}) \
+        WHERE l.claim = $8::bytea AND l.token <= excluded.token AND excluded.token < l.token + l.block \
         RETURNING id) \
     SELECT pg_backend_pid(), (SELECT count(*) FROM kept) FROM ease";
 
@@ -311,12 +354,12 @@ const FENCE_HELD: &str = "\
 /// Notes a claim and a larger token in the row, unless somebody holds a lease on it or a transaction has locked it; and tells whether there
 /// is a lease. What is left is a free row, for those who want one.
 ///
-/// Nothing waits for the disk: what follows does not survive a crash, and a token that was lost in one is below the clock.
+/// Nothing waits for the disk, unless the token is ahead of the clock: what follows does not survive a crash, and any other token that was lost in one is
+/// below the clock.
 ///
 /// id, namespace, key, claim, block, label, lock_timeout
 const ROW_NOTE: &str = "\
-    WITH ease AS MATERIALIZED ( \
-        SELECT set_config('lock_timeout', $7::text, true), set_config('synchronous_commit', 'off', true)), \
+    WITH ease AS MATERIALIZED (SELECT set_config('lock_timeout', $7::text, true)), \
     seen AS MATERIALIZED ( \
         SELECT claim IS NOT NULL AND until > {now} AS leased FROM {locks}, ease WHERE id = $1::bytea), \
     found AS MATERIALIZED ( \
@@ -340,8 +383,11 @@ const ROW_NOTE: &str = "\
         FROM (SELECT {now} AS now, floor FROM {meta} WHERE id = 1) AS meta, ease \
         WHERE NOT EXISTS (SELECT FROM seen) \
         ON CONFLICT (id) DO NOTHING \
-        RETURNING token) \
-    SELECT coalesce((SELECT token FROM noted), (SELECT token FROM made)), EXISTS (SELECT FROM seen WHERE leased)";
+        RETURNING token), \
+    granted AS (SELECT coalesce((SELECT token FROM noted), (SELECT token FROM made)) AS token) \
+    SELECT token, EXISTS (SELECT FROM seen WHERE leased), \
+        CASE WHEN token <= {now} THEN set_config('synchronous_commit', 'off', true) END \
+    FROM granted";
 
 /// Locks the row for a transaction, if the claim is noted in it, and marks the transaction as one with this lock; for the second of two
 /// statements, of which the first one begins it. Tells which transaction of which process it is, and nothing if nothing was locked.

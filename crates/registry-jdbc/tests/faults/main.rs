@@ -30,6 +30,7 @@ macro_rules! on_both_servers {
 }
 
 mod accounts;
+mod again;
 mod clocks;
 mod contest;
 mod durable;
