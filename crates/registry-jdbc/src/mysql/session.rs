@@ -210,9 +210,7 @@ impl MySqlWire {
             return Ok(Some(taken));
         }
         let goes_on = seen.is_some();
-        // A grant that is over at once: for those who want a lease the row is free, and its token counts.
-        let lease_free = claim.clone().with_lease(Duration::ZERO);
-        let grant = self.statements.note(&lease_free, terms.block(goes_on));
+        let grant = self.statements.session_note(claim, terms.block(goes_on));
         let done = grant.execute(&mut connected.connection).await;
         let token = done.map_err(|error| self.sort(error))?.last_insert_id();
         if token == 0 {

@@ -34,21 +34,23 @@ impl Statements {
     }
 
     pub(super) fn acquire(&self, claim: &Claim) -> Statement {
-        self.note(claim, i64::from(claim.token_block()))
+        let statement = self.granting(&self.texts.acquire, claim, i64::from(claim.token_block()));
+        statement.bind(micros(claim.lease())).bind(id_bytes(self.row(claim.key())))
     }
 
-    /// The same with so many tokens.
-    pub(super) fn note(&self, claim: &Claim, block: i64) -> Statement {
-        let id = id_bytes(self.row(claim.key()));
-        query(self.texts.acquire.safe())
-            .bind(id.clone())
+    /// A grant of no time and of so many tokens: for those who want a lease the row is free, and its tokens count.
+    pub(super) fn session_note(&self, claim: &Claim, block: i64) -> Statement {
+        let statement = self.granting(&self.texts.session_note, claim, block);
+        statement.bind(id_bytes(self.row(claim.key())))
+    }
+
+    fn granting(&self, text: &Text, claim: &Claim, block: i64) -> Statement {
+        self.of_key(text, claim.key())
             .bind(self.namespace.clone().into_bytes())
             .bind(claim.key().as_str().as_bytes().to_vec())
             .bind(claim_bytes(claim))
             .bind(block)
             .bind(claim.label().map(|label| label.as_bytes().to_vec()))
-            .bind(micros(claim.lease()))
-            .bind(id)
     }
 
     pub(super) fn look(&self, key: &Key) -> Statement {

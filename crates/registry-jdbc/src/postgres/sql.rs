@@ -1,6 +1,7 @@
 //! Every statement of the store. Each is a transaction of its own and one round trip, so nothing that is dropped half-way can leave one open.
 //!
-//! A row is held when it has a claim and `until` lies ahead. All times are the server's, from `clock_timestamp()`: `now()` stands still in a
+//! A row is held when it has a claim and `until` lies ahead. Of a claim that has no lease, because it ends with a connection, `until` is zero, wherever the
+//! clock is put. All times are the server's, from `clock_timestamp()`: `now()` stands still in a
 //! transaction, and so while a statement waits for a row.
 //!
 //! Nothing may be left to the session: behind a pooler every statement may meet another one. What a statement needs it sets for itself,
@@ -14,6 +15,7 @@ use std::sync::Arc;
 use sqlx::{AssertSqlSafe, SqlStr};
 
 use super::config::TableNames;
+use crate::mutant::{self, Mutant, Slip, slipped};
 
 /// The version of the tables that this program reads and writes.
 pub(super) const VERSION: i32 = 1;
@@ -50,22 +52,23 @@ pub(super) struct Texts {
 
 impl Texts {
     pub(super) fn new(tables: &TableNames) -> Self {
+        let now = mutant::clock(NOW);
         let text = |template: &str| {
             let text = template
                 .replace("{locks}", &tables.locks())
                 .replace("{meta}", &tables.meta())
-                .replace("{now}", NOW);
+                .replace("{now}", &now);
             Text::new(&text)
         };
         Self {
             meta: text(META),
-            acquire: text(ACQUIRE),
+            acquire: text(&slipped(ACQUIRE, &[TOKEN_STANDS_STILL])),
             look: text(LOOK),
             list: text(LIST),
-            renew: text(RENEW),
-            release: text(RELEASE),
+            renew: text(&slipped(RENEW, &[RENEWAL_REVIVES])),
+            release: text(&slipped(RELEASE, &[RELEASE_WITHOUT_OWNER])),
             force_release: text(FORCE_RELEASE),
-            fence: text(FENCE),
+            fence: text(&slipped(FENCE, &[FENCE_WITHOUT_LOCK])),
             lock_in: text(&lock_in("", "meta WHERE NOT EXISTS (SELECT FROM held)", "false")),
             lock_in_session: text(&lock_in(
                 LOCK_IN_SESSION,
@@ -75,7 +78,7 @@ impl Texts {
             session_take: text(
                 &SESSION_TAKE.replace("{taken}", "pg_try_advisory_lock($7::bigint)"),
             ),
-            session_prepare: text(&session_prepare()),
+            session_prepare: text(&slipped(&session_prepare(), &[SESSION_TRUSTS_ITS_MEMORY])),
             session_look: text(SESSION_LOOK),
             session_note: text(&SESSION_TAKE.replace("{taken}", "$7::bigint IS NOT NULL")),
             session_give_back: text(SESSION_GIVE_BACK),
@@ -89,6 +92,20 @@ impl Texts {
         }
     }
 }
+
+const RELEASE_WITHOUT_OWNER: Slip =
+    Slip::new(Mutant::ReleaseWithoutOwner, "claim = $2::bytea", "$2::bytea IS NOT NULL");
+const RENEWAL_REVIVES: Slip =
+    Slip::new(Mutant::RenewalRevives, "l.until > {now}", "l.until IS NOT NULL");
+// The clock would make up for it.
+const TOKEN_STANDS_STILL: Slip = Slip::new(
+    Mutant::TokenStandsStill,
+    "greatest(excluded.token, l.token + l.block)",
+    "greatest(0, l.token)",
+);
+const FENCE_WITHOUT_LOCK: Slip = Slip::new(Mutant::FenceWithoutLock, "FOR KEY SHARE", "");
+const SESSION_TRUSTS_ITS_MEMORY: Slip =
+    Slip::new(Mutant::SessionTrustsItsMemory, "AND claim = $2::bytea", "AND $2::bytea IS NOT NULL");
 
 /// One statement. Its parameters are numbered, and each has its type beside it.
 #[derive(Debug, Clone)]
@@ -270,7 +287,7 @@ const SESSION_TAKE: &str = "\
     clock AS MATERIALIZED (SELECT {now} AS now FROM tried WHERE got), \
     taken AS ( \
         INSERT INTO {locks} AS l (id, namespace, key, claim, token, block, label, since, until) \
-        SELECT $1::bytea, $2::bytea, $3::bytea, $4::bytea, greatest(now, floor + 1), $5::bigint, $6::bytea, now, now \
+        SELECT $1::bytea, $2::bytea, $3::bytea, $4::bytea, greatest(now, floor + 1), $5::bigint, $6::bytea, now, 0 \
         FROM clock, {meta} AS meta WHERE meta.id = 1 \
         ON CONFLICT (id) DO UPDATE SET \
             id = excluded.id, \
@@ -279,7 +296,7 @@ const SESSION_TAKE: &str = "\
             block = excluded.block, \
             label = excluded.label, \
             since = {now}, \
-            until = {now} \
+            until = 0 \
         WHERE l.claim IS NULL OR l.until <= {now} \
         RETURNING token) \
     SELECT pg_backend_pid(), tried.got, taken.token, \
@@ -294,8 +311,7 @@ const SESSION_TRY: &str = "SELECT pg_backend_pid(), pg_try_advisory_lock($1::big
 /// What time it is, if this claim is still noted in the row.
 ///
 /// id, claim
-const SESSION_SEEN: &str =
-    "SELECT {now} FROM {locks} WHERE id = $1::bytea AND claim = $2::bytea";
+const SESSION_SEEN: &str = "SELECT {now} FROM {locks} WHERE id = $1::bytea AND claim = $2::bytea";
 
 /// Keeps [`SESSION_TRY`] and [`SESSION_SEEN`] prepared, for [`SESSION_LOOK`].
 fn session_prepare() -> String {
@@ -333,12 +349,12 @@ const SESSION_KEEP: &str = "\
     clock AS MATERIALIZED (SELECT {now} AS now FROM ease), \
     kept AS ( \
         INSERT INTO {locks} AS l (id, namespace, key, claim, token, block, label, since, until) \
-        SELECT $1::bytea, $2::bytea, $3::bytea, $4::bytea, $5::bigint, $6::bigint, NULL, now, now FROM clock \
+        SELECT $1::bytea, $2::bytea, $3::bytea, $4::bytea, $5::bigint, $6::bigint, NULL, now, 0 FROM clock \
         ON CONFLICT (id) DO UPDATE SET \
             claim = excluded.claim, \
             token = excluded.token, \
             block = excluded.block, \
-            until = greatest(l.until, {now}) \
+            since = greatest(l.since, {now}) \
         WHERE l.claim = $8::bytea AND l.token <= excluded.token AND excluded.token < l.token + l.block \
         RETURNING id) \
     SELECT pg_backend_pid(), (SELECT count(*) FROM kept) FROM ease";
@@ -374,12 +390,12 @@ const ROW_NOTE: &str = "\
             block = $5::bigint, \
             label = $6::bytea, \
             since = {now}, \
-            until = {now} \
+            until = 0 \
         FROM found WHERE l.id = found.id \
         RETURNING l.token), \
     made AS ( \
         INSERT INTO {locks} AS l (id, namespace, key, claim, token, block, label, since, until) \
-        SELECT $1::bytea, $2::bytea, $3::bytea, $4::bytea, greatest(now, floor + 1), $5::bigint, $6::bytea, now, now \
+        SELECT $1::bytea, $2::bytea, $3::bytea, $4::bytea, greatest(now, floor + 1), $5::bigint, $6::bytea, now, 0 \
         FROM (SELECT {now} AS now, floor FROM {meta} WHERE id = 1) AS meta, ease \
         WHERE NOT EXISTS (SELECT FROM seen) \
         ON CONFLICT (id) DO NOTHING \
@@ -427,10 +443,10 @@ const LOCKED_IN: &str = "\
 /// place, rows, microseconds that a row must have been dead for
 const PURGE: &str = "\
     WITH ease AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true)), \
-    piece AS MATERIALIZED (SELECT id, until FROM {locks} WHERE id >= $1::bytea ORDER BY id LIMIT $2::bigint), \
+    piece AS MATERIALIZED (SELECT id, greatest(since, until) AS until FROM {locks} WHERE id >= $1::bytea ORDER BY id LIMIT $2::bigint), \
     dead AS MATERIALIZED ( \
         SELECT l.id FROM {locks} AS l \
-        WHERE l.id IN (SELECT id FROM piece WHERE until <= {now} - $3::bigint) AND l.until <= {now} - $3::bigint \
+        WHERE l.id IN (SELECT id FROM piece WHERE until <= {now} - $3::bigint) AND greatest(l.since, l.until) <= {now} - $3::bigint \
         FOR UPDATE SKIP LOCKED), \
     deleted AS (DELETE FROM {locks} AS l USING dead, ease WHERE l.id = dead.id RETURNING l.id) \
     SELECT count(*) FROM deleted";

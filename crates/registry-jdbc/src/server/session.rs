@@ -22,6 +22,7 @@ use tokio::time::{Instant, sleep_until, timeout};
 
 use super::PURGE_AFTER_MIN;
 use super::runs::{Runs, Taken, Terms};
+use crate::mutant::{Mutant, mutated};
 
 /// What a server is asked for.
 pub(crate) trait Wire: Send + Sync + 'static {
@@ -424,7 +425,9 @@ impl<W: Wire> Desk<W> {
             return Ok(false);
         }
         // The fence keeps the row from being changed, which stops nobody who would not change it.
-        self.runs.forget(&name);
+        if !mutated(Mutant::SessionForgetsFences) {
+            self.runs.forget(&name);
+        }
         if held.noted == claim.id() && held.since.elapsed() < KEPT_ANYWAY {
             return Ok(true);
         }

@@ -122,6 +122,19 @@ async fn tokens_grow_over_crashes(kind: Kind) {
     }
 }
 
+/// Rows of free keys do not look like leases that are yet to run out.
+async fn rows_keep_nobody_out_when_the_clock_is_put_back(kind: Kind) {
+    let clock = ClockShim::new().unwrap();
+    let server = kind.start_by(&clock).await;
+    let mut tokens = Tokens::default();
+    for mode in [Mode::Row, Mode::Session, Mode::Lease] {
+        let registry = registry_in(&server.url(), LEASE, mode).await;
+        tokens.pairs(&registry, 2).await;
+        clock.jump_wall(-HOUR).unwrap();
+        tokens.pairs(&registry, 2).await;
+    }
+}
+
 async fn tokens_grow_over_a_clock_that_is_put_back(kind: Kind) {
     let clock = ClockShim::new().unwrap();
     let server = kind.start_by(&clock).await;
@@ -257,6 +270,7 @@ on_both_servers! {
     what_other_modes_do_in_between_is_seen,
     tokens_grow_over_crashes,
     tokens_grow_over_a_clock_that_is_put_back,
+    rows_keep_nobody_out_when_the_clock_is_put_back,
     a_fence_keeps_everybody_out_the_same_session_too,
     a_fence_outlasts_the_session_and_comes_too_late_after_it,
 }

@@ -34,6 +34,7 @@ mod again;
 mod clocks;
 mod contest;
 mod durable;
+mod elsewhere;
 mod modes;
 mod poison;
 mod pool;
