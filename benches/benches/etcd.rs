@@ -1,5 +1,7 @@
 //! What the engine and the etcd store cost on top of the two transactions that a lock cannot do without, and beside the locks that the
 //! servers offer themselves; and how long it takes until the next one in the queue has a lock that was let go.
+//!
+//! They may run on all processors: the server does several things at once for each request.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -15,7 +17,6 @@ use tonic::transport::{Channel, Endpoint};
 use tonic_prost::ProstCodec;
 
 fn main() {
-    lock_registry_benches::stay_on_one_processor();
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     runtime.block_on(async {

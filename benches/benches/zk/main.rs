@@ -1,7 +1,8 @@
 //! What a lock in ZooKeeper costs, next to the three requests that it cannot do without, to the lock of the client library, and to Apache
 //! Curator's; and how long it takes from one process to the next.
 //!
-//! The processes are this program itself with another argument, and Curator as `tests/peers/Curator.java` runs it.
+//! The processes are this program itself with another argument, and Curator as `tests/peers/Curator.java` runs it. They may run on all processors:
+//! server and Curator have many threads, whose work for one request overlaps.
 
 mod bare;
 mod turns;
@@ -24,15 +25,12 @@ use bare::Bare;
 /// How long anything may take beside what is measured.
 const LIMIT: Duration = Duration::from_secs(120);
 const SESSION: Duration = Duration::from_secs(30);
-/// Pairs between two words to Curator, so that the words do not count.
+/// Pairs in a row: so that the words to Curator do not count, and what one does behind its own back costs itself and not the other.
 const PAIRS: usize = 20;
 
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
-    if !matches!(words[..], ["child", ..]) {
-        lock_registry_benches::stay_on_one_processor();
-    }
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     runtime.block_on(async {
@@ -73,14 +71,22 @@ async fn pairs(server: &ZooKeeperServer, in_earnest: bool) {
     let client = connect(&server.addr().to_string()).await;
     let directory = CreateMode::Container.with_acls(Acls::anyone_all());
     let theirs = async || {
-        let options = LockOptions::new(Acls::anyone_all());
-        let options = options.with_ancestor_options(directory.clone()).unwrap();
-        let prefix = LockPrefix::new_curator("/theirs/orders", "lock-").unwrap();
-        let lock = client.lock(prefix, b"", options).await.unwrap();
-        // What it does by itself when it is dropped nobody can wait for.
-        client.delete(lock.lock_path(), None).await.unwrap();
+        for _ in 0..PAIRS {
+            let options = LockOptions::new(Acls::anyone_all());
+            let options = options.with_ancestor_options(directory.clone()).unwrap();
+            let prefix = LockPrefix::new_curator("/theirs/orders", "lock-").unwrap();
+            let lock = client.lock(prefix, b"", options).await.unwrap();
+            // What it does by itself when it is dropped nobody can wait for; it does it nevertheless.
+            client.delete(lock.lock_path(), None).await.unwrap();
+        }
     };
-    in_turns("beside the lock of zookeeper-client, deleted explicitly", theirs, OURS, ours).await;
+    let many = async || {
+        for _ in 0..PAIRS {
+            ours().await;
+        }
+    };
+    let group = format!("{PAIRS} pairs beside the lock of zookeeper-client, deleted explicitly");
+    in_turns(&group, theirs, OURS, many).await;
 
     let warm = if in_earnest { 3_000 } else { 10 };
     let curator = Mutex::new(curator(&server.url(), warm).await);
@@ -89,11 +95,6 @@ async fn pairs(server: &ZooKeeperServer, in_earnest: bool) {
         curator.write_line(&PAIRS.to_string()).unwrap();
         let done = curator.expect_line(|line| line.parse::<u64>().is_ok(), LIMIT).await;
         done.unwrap();
-    };
-    let many = async || {
-        for _ in 0..PAIRS {
-            ours().await;
-        }
     };
     let group = format!("{PAIRS} pairs beside Curator's InterProcessMutex");
     in_turns(&group, theirs, OURS, many).await;

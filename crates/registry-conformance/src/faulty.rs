@@ -37,7 +37,7 @@ use plan::{Plan, Verdict};
 /// let faults = Faults::seeded(7).at(Operation::Acquire, 1, Fault::LoseReply);
 /// let faulty = FaultyBackend::new(Arc::new(store.clone()), faults);
 ///
-/// let claim = Claim::new(Key::new("orders/42").unwrap(), Duration::from_secs(30));
+/// let claim = Claim::new(Key::new("orders:42").unwrap(), Duration::from_secs(30));
 /// assert!(faulty.try_acquire(&claim).await.unwrap_err().is_retryable());
 /// let other = Claim::new(claim.key().clone(), Duration::from_secs(30));
 /// assert!(matches!(store.try_acquire(&other).await, Ok(registry_core::Attempt::Busy(_))), "it was done all the same");

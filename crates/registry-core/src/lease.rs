@@ -37,11 +37,14 @@ pub(crate) enum Due {
 
 #[derive(Debug)]
 pub(crate) struct Lease {
-    terms: LeaseTerms,
+    // Ten thousand locks have ten thousand of these: what is not there is a moment that never comes.
+    length: Duration,
+    shortest: Duration,
+    renews: bool,
     valid_until: Moment,
     renew_at: Moment,
-    /// The end that no renewal moves.
-    cap: Option<Moment>,
+    /// The end that no renewal moves; in the [future](Moment::FUTURE) if there is none.
+    cap: Moment,
     /// Renewals in a row that were sent and not answered.
     unanswered: u32,
     /// Looks in a row that were sent and not answered. Counted apart from renewals: a hint must not use up their tries.
@@ -49,8 +52,8 @@ pub(crate) struct Lease {
     /// Looks in a row that were called for before it was time for another.
     restless: u32,
     doubt: Doubt,
-    /// When to look for the first time, as long as the claim has not been confirmed.
-    first_look_at: Option<Moment>,
+    /// When to look for the first time, as long as the claim has not been confirmed; otherwise in the [future](Moment::FUTURE).
+    first_look_at: Moment,
     last_is_look: bool,
     /// When the keeper's last request left.
     last_sent_at: Moment,
@@ -98,15 +101,17 @@ impl Lease {
     ) -> Self {
         let counted_from = if mutated(Mutant::DeadlineFromReply) { now } else { sent_at };
         let mut lease = Self {
-            terms,
+            length: terms.length,
+            shortest: terms.shortest,
+            renews: terms.renews,
             valid_until: Moment::PAST,
             renew_at: Moment::PAST,
-            cap: terms.max_hold.map(|max| sent_at.after(max)),
+            cap: terms.max_hold.map_or(Moment::FUTURE, |max| sent_at.after(max)),
             unanswered: 0,
             unanswered_looks: 0,
             restless: 0,
             doubt: Doubt::None,
-            first_look_at: None,
+            first_look_at: Moment::FUTURE,
             last_is_look: false,
             last_sent_at: Moment::PAST,
             quiet: Pause::NONE,
@@ -117,7 +122,7 @@ impl Lease {
 
     /// Has the claim looked after at `at`, unless it is confirmed before that.
     pub(crate) fn look_first_at(&mut self, at: Moment) {
-        self.first_look_at = Some(at);
+        self.first_look_at = at;
     }
 
     /// The moment from which this lease must not be trusted any more.
@@ -127,18 +132,18 @@ impl Lease {
 
     /// How long a grant or renewal lasts.
     pub(crate) fn length(&self) -> Duration {
-        self.terms.length
+        self.length
     }
 
     /// Makes later renewals ask for `length`.
     pub(crate) fn set_length(&mut self, length: Duration) {
-        self.terms.length = length;
+        self.length = length;
     }
 
     /// What is to be done at `now`.
     pub(crate) fn due(&self, now: Moment) -> Due {
         if now >= self.valid_until {
-            let at_cap = self.cap.is_some_and(|cap| self.valid_until >= cap);
+            let at_cap = self.valid_until >= self.cap;
             return Due::Over(if at_cap { LostReason::MaxHold } else { LostReason::Expired });
         }
         if self.unanswered >= UNANSWERED_MAX {
@@ -161,8 +166,8 @@ impl Lease {
         Due::At(next)
     }
 
-    /// How much time to ask for at `now`, before it is due, because others are being renewed. `None` if it is due much later: in more than a quarter of
-    /// the time between two renewals; if it costs nothing, `together` with the others, in more than three quarters of it.
+    /// How much time to ask for at `now`, before it is due, because others are being renewed. `None` if it is due much later: in more than a twelfth of
+    /// the lease, a quarter of the time between two renewals; if it costs nothing, `together` with the others, in more than a quarter of the lease.
     pub(crate) fn joins(&self, now: Moment, together: bool) -> Option<Duration> {
         let soon = self.length() / if together { 4 } else { 12 };
         let is_soon = now.after(soon) >= self.renew_at;
@@ -175,31 +180,34 @@ impl Lease {
 
     /// A lease that already reaches its cap cannot get better.
     fn can_be_renewed(&self) -> bool {
-        self.terms.renews && self.cap.is_none_or(|cap| self.valid_until < cap)
+        self.renews && self.valid_until < self.cap
     }
 
     /// When to look, if there is a reason to.
     fn look_at(&self, now: Moment) -> Option<Moment> {
-        let at = if self.doubt == Doubt::None { self.first_look_at? } else { now };
+        let at = if self.doubt == Doubt::None { self.first_look_at } else { now };
+        if at == Moment::FUTURE {
+            return None;
+        }
         let may_look = self.unanswered_looks < UNANSWERED_MAX
             // What ends before that anyway would be made longer by a look.
-            && (self.can_be_renewed() || self.valid_until.since(now) > self.terms.shortest);
+            && (self.can_be_renewed() || self.valid_until.since(now) > self.shortest);
         may_look.then_some(at)
     }
 
     /// How much time a look at `now` asks for: a renewal's where there are renewals, and otherwise as little as the store
     /// takes. Renewing never shortens, so that adds nothing to what the lease still has.
     fn look_asks(&self, now: Moment) -> Duration {
-        if self.can_be_renewed() { self.asks(now) } else { self.terms.shortest }
+        if self.can_be_renewed() { self.asks(now) } else { self.shortest }
     }
 
     /// How much time a renewal at `now` asks for.
     pub(crate) fn asks(&self, now: Moment) -> Duration {
-        match self.cap {
-            None => self.terms.length,
-            // Not below what stores take as a lease; the claim is given back at the cap in any case.
-            Some(cap) => self.terms.length.min(covering(cap.since(now))).max(self.terms.shortest),
+        if self.cap == Moment::FUTURE {
+            return self.length;
         }
+        // Not below what stores take as a lease; the claim is given back at the cap in any case.
+        self.length.min(covering(self.cap.since(now))).max(self.shortest)
     }
 
     /// Notes that a renewal left at `now` and when to try again if it stays unanswered. True if the one before did.
@@ -247,7 +255,7 @@ impl Lease {
         // The answer to an older request says nothing about what was heard since.
         if sent_at == self.last_sent_at {
             self.quiet = Pause::starting(sent_at, self.looks_apart());
-            self.first_look_at = None;
+            self.first_look_at = Moment::FUTURE;
             if self.doubt != Doubt::None {
                 self.restless = self.restless.saturating_add(1);
             }
@@ -255,7 +263,7 @@ impl Lease {
                 self.doubt = Doubt::None;
             }
         }
-        self.terms.renews
+        self.renews
     }
 
     /// How far apart looks are: further, the more of them were for nothing.
@@ -286,7 +294,7 @@ impl Lease {
         if !self.last_is_look || sent_at != self.last_sent_at {
             self.renew_at = self.quiet.until;
         }
-        self.terms.renews
+        self.renews
     }
 
     fn extend(&mut self, sent_at: Moment, granted: Duration) {
@@ -295,9 +303,7 @@ impl Lease {
         // Replies may arrive out of order; an old one must not take back what a newer one gave.
         self.valid_until = self.valid_until.max(until);
         self.renew_at = self.renew_at.max(sent_at.after(granted / 3));
-        if let Some(cap) = self.cap {
-            self.valid_until = self.valid_until.min(cap);
-        }
+        self.valid_until = self.valid_until.min(self.cap);
     }
 }
 

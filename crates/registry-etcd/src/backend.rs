@@ -13,16 +13,14 @@ use registry_core::{
 use crate::claims::Claims;
 use crate::config::EtcdConfig;
 use crate::ears::Ears;
-use crate::error::{Failure, unreadable};
+use crate::error::Failure;
 use crate::heart::Heart;
 use crate::link::Link;
 use crate::names::{Names, end_of};
 use crate::pool::Pool;
 use crate::record;
 use crate::txn::{self, Answer};
-use crate::wire::{
-    ASCENDING, KeyValue, LeaseTimeToLiveRequest, RangeRequest, RangeResponse, TxnRequest,
-};
+use crate::wire::{KeyValue, LeaseTimeToLiveRequest, RangeRequest, RangeResponse, TxnRequest};
 
 /// Locks in an etcd cluster, of version 3.4 or later.
 ///
@@ -83,7 +81,7 @@ impl EtcdBackend {
     async fn try_out(&self) -> Result<(), BackendError> {
         let mut tried = 0;
         loop {
-            let probe = RangeRequest { limit: 1, ..self.all_names(Vec::new(), 0) };
+            let probe = RangeRequest { limit: 1, ..self.all_names(Vec::new()) };
             tried += 1;
             match self.link.call(probe).await {
                 Ok(_) => return Ok(()),
@@ -114,16 +112,14 @@ impl EtcdBackend {
         Ok(record::holder(key, first, left))
     }
 
-    /// Keys of this namespace from `after` on, as they were in `revision`.
-    fn all_names(&self, after: Vec<u8>, revision: i64) -> RangeRequest {
+    /// Keys of this namespace from `after` on. They come in their order anyway; members that are asked for it read them all for each page.
+    fn all_names(&self, after: Vec<u8>) -> RangeRequest {
         let prefix = self.names.prefix().as_bytes();
         let begin = if prefix.is_empty() { b"\0" } else { prefix };
         RangeRequest {
             key: if after.is_empty() { begin.to_vec() } else { after },
             range_end: end_of(prefix),
             limit: PAGE,
-            revision,
-            sort_order: ASCENDING,
             ..RangeRequest::default()
         }
     }
@@ -184,10 +180,10 @@ impl LockBackend for EtcdBackend {
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
         // Queues stand next to each other, so their first ones can be told while the pages come.
         let mut firsts: Vec<(Key, KeyValue)> = Vec::new();
-        let (mut after, mut revision) = (Vec::new(), 0);
+        let mut after = Vec::new();
         loop {
-            let page = self.range(self.all_names(after, revision)).await?;
-            revision = page.header.ok_or_else(unreadable)?.revision;
+            // Not as they were at the first page: the members may have forgotten that by now.
+            let page = self.range(self.all_names(after)).await?;
             after = page.kvs.last().map(|last| [&*last.key, b"\0"].concat()).unwrap_or_default();
             let more = page.more && !after.is_empty();
             for found in page.kvs {

@@ -14,6 +14,8 @@ pub(crate) enum Failure {
     NoLease,
     /// The login has grown old. Nothing was done.
     Login,
+    /// The members take no transaction of so many parts. Nothing was done.
+    TooMany,
     /// Another member may do better.
     Elsewhere(BackendError),
     /// Any other trouble.
@@ -27,6 +29,11 @@ impl Failure {
             Self::Login => BackendError::new(
                 Denied,
                 "etcd: the members ask for a user and a password, or do not take the login that they gave just now",
+            )
+            .as_refused(),
+            Self::TooMany => BackendError::new(
+                Misconfigured,
+                "etcd: the transaction has more parts than the members take (--max-txn-ops)",
             )
             .as_refused(),
             Self::Elsewhere(error) | Self::Trouble(error) => error,
@@ -68,6 +75,7 @@ pub(crate) fn judge(status: &Status) -> Failure {
         }
         // Users are asked for since just now, after we were let in without.
         Code::InvalidArgument if has("user name is empty") => Failure::Login,
+        Code::InvalidArgument if has("too many operations") => Failure::TooMany,
         Code::PermissionDenied => refused(
             Denied,
             "this user may not do that; see the book for the rights that are needed",
@@ -138,6 +146,12 @@ mod tests {
                 true,
             ),
             (Code::InvalidArgument, "etcdserver: user name is empty", Denied, true),
+            (
+                Code::InvalidArgument,
+                "etcdserver: too many operations in txn request",
+                Misconfigured,
+                true,
+            ),
             (Code::Unauthenticated, "etcdserver: invalid auth token", Denied, true),
             (Code::NotFound, "etcdserver: requested lease not found", Transient, true),
             (Code::DataLoss, "etcdserver: corrupt cluster", Protocol, true),

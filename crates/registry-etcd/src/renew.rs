@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use futures_util::future::join_all;
+use futures_util::future::{join_all, try_join};
 use registry_core::{BackendError, Claim, Moment, Renewal};
 
 use crate::backend::EtcdBackend;
@@ -14,7 +14,7 @@ use crate::error::Failure;
 use crate::heart::Beating;
 use crate::lease::{Lease, seconds};
 use crate::txn;
-use crate::wire::{KeyValue, TxnRequest};
+use crate::wire::KeyValue;
 
 /// A place as it was when its renewal began.
 struct Renewing {
@@ -32,9 +32,9 @@ impl EtcdBackend {
     /// Renews claims, all of which fit into one look.
     pub(crate) async fn renew_batch(&self, claims: &[Claim]) -> Vec<Answer> {
         let begun = join_all(claims.iter().map(|claim| self.begin(claim))).await;
-        let names = begun.iter().flatten().flatten().map(|renewing| &*renewing.name);
-        let look = txn::look_at_all(names);
-        let seen = if look.success.is_empty() { Ok(Seen::default()) } else { self.see(look).await };
+        let names: Vec<_> =
+            begun.iter().flatten().flatten().map(|renewing| &*renewing.name).collect();
+        let seen = if names.is_empty() { Ok(Seen::default()) } else { self.see(&names).await };
         let settle = claims.iter().zip(begun).map(|(claim, begun)| {
             let seen = &seen;
             async move {
@@ -93,8 +93,16 @@ impl EtcdBackend {
         Ok(Some(renewing))
     }
 
-    async fn see(&self, look: TxnRequest) -> Result<Seen, BackendError> {
-        let mut answer = self.ask(look).await.map_err(Failure::into_error)?;
+    async fn see(&self, names: &[&[u8]]) -> Result<Seen, BackendError> {
+        let mut answer = match self.ask(txn::look_at_all(names.iter().copied())).await {
+            Err(Failure::TooMany) if names.len() > 1 => {
+                let (some, others) = names.split_at(names.len() / 2);
+                let both = try_join(Box::pin(self.see(some)), Box::pin(self.see(others)));
+                let (some, others) = both.await?;
+                return Ok(some.and(others));
+            }
+            answer => answer.map_err(Failure::into_error)?,
+        };
         let mut seen = Seen {
             revision: answer.header.revision,
             term: answer.header.raft_term,
@@ -182,6 +190,15 @@ struct Seen {
     revision: i64,
     term: u64,
     keys: HashMap<Vec<u8>, KeyValue>,
+}
+
+impl Seen {
+    /// Both, as of the earlier one.
+    fn and(mut self, other: Self) -> Self {
+        self.keys.extend(other.keys);
+        let (revision, term) = (self.revision.min(other.revision), self.term.min(other.term));
+        Self { revision, term, ..self }
+    }
 }
 
 /// The least time that a member gets to keep a lease alive.

@@ -2,6 +2,7 @@
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "a helper of tests, which may")]
 
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -27,7 +28,8 @@ async fn a_thousand_held_locks_have_one_stream_each_for_leases_and_for_losses() 
     let server = EtcdServer::start().await.unwrap();
     let registry = registry(&server).await;
     let options = || LockOptions::new().lease(Duration::from_secs(9));
-    let locks: Vec<_> = (0..1_000).map(|n| registry.obtain(&format!("orders/{n}"))).collect();
+    // More than fit into one answer.
+    let locks: Vec<_> = (0..1_010).map(|n| registry.obtain(&format!("orders/{n}"))).collect();
     let mut guards = Vec::new();
     for some in locks.chunks(100) {
         for guard in join_all(some.iter().map(|lock| lock.lock_with(options()))).await {
@@ -43,6 +45,11 @@ async fn a_thousand_held_locks_have_one_stream_each_for_leases_and_for_losses() 
     // A look at a hundred of them is one call.
     let looks = calls(&server, "Txn").await - before;
     assert!(looks < 200, "{looks} calls for some thousands of renewals");
+    let mut keys = HashSet::new();
+    for holder in registry.list().await.unwrap() {
+        assert!(keys.insert(holder.key.clone()), "told twice: {}", holder.key);
+    }
+    assert_eq!(keys.len(), guards.len());
     for some in guards.chunks_mut(100) {
         assert!(some.iter().all(|guard| guard.is_held()));
     }

@@ -71,6 +71,24 @@ async fn callers_who_cannot_connect_wait_for_one_attempt_and_not_for_that_of_eac
     assert_eq!(backend.inspect(&key).await.unwrap(), None);
 }
 
+/// Members can be told to take transactions of fewer parts than there are locks to renew.
+#[tokio::test]
+async fn many_locks_are_renewed_where_members_take_small_transactions_only() {
+    let options = EtcdOptions::new().args(&["--max-txn-ops", "7"]);
+    let server = EtcdServer::start_with(options).await.unwrap();
+    let registry = registry(EtcdBackend::open(at(server.addr())).await.unwrap(), LEASE);
+    let mut guards = Vec::new();
+    for n in 0..30 {
+        guards.push(registry.obtain(&format!("key-{n}")).lock().await.unwrap());
+    }
+    // Long enough for a lease that nobody can renew to end.
+    sleep(LEASE * 2).await;
+    for guard in guards {
+        assert!(guard.is_held());
+        guard.unlock().await.unwrap();
+    }
+}
+
 /// Streams are opened at one member while others have found that it says nothing.
 #[tokio::test]
 async fn a_member_that_does_not_open_a_stream_is_left_as_soon_as_that_is_known() {

@@ -14,7 +14,7 @@ use registry_core::{
 use crate::config::ZkConfig;
 use crate::path::Paths;
 use crate::recipe;
-use crate::session::{Session, Sessions};
+use crate::session::{By, Session, Sessions};
 
 /// Locks in ZooKeeper.
 ///
@@ -25,7 +25,8 @@ use crate::session::{Session, Sessions};
 /// Tokens are the transactions in which holders' nodes were made. They grow for as long as the servers keep their data.
 ///
 /// One connection belongs to a backend, however many locks are held or awaited. Who waits is woken by the one directly before; who
-/// holds hears at once when its node is removed by somebody else.
+/// holds hears at once when its node is removed by somebody else. With more than some 1,000 locks the rest of them look from time to time
+/// instead.
 pub struct ZkBackend {
     sessions: Arc<Sessions>,
     paths: Paths,
@@ -120,7 +121,10 @@ impl LockBackend for ZkBackend {
             }
             return claims.iter().map(|_| Ok(Renewal::Gone)).collect();
         };
-        if let Err(error) = session.round().await {
+        // As long as the heartbeat has what a renewal may give, it need only be seen that the nodes are there.
+        let is_certain = session.certain_left() > session.timeout() / 2;
+        let by = if is_certain { By::Leader } else { By::Majority };
+        if let Err(error) = session.round(by).await {
             let answer = |claim| match session.find(claim) {
                 Some(_) => Err(error.clone()),
                 None => Ok(Renewal::Gone),

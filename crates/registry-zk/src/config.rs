@@ -6,7 +6,7 @@ use std::time::Duration;
 use registry_core::{BackendError, BackendErrorKind};
 use zookeeper_client::{Acls, AuthId, Connector, Permission};
 
-use crate::path::is_path;
+use crate::path::{Paths, is_path};
 
 /// Where the locks of a [`ZkBackend`](crate::ZkBackend) live, and in what form.
 #[derive(Clone)]
@@ -18,7 +18,7 @@ pub struct ZkConfig {
     pub(crate) namespace: Option<String>,
     pub(crate) layout: Layout,
     pub(crate) naming: Naming,
-    session_timeout: Duration,
+    pub(crate) session_timeout: Duration,
     pub(crate) connect_timeout: Duration,
     pub(crate) request_timeout: Duration,
     auth: Vec<Auth>,
@@ -302,6 +302,9 @@ impl ZkConfig {
         if self.namespace.as_deref() == Some("") {
             return Err(unusable("the namespace is empty"));
         }
+        if Paths::new(self).are_the_servers() {
+            return Err(unusable("keys would be below `/zookeeper`, which belongs to the servers"));
+        }
         let timeouts = Self::SESSION_TIMEOUT_MIN..=Self::SESSION_TIMEOUT_MAX;
         if !timeouts.contains(&self.session_timeout) {
             return Err(unusable("the time-out of the session is not between 400 ms and 24 h"));
@@ -314,10 +317,19 @@ impl ZkConfig {
                 "nodes that only their creator may touch need a login, or nobody could tell who that is",
             ));
         }
-        if matches!(&self.acl, Acl::List(list) if list.is_empty()) {
-            return Err(unusable("the list of rights is empty, so nobody could touch a node"));
+        if let Acl::List(list) = &self.acl {
+            let needed = [Permission::READ, Permission::CREATE, Permission::DELETE];
+            if !needed.iter().all(|right| list.iter().any(|acl| acl.permission().has(*right))) {
+                return Err(unusable(
+                    "the list of rights lets nobody read, create and delete nodes, so locks could not be given back",
+                ));
+            }
         }
         Ok(())
+    }
+
+    pub(crate) fn has_several_servers(&self) -> bool {
+        self.hosts.len() > 1
     }
 
     /// Servers as the client takes them.
@@ -328,9 +340,13 @@ impl ZkConfig {
         hosts.collect::<Vec<_>>().join(",")
     }
 
-    pub(crate) fn connector(&self) -> Connector {
-        let connector =
-            zookeeper_client::Client::connector().with_session_timeout(self.session_timeout);
+    /// What begins a session of this time-out.
+    pub(crate) fn connector(&self, session_timeout: Duration) -> Connector {
+        let mut connector =
+            zookeeper_client::Client::connector().with_session_timeout(session_timeout);
+        if self.has_several_servers() {
+            connector = connector.with_connection_timeout(silence(session_timeout));
+        }
         let connector = self.auth.iter().fold(connector, |connector, auth| {
             connector.with_auth(&auth.scheme, &auth.credentials)
         });
@@ -370,6 +386,14 @@ impl Acl {
             }
         }
     }
+}
+
+/// How long one of several servers may be silent before another one is asked.
+///
+/// By itself the client waits for two fifths of the session. It may come upon the same server once more, and then guards would end, which
+/// are certain of no more than half. Not much shorter, or a server that has a lot to do would be taken for a silent one.
+fn silence(session_timeout: Duration) -> Duration {
+    (session_timeout / 5).max(SILENCE_MIN.min(session_timeout * 2 / 5))
 }
 
 fn entry(text: &str) -> Option<zookeeper_client::Acl> {
@@ -432,6 +456,9 @@ impl fmt::Debug for Acl {
     }
 }
 
+/// No server is taken for a silent one before, unless the session is shorter than most.
+const SILENCE_MIN: Duration = Duration::from_secs(2);
+
 /// Where ZooKeeper listens unless it is told otherwise.
 const PORT: u16 = 2181;
 
@@ -467,18 +494,30 @@ mod tests {
             good().with_root("/"),
             good().with_root("/a//b"),
             good().with_namespace(""),
+            good().with_root("/zookeeper"),
+            good().with_root("/zookeeper/locks").with_layout(Layout::Curator),
+            good().with_root("/").with_layout(Layout::Curator).with_namespace("zookeeper"),
+            good().with_layout(Layout::Curator).with_namespace("zookeeper"),
+            ZkConfig::new("h/zookeeper").unwrap(),
             good().with_session_timeout(Duration::from_millis(1)),
             good().with_session_timeout(hour * 25),
             good().with_connect_timeout(Duration::ZERO),
             good().with_acl(Acl::Creator),
             good().with_acl(Acl::List(Vec::new())),
+            good().with_acl(Acl::parse("world:anyone:cr,digest:u:aGFzaA=:cra").unwrap()),
             ZkConfig::of_hosts(Vec::new()),
             ZkConfig::of_hosts(vec![("a,b".to_owned(), 1)]),
         ] {
             assert!(!bad.check().unwrap_err().is_retryable(), "{bad:?}");
         }
         good().with_root("/").with_layout(Layout::Curator).check().unwrap();
+        good().with_root("/zookeeper-locks").with_namespace("zookeeper").check().unwrap();
+        good().with_chroot("/app").with_root("/zookeeper").check().unwrap();
         good().with_acl(Acl::Creator).with_login("u", "p").check().unwrap();
+        good()
+            .with_acl(Acl::parse("world:anyone:r,digest:u:aGFzaA=:crd").unwrap())
+            .check()
+            .unwrap();
     }
 
     #[test]

@@ -10,12 +10,12 @@ use crate::config::Acl;
 use crate::error::explain;
 use crate::queue::is_contender;
 use crate::recipe::read;
-use crate::session::Session;
+use crate::session::{By, Session};
 
 impl ZkBackend {
     pub(crate) async fn look_for_trouble(&self) -> Result<Vec<Finding>, BackendError> {
         let session = self.sessions().get().await?;
-        session.round().await?;
+        session.round(By::Majority).await?;
         let mut findings = Vec::new();
         let config = session.config();
         if session.timeout() > LONG_TIMEOUT {

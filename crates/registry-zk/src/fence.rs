@@ -6,7 +6,7 @@
 use std::fmt;
 
 use registry_core::{BackendError, FencingToken, LockGuard};
-use zookeeper_client::{CheckWriteError, CreateMode, Error, MultiWriteResult};
+use zookeeper_client::{Acls, CheckWriteError, CreateMode, Error, MultiWriteResult};
 
 use crate::backend::ZkBackend;
 use crate::error::{explain, silent};
@@ -59,6 +59,16 @@ impl Step {
             | Self::Check { path, .. } => path,
         }
     }
+
+    /// How many bytes it takes in a request at most, but for what all have alike.
+    fn bytes(&self, acls: usize) -> usize {
+        let more = match self {
+            Self::Create { data, .. } => data.len().saturating_add(acls),
+            Self::Set { data, .. } => data.len(),
+            Self::Delete { .. } | Self::Check { .. } => 0,
+        };
+        more.saturating_add(self.path().len())
+    }
 }
 
 /// What came of one of the writes.
@@ -106,6 +116,13 @@ pub enum FenceError {
         /// What the servers said.
         source: Error,
     },
+    /// The writes are more than the servers take at once. Nothing was sent.
+    #[error("the writes take {bytes} bytes, and the servers take {max} at once", max = FencedMulti::BYTES_MAX)]
+    #[non_exhaustive]
+    TooLarge {
+        /// How many bytes they take, with their paths.
+        bytes: usize,
+    },
     /// Trouble with the servers. Nothing was written if [`BackendError::refused`] says so; otherwise it is not known.
     #[error("the servers could not make the writes")]
     #[non_exhaustive]
@@ -128,6 +145,10 @@ impl Multi for LockGuard {
 }
 
 impl FencedMulti<'_> {
+    /// How many bytes all writes may have together, with their paths. Servers break the connection at requests of a mebibyte
+    /// (`jute.maxbuffer`, unless they are set up otherwise), and all locks of a process share one.
+    pub const BYTES_MAX: usize = 1_000_000;
+
     /// Makes a node that outlives the session, with the rights that this client gives to nodes.
     pub fn create(mut self, path: impl Into<String>, data: impl Into<Vec<u8>>) -> Self {
         self.steps.push(Step::Create { path: path.into(), data: data.into() });
@@ -160,8 +181,9 @@ impl FencedMulti<'_> {
     /// Makes all the writes or none, and tells what came of each.
     ///
     /// # Errors
-    /// [`FenceError::Lost`] if the lock was lost, [`FenceError::Refused`] if one of the writes cannot be made: then none was. After
-    /// [`FenceError::Store`] they may have been made.
+    /// [`FenceError::Lost`] if the lock was lost, [`FenceError::Refused`] if one of the writes cannot be made,
+    /// [`FenceError::TooLarge`] if they are more than [`BYTES_MAX`](Self::BYTES_MAX): then none was made. After [`FenceError::Store`]
+    /// they may have been made.
     ///
     /// # Cancel safety
     /// Dropping the future leaves it open whether the writes were made.
@@ -179,9 +201,13 @@ impl FencedMulti<'_> {
         if guard.fencing_token().map(i64::from) != Some(czxid) || !guard.is_held() {
             return Err(lost(guard));
         }
-        session.connected().await.map_err(store)?;
         let chroot = session.config().chroot.as_deref().unwrap_or_default();
         let acls = session.config().acls();
+        let bytes = self.bytes(&node, chroot, &acls);
+        if bytes > Self::BYTES_MAX {
+            return Err(FenceError::TooLarge { bytes });
+        }
+        session.connected().await.map_err(store)?;
         let new_node = CreateMode::Persistent.with_acls(acls);
         let mut writer = session.client().new_check_writer(&node, None).map_err(unsent)?;
         for (number, step) in self.steps.iter().enumerate() {
@@ -210,6 +236,16 @@ impl FencedMulti<'_> {
                 CheckWriteError::RequestFailed { source } | CheckWriteError::CheckFailed { source },
             ) => Err(store(explain(&source))),
         }
+    }
+}
+
+impl FencedMulti<'_> {
+    /// How many bytes the request takes at most.
+    fn bytes(&self, node: &str, chroot: &str, acls: &Acls<'_>) -> usize {
+        let acls = acls.iter().map(|acl| acl.scheme().len() + acl.id().len() + STEP_BYTES).sum();
+        let steps = self.steps.iter().map(|step| step.bytes(acls));
+        let same = (self.steps.len() + 2).saturating_mul(STEP_BYTES + chroot.len());
+        steps.fold(same.saturating_add(node.len()), usize::saturating_add)
     }
 }
 
@@ -244,3 +280,6 @@ fn store(source: BackendError) -> FenceError {
 fn unsent(error: Error) -> FenceError {
     store(explain(&error).as_refused())
 }
+
+/// What a step has in a request beside its path, data and rights: numbers, and the lengths of those.
+const STEP_BYTES: usize = 40;

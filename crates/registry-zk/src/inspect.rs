@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use futures_util::future::try_join_all;
-use registry_core::{BackendError, Holder, Key, Release};
+use registry_core::{BackendError, BackendErrorKind, Holder, Key, Release};
 use zookeeper_client::Error;
 
 use crate::backend::ZkBackend;
@@ -18,7 +18,7 @@ impl ZkBackend {
         holder_in(&session, key, &self.paths().of(key)).await
     }
 
-    /// Below the node that all keys are below; in layouts where keys may be below others, however deep.
+    /// Of keys that this login may look at. Below the node that all keys are below; in layouts where keys may be below others, however deep.
     pub(crate) async fn holders(&self) -> Result<Vec<Holder>, BackendError> {
         let session = self.sessions().get().await?;
         let base = self.paths().base();
@@ -46,7 +46,13 @@ impl ZkBackend {
     ) -> Result<(Option<Holder>, Vec<String>), BackendError> {
         let Some(key) = self.paths().key_of(below) else { return Ok((None, Vec::new())) };
         let dir = self.paths().of(&key);
-        let held = holder_in(session, &key, &dir).await?;
+        let held = match holder_in(session, &key, &dir).await {
+            // Somebody has kept this key from us; that must not hide all others.
+            Err(error) if error.kind() == BackendErrorKind::Denied => {
+                return Ok((None, Vec::new()));
+            }
+            held => held?,
+        };
         if !self.paths().are_nested() {
             return Ok((held, Vec::new()));
         }
@@ -84,6 +90,13 @@ async fn holder_in(
             Ok((data, stat)) => return Ok(Some(holder(key, &data, stat.czxid))),
             // Just gone; there may be a next one.
             Err(Error::NoNode) => {}
+            // What it says is kept from us, but not that it is there.
+            Err(Error::NoAuth) => {
+                let seen = session.bounded(session.client().check_stat(&path)).await?;
+                if let Some(stat) = seen.map_err(|error| explain(&error))? {
+                    return Ok(Some(holder(key, &[], stat.czxid)));
+                }
+            }
             Err(error) => return Err(explain(&error)),
         }
     }

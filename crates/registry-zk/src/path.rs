@@ -37,6 +37,11 @@ impl Paths {
         if self.base.is_empty() { "/" } else { &self.base }
     }
 
+    /// Whether keys would be among the nodes in which the servers keep what is theirs.
+    pub(crate) fn are_the_servers(&self) -> bool {
+        self.base.split('/').nth(1) == Some("zookeeper")
+    }
+
     /// The node of `key`.
     pub(crate) fn of(&self, key: &Key) -> String {
         match self.layout {

@@ -59,7 +59,8 @@ pub(crate) struct OwnWatch {
 }
 
 pub(crate) struct Ahead {
-    pub(crate) watch: Watch,
+    /// None if there was no [room](Room) for it.
+    pub(crate) watch: Option<Watch>,
     pub(crate) looked_at: Moment,
 }
 
@@ -141,8 +142,9 @@ impl Stake {
 pub(crate) struct Watch(Shared<BoxFuture<'static, ()>>);
 
 impl Watch {
-    pub(crate) fn new(watcher: OneshotWatcher) -> Self {
-        Self(watcher.changed().map(drop).boxed().shared())
+    pub(crate) fn new(watcher: OneshotWatcher, taken: Taken) -> Self {
+        let changed = watcher.changed().map(move |_| drop(taken));
+        Self(changed.boxed().shared())
     }
 
     /// Whether it has happened. What the server has told before an answer that has come is known by then.
@@ -152,6 +154,42 @@ impl Watch {
 
     pub(crate) async fn fired(self) {
         self.0.await;
+    }
+}
+
+/// How many bytes of paths a session may watch at a time.
+///
+/// After each loss of a connection the client tells the servers all that it watches. It tells no more than [128 KiB](Self::ALL) in one request, and
+/// takes the answer to a second one for one that nobody asked for: then it breaks the connection, again and again until the session is
+/// over. So there are never more.
+///
+/// What there is no room for is not watched: one that waits polls, and a holder hears of a loss at its next renewal.
+#[derive(Clone, Default)]
+pub(crate) struct Room(Arc<AtomicUsize>);
+
+impl Room {
+    /// For all watches together. A little less than what the client tells at once: it may still know of some that were dropped just now.
+    pub(crate) const ALL: usize = 120 * 1024;
+    /// For those of held locks, so that those who wait have some left.
+    pub(crate) const OWN: usize = 96 * 1024;
+
+    /// Room for a watch of `path`, if there are no more than `max` bytes with it.
+    pub(crate) fn take(&self, path: &str, max: usize) -> Option<Taken> {
+        let grow = |used: usize| used.checked_add(path.len()).filter(|used| *used <= max);
+        self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, grow).ok()?;
+        Some(Taken { room: self.clone(), bytes: path.len() })
+    }
+}
+
+/// Room that is taken, for as long as this lives.
+pub(crate) struct Taken {
+    room: Room,
+    bytes: usize,
+}
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        self.room.0.fetch_sub(self.bytes, Ordering::AcqRel);
     }
 }
 

@@ -1,10 +1,13 @@
 //! Until when a session certainly lives. Arithmetic on moments; no I/O.
 //!
 //! The leader ends a session when it has heard nothing of it for the session's time-out. It hears of the clients of other servers only by
-//! what those tell it, together, twice a tick. A server that the leader does not reach any more answers reads for a while all the same, as if
-//! nothing had happened: so only answers that came from the leader count here, and even they prove only that what happened a good
-//! while *before* had been told to it. That while is [`told_within`] the leader's rhythm, whatever its tick: the shortest session that a
-//! server grants is two ticks, unless somebody has set it up otherwise.
+//! what those tell it, together, twice a tick: so an answer proves only that what happened a good while *before* had been told to it. That
+//! while is [`told_within`] the leader's rhythm, whatever its tick: the shortest session that a server grants is two ticks, unless somebody
+//! has set it up otherwise.
+//!
+//! A leader that has lost the others in silence goes on answering for a while as if nothing had happened, and meanwhile those may have
+//! another one. So only what a majority has written down counts here: whoever leads later begins later, and grants each session its whole
+//! time-out from then on.
 
 use std::time::Duration;
 
@@ -14,7 +17,7 @@ use registry_core::Moment;
 #[derive(Debug)]
 pub(crate) struct Proof {
     timeout: Duration,
-    /// When requests left that were answered, the oldest first.
+    /// When writes left that a majority has made, the oldest first.
     answered: Vec<Moment>,
     /// The leader has heard of the session at this moment or later.
     heard_at: Moment,
@@ -31,7 +34,7 @@ impl Proof {
         Self { timeout, answered: Vec::new(), heard_at: asked_at }
     }
 
-    /// Notes that the leader has answered a request that left at `sent_at`.
+    /// Notes that a majority has written down what left at `sent_at`.
     pub(crate) fn answered(&mut self, sent_at: Moment) {
         let told =
             self.answered.iter().rposition(|at| at.after(told_within(self.timeout)) <= sent_at);

@@ -45,10 +45,11 @@ pub(crate) fn is_contender(name: &str) -> bool {
     number(name).is_some()
 }
 
-/// The node of a claim among all children, by the beginning of its name.
-pub(crate) fn find<'a>(children: &'a [String], prefix: &str) -> Option<&'a str> {
-    let is_ours = |name: &&String| name.starts_with(prefix) && is_contender(name);
-    children.iter().find(is_ours).map(String::as_str)
+/// The nodes of a claim among all children, by the beginning of their names. There can be one more of each earlier session that the servers
+/// have not ended yet.
+pub(crate) fn find<'a>(children: &'a [String], prefix: &str) -> impl Iterator<Item = &'a str> {
+    let is_ours = move |name: &&String| name.starts_with(prefix) && is_contender(name);
+    children.iter().filter(is_ours).map(String::as_str)
 }
 
 /// Those who contend for one lock, in the order of their turn.

@@ -4,6 +4,7 @@
 //! Requests are sent in the order in which they are made here, and answered in that order. So a list that is asked for right behind the making of
 //! a node has that node in it, and an acquisition nobody is in the way of costs one wait.
 
+use std::future::pending;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,13 +14,13 @@ use registry_core::{
     Key, Moment, Release, Renewal,
 };
 use tokio::sync::OwnedMutexGuard;
-use zookeeper_client::{CreateMode, Error};
+use zookeeper_client::{CreateMode, Error, Stat};
 
 use crate::error::{explain, is_refusal};
 use crate::node::{label, make_parents, note};
-use crate::place::{Ahead, Node, OwnWatch, Place, Stake, Watch};
+use crate::place::{Ahead, Node, OwnWatch, Place, Room, Stake, Watch};
 use crate::queue::{Queue, Standing, find, prefix};
-use crate::session::{Session, Sessions};
+use crate::session::{By, Session, Sessions};
 
 /// Gets `claim` in line if it is not, and tells whether it is its turn.
 pub(crate) async fn try_acquire(
@@ -58,6 +59,7 @@ async fn contend(
     stake: &mut Stake,
     claim: &Claim,
 ) -> Result<Attempt, BackendError> {
+    let mut was_behind = false;
     for _ in 0..TRIES {
         if stake.in_doubt {
             find_again(session, place, stake, claim).await?;
@@ -93,9 +95,8 @@ async fn contend(
         }
         let path = format!("{}/{ahead}", place.dir);
         // By data and not by existence: no watch is left behind on what is not there.
-        match session.bounded(session.client().get_and_watch_data(&path)).await? {
-            Ok((data, stat, watcher)) => {
-                let watch = Watch::new(watcher);
+        match session.bounded(watch_data(session, &path)).await? {
+            Ok((data, stat, watch)) => {
                 stake.ahead = Some(Ahead { watch, looked_at: Moment::now() });
                 let busy = Busy::new();
                 return Ok(Attempt::Busy(if is_next {
@@ -105,12 +106,17 @@ async fn contend(
                 }));
             }
             // It is gone already; look again.
-            Err(Error::NoNode) => stake.ahead = None,
+            Err(Error::NoNode) => (stake.ahead, was_behind) = (None, true),
             Err(error) => return Err(explain(&error).as_unknown()),
         }
     }
-    // The crowd moves faster than we look; whoever waits asks again at once.
     stake.ahead = None;
+    if !was_behind {
+        // That is nobody who has the lock: each time the connection was lost, or the node or what is above it.
+        let says = "zookeeper: the nodes of locks cannot be made, or do not last: connections break at each try, or somebody deletes them";
+        return Err(BackendError::transient(says));
+    }
+    // The crowd moves faster than we look; whoever waits asks again at once.
     Ok(Attempt::Busy(Busy::new()))
 }
 
@@ -166,23 +172,27 @@ async fn enter(
 /// Finds out whether a node was made for `claim` by a request whose answer was lost.
 ///
 /// Our own requests are carried out in their order, and the leader takes none of an earlier connection once it knows of a later one. So
-/// what is not there now will not come.
+/// what is not there now will not come; if it is the leader that says so, and not one that has been replaced and does not know. Therefore
+/// a majority is asked first.
 async fn find_again(
     session: &Arc<Session>,
     place: &Place,
     stake: &mut Stake,
     claim: &Claim,
 ) -> Result<(), BackendError> {
-    session.connected().await?;
-    let children = look(session, place).await?;
+    let children = match read_certainly(session, &place.dir).await? {
+        Ok(children) => children,
+        Err(Error::NoNode) => Vec::new(),
+        Err(error) => return Err(explain(&error).as_unknown()),
+    };
     stake.lose_node();
-    if let Some(name) = find(&children, &prefix(claim.id(), session.config().naming)) {
+    for name in find(&children, &prefix(claim.id(), session.config().naming)) {
         let path = format!("{}/{name}", place.dir);
         let found = session.bounded(session.client().check_stat(&path)).await?;
         match found.map_err(|error| explain(&error).as_unknown())? {
             // Only what lives with this session is ours. The same claim may have had a node in an earlier one, which can vanish
             // at any moment.
-            Some(stat) if stat.ephemeral_owner == session.id() => {
+            Some(stat) if stat.ephemeral_owner == session.id() && stake.node.is_none() => {
                 stake.node = Some(Node { path, czxid: stat.czxid });
             }
             Some(_) => delete(session, &path).await.map(drop)?,
@@ -196,13 +206,12 @@ async fn find_again(
 /// Whether the one directly before one that waits is certainly still there. All who ask at about the same time share one question,
 /// however long the line is. Now and then nobody is believed, so that one whose own node was removed by somebody finds out.
 async fn stands_as_before(session: &Arc<Session>, stake: &Stake) -> Result<bool, BackendError> {
-    let is_believed = |ahead: &&Ahead| {
-        !ahead.watch.has_fired()
-            && Moment::now() < ahead.looked_at.after(session.timeout() / LOOK_EVERY)
-    };
-    let Some(ahead) = stake.ahead.as_ref().filter(is_believed) else { return Ok(false) };
-    session.round().await?;
-    Ok(!ahead.watch.has_fired())
+    let Some(Ahead { watch: Some(watch), looked_at }) = &stake.ahead else { return Ok(false) };
+    if watch.has_fired() || looked_at.after(session.timeout() / LOOK_EVERY) <= Moment::now() {
+        return Ok(false);
+    }
+    session.round(By::Leader).await?;
+    Ok(!watch.has_fired())
 }
 
 /// All children, as the leader knows them. A server that lags behind could show a node of ours that is gone.
@@ -220,14 +229,22 @@ pub(crate) async fn read(
     dir: &str,
 ) -> Result<Result<Vec<String>, Error>, BackendError> {
     let client = session.client();
-    let sent_at = Moment::now();
     let synced = client.sync(dir);
     let listed = client.list_children(dir);
     match session.bounded(synced).await? {
-        Ok(()) => session.answered(sent_at),
-        Err(error) => return Ok(Err(error)),
+        Ok(()) => session.bounded(listed).await,
+        Err(error) => Ok(Err(error)),
     }
-    session.bounded(listed).await
+}
+
+/// The children of `dir`, not older than this question whoever takes itself for the leader.
+async fn read_certainly(
+    session: &Arc<Session>,
+    dir: &str,
+) -> Result<Result<Vec<String>, Error>, BackendError> {
+    session.round(By::Majority).await.map_err(BackendError::as_unknown)?;
+    // No server takes our session that has not seen what we have seen.
+    session.bounded(session.client().list_children(dir)).await
 }
 
 /// Puts those who contend in order. Where their names do not tell it, their nodes are asked: one question each, all at once.
@@ -247,6 +264,21 @@ pub(crate) async fn line_up(
     });
     let made = try_join_all(made).await?;
     Ok(unordered.by_transactions(made))
+}
+
+/// Reads a node, and watches it if there is [room](Room) for that.
+async fn watch_data(
+    session: &Session,
+    path: &str,
+) -> Result<(Vec<u8>, Stat, Option<Watch>), Error> {
+    let client = session.client();
+    match session.room().take(path, Room::ALL) {
+        Some(taken) => {
+            let (data, stat, watcher) = client.get_and_watch_data(path).await?;
+            Ok((data, stat, Some(Watch::new(watcher, taken))))
+        }
+        None => client.get_data(path).await.map(|(data, stat)| (data, stat, None)),
+    }
 }
 
 fn granted(session: &Session, stake: &mut Stake, claim: &Claim) -> Result<Attempt, BackendError> {
@@ -334,21 +366,21 @@ async fn see_own(
         return Ok(true);
     }
     let client = session.client();
-    let (stat, new_watch) = if watched.is_some() {
-        let seen = session.bounded(client.check_stat(&node.path)).await?;
-        (seen.map_err(|error| explain(&error))?, None)
-    } else {
+    let room = if watched.is_none() { session.room().take(&node.path, Room::OWN) } else { None };
+    let (stat, new_watch) = if let Some(taken) = room {
         let seen = session.bounded(client.check_and_watch_stat(&node.path)).await?;
         let (stat, watcher) = seen.map_err(|error| explain(&error))?;
-        (stat, Some(watcher))
+        (stat, Some(Watch::new(watcher, taken)))
+    } else {
+        let seen = session.bounded(client.check_stat(&node.path)).await?;
+        (seen.map_err(|error| explain(&error))?, None)
     };
     let is_ours =
         stat.is_some_and(|stat| stat.czxid == node.czxid && stat.ephemeral_owner == session.id());
     if !is_ours {
         return Ok(false);
     }
-    if let Some(watcher) = new_watch {
-        let watch = Watch::new(watcher);
+    if let Some(watch) = new_watch {
         stake.own = Some(OwnWatch { watch: watch.clone(), seen_at: reconnects });
         tell_when_it_fires(session, sessions, place, watch);
     } else if let Some(own) = &mut stake.own {
@@ -379,8 +411,11 @@ fn tell_when_it_fires(
 pub(crate) async fn wait(place: &Place) {
     let _attended = place.attended();
     let watch = place.stake.lock().await.ahead.as_ref().map(|ahead| ahead.watch.clone());
-    if let Some(watch) = watch {
-        watch.fired().await;
+    match watch {
+        Some(Some(watch)) => watch.fired().await,
+        // Nobody will tell.
+        Some(None) => pending().await,
+        None => {}
     }
 }
 
@@ -390,10 +425,10 @@ pub(crate) async fn wait_outside(session: &Arc<Session>, dir: &str) {
     let Ok(queue) = line_up(session, dir, children).await else { return };
     let Some(first) = queue.first() else { return };
     let path = format!("{dir}/{first}");
-    if let Ok(Ok((_, _, watcher))) =
-        session.bounded(session.client().get_and_watch_data(&path)).await
-    {
-        watcher.changed().await;
+    match session.bounded(watch_data(session, &path)).await {
+        Ok(Ok((_, _, Some(watch)))) => watch.fired().await,
+        Ok(Ok((_, _, None))) => pending().await,
+        _ => {}
     }
 }
 
@@ -425,18 +460,25 @@ async fn search_and_release(
     claim: &Claim,
     dir: &str,
 ) -> Result<Release, BackendError> {
-    let children = match read(session, dir).await? {
+    let children = match read_certainly(session, dir).await? {
         Ok(children) => children,
         Err(Error::NoNode) => return Ok(Release::NotHeld),
         Err(error) => return Err(explain(&error)),
     };
     let prefix = prefix(claim.id(), session.config().naming);
-    let Some(name) = find(&children, &prefix).map(str::to_owned) else {
+    let names: Vec<_> = find(&children, &prefix).map(str::to_owned).collect();
+    if names.is_empty() {
         return Ok(Release::NotHeld);
-    };
-    let was_first = line_up(session, dir, children).await?.first() == Some(&name);
-    let was_there = delete(session, &format!("{dir}/{name}")).await?;
-    Ok(if was_first && was_there { Release::Freed } else { Release::NotHeld })
+    }
+    let queue = line_up(session, dir, children).await?;
+    let mut release = Release::NotHeld;
+    for name in names {
+        let was_there = delete(session, &format!("{dir}/{name}")).await?;
+        if was_there && queue.first() == Some(&name) {
+            release = Release::Freed;
+        }
+    }
+    Ok(release)
 }
 
 /// Has everything given back that nobody takes care of any more.

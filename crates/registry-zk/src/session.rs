@@ -11,14 +11,16 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use futures_util::future::{BoxFuture, FutureExt as _, Shared};
+use futures_util::stream::{FuturesUnordered, StreamExt as _};
 use registry_core::{BackendError, BackendErrorKind, Claim, ClaimId, Key, LossHints, Moment};
+use tokio::sync::oneshot;
 use tokio::task::JoinSet;
-use tokio::time::{MissedTickBehavior, interval, timeout};
-use zookeeper_client::{Client, Error, SessionState, StateWatcher};
+use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
+use zookeeper_client::{CheckWriteError, Client, Error, SessionState, StateWatcher};
 
 use crate::config::ZkConfig;
 use crate::error::{explain, silent, unreachable};
-use crate::place::Place;
+use crate::place::{Place, Room};
 use crate::proof::Proof;
 use crate::recipe::tend;
 
@@ -88,7 +90,8 @@ impl Sessions {
             return;
         }
         let places = std::mem::take(&mut *lock(&session.places));
-        lock(&self.displaced).extend(places.keys());
+        // Whoever has not been told of the last session's end does not ask any more.
+        *lock(&self.displaced) = places.keys().copied().collect();
         {
             let mut current = lock(&self.current);
             if current.as_ref().is_some_and(|current| Arc::ptr_eq(current, session)) {
@@ -173,8 +176,18 @@ impl Hints {
     }
 }
 
-/// A question to the leader that any number may wait for.
+/// A question to the servers that any number may wait for.
 type Round = Shared<BoxFuture<'static, Result<(), BackendError>>>;
+
+/// Who answers a question to the servers. When it is answered, what the leader had done before is known here as well: the server that
+/// we are connected to has caught up, and has told what was watched before it passed the answer on.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum By {
+    /// A majority, by a write that changes nothing. This alone proves that no other leader has ended the session.
+    Majority,
+    /// The leader, or who takes itself for it: one that has lost the others in silence answers for a while.
+    Leader,
+}
 
 /// One session.
 pub(crate) struct Session {
@@ -182,13 +195,14 @@ pub(crate) struct Session {
     config: Arc<ZkConfig>,
     over: AtomicBool,
     proof: Mutex<Proof>,
-    /// When the leader was asked last.
+    /// When a majority was asked last.
     asked_at: Mutex<Moment>,
-    /// The next question to the leader, as long as it has not left.
-    next_round: Mutex<Option<Round>>,
+    /// The next questions, [to](By) a majority and to the leader, as long as they have not left.
+    next_rounds: [Mutex<Option<Round>>; 2],
     /// How often it was connected again.
     reconnects: AtomicU32,
     places: Mutex<HashMap<ClaimId, Arc<Place>>>,
+    room: Room,
     /// They end with the session.
     tasks: Mutex<JoinSet<()>>,
 }
@@ -197,28 +211,22 @@ impl Session {
     async fn connect(sessions: &Arc<Sessions>) -> Result<Arc<Self>, BackendError> {
         let config = Arc::clone(&sessions.config);
         let asked_at = Moment::now();
-        let connecting = config.connector().with_fail_eagerly();
-        let servers = config.servers();
-        #[cfg(feature = "tls")]
-        let connecting = if config.is_encrypted() {
-            connecting.secure_connect(&servers).boxed()
-        } else {
-            connecting.connect(&servers).boxed()
-        };
-        #[cfg(not(feature = "tls"))]
-        let connecting = connecting.connect(&servers);
-        let client = timeout(config.connect_timeout, connecting)
-            .await
-            .map_err(|_| unreachable())?
-            .map_err(|error| explain(&error).as_refused())?;
+        let asked = config.session_timeout;
+        let mut client = connect(&config, asked).await?;
+        let granted = client.session_timeout();
+        if config.has_several_servers() && granted < asked * 2 / 3 {
+            // The client would wait for a silent server as if it had been granted what it had asked for.
+            client = connect(&config, granted).await?;
+        }
         let session = Arc::new(Self {
             proof: Mutex::new(Proof::new(client.session_timeout(), asked_at)),
             config,
             over: AtomicBool::new(false),
             asked_at: Mutex::new(asked_at),
-            next_round: Mutex::default(),
+            next_rounds: Default::default(),
             reconnects: AtomicU32::new(0),
             places: Mutex::default(),
+            room: Room::default(),
             tasks: Mutex::default(),
             client,
         });
@@ -273,7 +281,7 @@ impl Session {
         lock(&self.proof).left(Moment::now())
     }
 
-    /// Notes that the leader has answered what left at `sent_at`.
+    /// Notes that a majority has written down what left at `sent_at`.
     pub(crate) fn answered(&self, sent_at: Moment) {
         lock(&self.proof).answered(sent_at);
     }
@@ -310,11 +318,10 @@ impl Session {
         timeout(self.config.request_timeout, request).await.map_err(|_| silent())
     }
 
-    /// Asks the leader whether the session lives. All who ask at about the same time share one question, which leaves after they
-    /// have asked. When it is answered, what the leader had done by then is known here: the server that we are connected to has
-    /// caught up, and has told what was watched before it passed the answer on.
-    pub(crate) fn round(self: &Arc<Self>) -> Round {
-        let mut next = lock(&self.next_round);
+    /// Asks the servers whether the session lives. All who ask at about the same time share one question, which leaves after they
+    /// have asked.
+    pub(crate) fn round(self: &Arc<Self>, by: By) -> Round {
+        let mut next = lock(&self.next_rounds[by as usize]);
         if let Some(round) = &*next {
             return round.clone();
         }
@@ -323,18 +330,55 @@ impl Session {
             // Let others join who are about to ask.
             tokio::task::yield_now().await;
             let session = session.upgrade().ok_or_else(|| explain(&Error::ClientClosed))?;
-            *lock(&session.next_round) = None;
+            *lock(&session.next_rounds[by as usize]) = None;
             session.connected().await?;
-            let sent_at = Moment::now();
-            *lock(&session.asked_at) = sent_at;
-            let synced = session.bounded(session.client.sync("/")).await?;
-            synced.map_err(|error| explain(&error))?;
-            session.answered(sent_at);
-            Ok(())
+            match by {
+                By::Majority => session.beat().await,
+                By::Leader => {
+                    let synced = session.bounded(session.client.sync("/")).await?;
+                    synced.map_err(|error| explain(&error))
+                }
+            }
         };
         let round = round.boxed().shared();
         *next = Some(round.clone());
         round
+    }
+
+    /// Has a majority write down that nothing has changed. That counts even when it takes longer than anybody waits for it, as on disks that
+    /// are slow for a while.
+    async fn beat(self: &Arc<Self>) -> Result<(), BackendError> {
+        let sent_at = Moment::now();
+        *lock(&self.asked_at) = sent_at;
+        let (tell, told) = oneshot::channel();
+        let session = Arc::clone(self);
+        self.spawn(async move {
+            let written = session.write_nothing().await;
+            if written.is_ok() {
+                session.answered(sent_at);
+            }
+            // Perhaps nobody waits any more.
+            drop(tell.send(written));
+        });
+        let told = timeout(self.config.request_timeout, told).await.map_err(|_| silent())?;
+        told.unwrap_or_else(|_| Err(explain(&Error::ClientClosed)))
+    }
+
+    async fn write_nothing(&self) -> Result<(), BackendError> {
+        let path = self.config.chroot.as_deref().unwrap_or("/");
+        let writer = self.client.new_check_writer(path, None).map_err(|error| explain(&error))?;
+        match writer.commit().await {
+            // That a check fails is written down like all else.
+            Ok(_) | Err(CheckWriteError::CheckFailed { source: Error::NoAuth | Error::NoNode }) => {
+                Ok(())
+            }
+            Err(error) => Err(explain(&error.into())),
+        }
+    }
+
+    /// The room for what is watched in this session.
+    pub(crate) fn room(&self) -> &Room {
+        &self.room
     }
 
     /// The place of `claim`; a new one if it has none.
@@ -368,7 +412,7 @@ impl Session {
         lock(&self.tasks).spawn(work);
     }
 
-    /// Whether it is time to ask the leader again.
+    /// Whether it is time for another proof.
     fn is_due(&self, now: Moment) -> bool {
         lock(&self.asked_at).after(self.timeout() / BEATS) <= now
     }
@@ -382,6 +426,33 @@ impl fmt::Debug for Session {
             .field("places", &lock(&self.places).len())
             .finish_non_exhaustive()
     }
+}
+
+/// Begins a session with any of the servers.
+///
+/// The client asks them one after the other, in an order of its own, and waits for long for one that takes connections and says nothing. So
+/// where there are several, other attempts begin beside one that has no answer yet, and the first to have a session wins.
+async fn connect(config: &ZkConfig, session_timeout: Duration) -> Result<Client, BackendError> {
+    let attempts = if config.has_several_servers() { ATTEMPTS } else { 1 };
+    let attempts = (0..attempts).map(async |number| {
+        sleep(config.connect_timeout * number / ATTEMPTS).await;
+        connect_once(config, session_timeout).await
+    });
+    let mut attempts: FuturesUnordered<_> = attempts.collect();
+    // One that fails has asked all of them.
+    let first = timeout(config.connect_timeout, attempts.next()).await;
+    let first = first.map_err(|_| unreachable())?.unwrap_or(Err(Error::NoHosts));
+    first.map_err(|error| explain(&error).as_refused())
+}
+
+async fn connect_once(config: &ZkConfig, session_timeout: Duration) -> Result<Client, Error> {
+    let connecting = config.connector(session_timeout).with_fail_eagerly();
+    let servers = config.servers();
+    #[cfg(feature = "tls")]
+    if config.is_encrypted() {
+        return connecting.secure_connect(&servers).await;
+    }
+    connecting.connect(&servers).await
 }
 
 /// Keeps a session's proof fresh, notices its end, and has what nobody takes care of any more given back.
@@ -418,7 +489,7 @@ async fn pulse(
                 let now = Moment::now();
                 if session.is_due(now) && session.client.state() == SessionState::SyncConnected {
                     *lock(&session.asked_at) = now;
-                    let round = session.round();
+                    let round = session.round(By::Majority);
                     session.spawn(round.map(drop));
                 }
             }
@@ -430,9 +501,12 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// How often the leader is asked in the time-out of a session. The client itself would say a word as often if nothing else were said.
+/// How often a majority is asked in the time-out of a session. The client itself would say a word as often if nothing else were said.
 const BEATS: u32 = 10;
 const TICK_MAX: Duration = Duration::from_millis(250);
+
+/// How many attempts at a session may go on beside each other.
+const ATTEMPTS: u32 = 8;
 
 /// The pause after the first failure to get a session; it doubles.
 const PAUSE_MIN: Duration = Duration::from_millis(20);

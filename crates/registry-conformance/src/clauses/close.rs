@@ -14,7 +14,7 @@ use crate::lab::Lab;
 /// Work that ends in time is let end.
 pub async fn close_waits_for_guards_to_be_let_go(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
-    let guard = here.obtain("orders/42").lock().await.expect("a free lock is had");
+    let guard = here.obtain("orders:42").lock().await.expect("a free lock is had");
     let (report, unlocked) = join(here.close(lab.patience()), async {
         sleep(Duration::from_millis(50)).await;
         assert!(guard.is_held(), "closing takes away what is still in use");
@@ -24,7 +24,7 @@ pub async fn close_waits_for_guards_to_be_let_go(lab: &Lab) {
     unlocked.expect("a held lock is unlocked");
     assert!(report.is_clean(), "{report:?}");
     assert_eq!(report.released, 1, "{report:?}");
-    let next = there.obtain("orders/42").try_lock().await.expect("no trouble");
+    let next = there.obtain("orders:42").try_lock().await.expect("no trouble");
     next.expect("the registry is closed").unlock().await.expect("a held lock is unlocked");
 }
 
@@ -33,14 +33,14 @@ pub async fn close_takes_what_is_not_let_go(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let mut guards = Vec::new();
     for n in 0..3 {
-        guards.push(here.obtain(&format!("orders/n{n}")).lock().await.expect("a free lock is had"));
+        guards.push(here.obtain(&format!("orders:n{n}")).lock().await.expect("a free lock is had"));
     }
     let report = here.close(Duration::from_millis(50)).await;
     assert_eq!((report.lost, report.abandoned), (3, 0), "{report:?}");
     for (n, guard) in guards.into_iter().enumerate() {
         assert!(!guard.is_held());
         assert_eq!(guard.lost().await, LostReason::Closed);
-        let next = there.obtain(&format!("orders/n{n}")).try_lock().await.expect("no trouble");
+        let next = there.obtain(&format!("orders:n{n}")).try_lock().await.expect("no trouble");
         next.expect("the registry is closed").unlock().await.expect("a held lock is unlocked");
         assert!(matches!(
             guard.unlock().await,
@@ -53,12 +53,12 @@ pub async fn close_takes_what_is_not_let_go(lab: &Lab) {
 pub async fn close_gives_back_what_was_dropped_before(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     for n in 0..10 {
-        drop(here.obtain(&format!("orders/n{n}")).lock().await.expect("a free lock is had"));
+        drop(here.obtain(&format!("orders:n{n}")).lock().await.expect("a free lock is had"));
     }
     let report = here.close(lab.patience()).await;
     assert!(report.is_clean(), "{report:?}");
     for n in 0..10 {
-        let next = there.obtain(&format!("orders/n{n}")).try_lock().await.expect("no trouble");
+        let next = there.obtain(&format!("orders:n{n}")).try_lock().await.expect("no trouble");
         next.expect("the registry is closed").unlock().await.expect("a held lock is unlocked");
     }
 }
@@ -66,25 +66,25 @@ pub async fn close_gives_back_what_was_dropped_before(lab: &Lab) {
 /// A closed registry says that it is closed, whatever is asked of it.
 pub async fn a_closed_registry_gives_no_lock(lab: &Lab) {
     let registry = lab.registry().await;
-    let before = registry.obtain("orders/42");
+    let before = registry.obtain("orders:42");
     let report = registry.close(lab.patience()).await;
     assert!(report.is_clean() && report.released == 0, "{report:?}");
-    for lock in [before, registry.obtain("orders/43")] {
+    for lock in [before, registry.obtain("orders:43")] {
         assert!(matches!(lock.lock().await, Err(LockError::Closed)));
         assert!(matches!(lock.try_lock().await, Err(LockError::Closed)));
         assert!(matches!(lock.try_lock_for(lab.short()).await, Err(LockError::Closed)));
         assert!(matches!(lock.lock_with(LockOptions::new()).await, Err(LockError::Closed)));
     }
-    let executed = registry.execute_locked("orders/42", async |_| ()).await;
+    let executed = registry.execute_locked("orders:42", async |_| ()).await;
     assert!(matches!(executed, Err(LockError::Closed)));
 }
 
 /// Those who wait are sent away at once, whether they wait for this process or for another.
 pub async fn close_sends_waiters_away(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
-    let foreign = there.obtain("orders/1").lock().await.expect("a free lock is had");
-    let own = here.obtain("orders/2").lock().await.expect("a free lock is had");
-    let (for_foreign, for_own) = (here.obtain("orders/1"), here.obtain("orders/2"));
+    let foreign = there.obtain("orders:1").lock().await.expect("a free lock is had");
+    let own = here.obtain("orders:2").lock().await.expect("a free lock is had");
+    let (for_foreign, for_own) = (here.obtain("orders:1"), here.obtain("orders:2"));
     let (mut first, mut second) = (pin!(for_foreign.lock()), pin!(for_own.lock()));
     // Long enough for the one to be told "busy" and to wait for the store.
     assert!(
@@ -103,13 +103,13 @@ pub async fn close_sends_waiters_away(lab: &Lab) {
     unlocked.expect("waiters are sent away").expect("a held lock is unlocked");
     assert!(report.is_clean(), "{report:?}");
     foreign.unlock().await.expect("a held lock is unlocked");
-    lab.free_soon(&there, "orders/1").await;
+    lab.free_soon(&there, "orders:1").await;
 }
 
 /// Closing what is closed does nothing.
 pub async fn closing_twice_is_harmless(lab: &Lab) {
     let registry = lab.registry().await;
-    let guard = registry.obtain("orders/42").lock().await.expect("a free lock is had");
+    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
     guard.unlock().await.expect("a held lock is unlocked");
     let other = registry.clone();
     let (first, second) = join(registry.close(lab.patience()), other.close(lab.patience())).await;
@@ -121,10 +121,10 @@ pub async fn closing_twice_is_harmless(lab: &Lab) {
 pub async fn close_ends_in_time_though_the_store_hangs(lab: &Lab) {
     let faulty = lab.faulty(Faults::none()).await;
     let registry = lab.registry_over(&faulty, lab.renewed());
-    drop(registry.obtain("orders/1").lock().await.expect("a free lock is had"));
+    drop(registry.obtain("orders:1").lock().await.expect("a free lock is had"));
     registry.idle().await;
-    let kept = registry.obtain("orders/2").lock().await.expect("a free lock is had");
-    let dropped = registry.obtain("orders/3").lock().await.expect("a free lock is had");
+    let kept = registry.obtain("orders:2").lock().await.expect("a free lock is had");
+    let dropped = registry.obtain("orders:3").lock().await.expect("a free lock is had");
     let hang = Fault::DelayRequest(Duration::from_secs(7_200));
     faulty.apply(Faults::none().always(Operation::Release, hang).always(Operation::Renew, hang));
     drop(dropped);
@@ -134,19 +134,19 @@ pub async fn close_ends_in_time_though_the_store_hangs(lab: &Lab) {
     assert!(!kept.is_held());
     // The leases end by themselves.
     let other = lab.registry().await;
-    lab.free_soon(&other, "orders/2").await;
-    lab.free_soon(&other, "orders/3").await;
+    lab.free_soon(&other, "orders:2").await;
+    lab.free_soon(&other, "orders:3").await;
 }
 
 /// Closing is a matter of one process.
 pub async fn closing_one_registry_leaves_the_others_alone(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry_of(lab.renewed()).await);
-    let mine = here.obtain("orders/1").lock().await.expect("a free lock is had");
-    let theirs = there.obtain("orders/2").lock().await.expect("a free lock is had");
+    let mine = here.obtain("orders:1").lock().await.expect("a free lock is had");
+    let theirs = there.obtain("orders:2").lock().await.expect("a free lock is had");
     here.close(Duration::ZERO).await;
     assert!(!mine.is_held());
     sleep(lab.renewed() * 2).await;
     assert!(theirs.is_held(), "the other process lost its lock");
     theirs.unlock().await.expect("a held lock is unlocked");
-    lab.free_soon(&there, "orders/1").await;
+    lab.free_soon(&there, "orders:1").await;
 }

@@ -17,17 +17,17 @@ use crate::sweep::{Swept, sweep};
 /// Dropping is letting go.
 pub async fn a_dropped_guard_frees_the_lock(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
-    let guard = here.obtain("orders/42").lock().await.expect("a free lock is had");
+    let guard = here.obtain("orders:42").lock().await.expect("a free lock is had");
     drop(guard);
     here.idle().await;
-    let next = there.obtain("orders/42").try_lock().await.expect("no trouble");
+    let next = there.obtain("orders:42").try_lock().await.expect("no trouble");
     next.expect("the janitor is idle").unlock().await.expect("a held lock is unlocked");
 }
 
 /// A guard that is dropped passes the lock on inside its process too.
 pub async fn a_dropped_guard_lets_the_next_caller_in(lab: &Lab) {
     let registry = lab.registry().await;
-    let lock = registry.obtain("orders/42");
+    let lock = registry.obtain("orders:42");
     let guard = lock.lock().await.expect("a free lock is had");
     let mut waiting = pin!(lock.lock());
     assert!(poll!(waiting.as_mut()).is_pending(), "two guards of one key");
@@ -39,7 +39,7 @@ pub async fn a_dropped_guard_lets_the_next_caller_in(lab: &Lab) {
 /// A panic unwinds through the guard.
 pub async fn a_panic_in_the_critical_section_frees_the_lock(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
-    let lock = here.obtain("orders/42");
+    let lock = here.obtain("orders:42");
     let mut tasks = JoinSet::new();
     tasks.spawn(async move {
         let _guard = lock.lock().await.expect("a free lock is had");
@@ -48,41 +48,41 @@ pub async fn a_panic_in_the_critical_section_frees_the_lock(lab: &Lab) {
     });
     let end = tasks.join_next().await.expect("one task runs");
     assert!(end.is_err_and(|error| error.is_panic()));
-    lab.free_soon(&there, "orders/42").await;
-    lab.free_soon(&here, "orders/42").await;
+    lab.free_soon(&there, "orders:42").await;
+    lab.free_soon(&here, "orders:42").await;
 }
 
 /// A guard may die on a thread that knows no runtime.
 pub async fn a_guard_dropped_outside_the_runtime_frees_the_lock(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
-    let guard = here.obtain("orders/42").lock().await.expect("a free lock is had");
+    let guard = here.obtain("orders:42").lock().await.expect("a free lock is had");
     std::thread::spawn(move || drop(guard)).join().expect("dropping does not panic");
-    lab.free_soon(&there, "orders/42").await;
+    lab.free_soon(&there, "orders:42").await;
 }
 
 /// So may a future that was never finished.
 pub async fn a_waiter_dropped_outside_the_runtime_leaves_nothing(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
-    let guard = there.obtain("orders/42").lock().await.expect("a free lock is had");
-    let lock = here.obtain("orders/42");
+    let guard = there.obtain("orders:42").lock().await.expect("a free lock is had");
+    let lock = here.obtain("orders:42");
     let mut waiting = Box::pin(async move { lock.lock().await.map(drop) });
     assert!(poll!(waiting.as_mut()).is_pending(), "two guards of one key");
     std::thread::spawn(move || drop(waiting)).join().expect("dropping does not panic");
     guard.unlock().await.expect("a held lock is unlocked");
-    lab.free_soon(&there, "orders/42").await;
+    lab.free_soon(&there, "orders:42").await;
 }
 
 /// A future that is kept and not polled, as in a `select!` whose other branch is at work, is in nobody's way: other keys
 /// are locked, and held locks are renewed.
 pub async fn a_future_that_is_not_polled_holds_up_no_other_key(lab: &Lab) {
     let registry = lab.registry_of(lab.renewed()).await;
-    let held = registry.obtain("orders/1").lock().await.expect("a free lock is had");
+    let held = registry.obtain("orders:1").lock().await.expect("a free lock is had");
     for n in 2..5 {
-        let lock = registry.obtain(&format!("orders/n{n}"));
+        let lock = registry.obtain(&format!("orders:n{n}"));
         let mut parked = pin!(lock.lock());
         // With its request on the way, if the store is one that takes time.
         let first = poll!(parked.as_mut());
-        let other = registry.obtain(&format!("other/{n}")).try_lock().await.expect("no trouble");
+        let other = registry.obtain(&format!("other:{n}")).try_lock().await.expect("no trouble");
         other.expect("nobody holds it").unlock().await.expect("a held lock is unlocked");
         if n == 2 {
             sleep(lab.renewed() * 2).await;
@@ -96,37 +96,37 @@ pub async fn a_future_that_is_not_polled_holds_up_no_other_key(lab: &Lab) {
 /// Handles are not guards: dropping them lets nothing go.
 pub async fn a_dropped_handle_or_registry_lets_nothing_go(lab: &Lab) {
     let (here, there) = (lab.registry_of(lab.renewed()).await, lab.registry().await);
-    let lock = here.obtain("orders/42");
+    let lock = here.obtain("orders:42");
     let guard = lock.lock().await.expect("a free lock is had");
     drop(lock);
     drop(here);
     sleep(lab.renewed() * 2).await;
     assert!(guard.is_held(), "nobody renews for a guard that outlives its registry");
-    assert!(there.obtain("orders/42").try_lock().await.expect("busy is no error").is_none());
+    assert!(there.obtain("orders:42").try_lock().await.expect("busy is no error").is_none());
     guard.unlock().await.expect("a held lock is unlocked");
-    lab.free_soon(&there, "orders/42").await;
+    lab.free_soon(&there, "orders:42").await;
 }
 
 /// Somebody who gives up waiting was never there.
 pub async fn a_dropped_waiter_leaves_no_record(lab: &Lab) {
     let (holder, waiter) = (lab.registry().await, lab.registry().await);
-    let guard = holder.obtain("orders/42").lock().await.expect("a free lock is had");
+    let guard = holder.obtain("orders:42").lock().await.expect("a free lock is had");
     for _ in 0..5 {
-        let lock = waiter.obtain("orders/42");
+        let lock = waiter.obtain("orders:42");
         let gone = timeout(Duration::from_millis(20), lock.lock()).await;
         assert!(gone.is_err(), "two guards of one key");
     }
     guard.unlock().await.expect("a held lock is unlocked");
     waiter.idle().await;
     let third = lab.registry().await;
-    let next = third.obtain("orders/42").try_lock().await.expect("no trouble");
+    let next = third.obtain("orders:42").try_lock().await.expect("no trouble");
     next.expect("those who waited are gone").unlock().await.expect("a held lock is unlocked");
 }
 
 /// Somebody who gives up its place lets those behind it come forward.
 pub async fn a_dropped_waiter_lets_the_next_one_pass(lab: &Lab) {
     let registry = lab.registry().await;
-    let lock = registry.obtain("orders/42");
+    let lock = registry.obtain("orders:42");
     let guard = lock.lock().await.expect("a free lock is had");
     let mut first = Box::pin(lock.lock());
     let mut second = Box::pin(lock.lock());
@@ -144,12 +144,12 @@ pub async fn an_acquisition_dropped_in_flight_is_given_back(lab: &Lab) {
         let late = delay(Duration::from_millis(200));
         let faulty = lab.faulty(Faults::none().at(Operation::Acquire, 1, late)).await;
         let registry = lab.registry_over(&faulty, lab.long());
-        let lock = registry.obtain("orders/42");
+        let lock = registry.obtain("orders:42");
         let gone = timeout(Duration::from_millis(50), lock.lock()).await;
         assert!(gone.is_err(), "the store answers late");
-        lab.free_soon(&registry, "orders/42").await;
+        lab.free_soon(&registry, "orders:42").await;
         let other = lab.registry().await;
-        lab.free_soon(&other, "orders/42").await;
+        lab.free_soon(&other, "orders:42").await;
     }
 }
 
@@ -158,12 +158,12 @@ pub async fn a_grant_whose_reply_was_lost_is_given_back(lab: &Lab) {
     let faulty = lab.faulty(Faults::none().at(Operation::Acquire, 1, Fault::LoseReply)).await;
     let registry = lab.registry_over(&faulty, lab.long());
     let other = lab.registry().await;
-    match registry.obtain("orders/42").try_lock().await {
+    match registry.obtain("orders:42").try_lock().await {
         Err(LockError::Backend { .. }) => {}
         Ok(Some(guard)) => guard.unlock().await.expect("a held lock is unlocked"),
         other => panic!("a lost reply is reported as {other:?}"),
     }
-    lab.free_soon(&other, "orders/42").await;
+    lab.free_soon(&other, "orders:42").await;
 }
 
 /// A request that reaches the store only after its own release is cleaned up within its lease.
@@ -171,19 +171,19 @@ pub async fn an_acquire_that_arrives_after_its_release_ends_with_its_lease(lab: 
     let late = Fault::RepeatLate(Duration::from_millis(100));
     let faulty = lab.faulty(Faults::none().at(Operation::Acquire, 1, late)).await;
     let registry = lab.registry_over(&faulty, lab.renewed());
-    let guard = registry.obtain("orders/42").lock().await.expect("a free lock is had");
+    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
     guard.unlock().await.expect("a held lock is unlocked");
     faulty.settled().await;
-    lab.free_soon(&lab.registry().await, "orders/42").await;
+    lab.free_soon(&lab.registry().await, "orders:42").await;
 }
 
 /// The memory of a registry is what is in use.
 pub async fn no_slot_is_left_when_all_is_dropped(lab: &Lab) {
     let registry = lab.registry().await;
     let held = lab.registry().await;
-    let foreign = held.obtain("orders/n3").lock().await.expect("a free lock is had");
+    let foreign = held.obtain("orders:n3").lock().await.expect("a free lock is had");
     for n in 0..20 {
-        let lock = registry.obtain(&format!("orders/n{}", n % 4));
+        let lock = registry.obtain(&format!("orders:n{}", n % 4));
         match n % 4 {
             0 => drop(lock.lock().await.expect("a free lock is had")),
             1 => lock
@@ -206,15 +206,15 @@ pub async fn no_slot_is_left_when_all_is_dropped(lab: &Lab) {
 pub async fn lock_may_be_dropped_at_every_poll(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let make = async || {
-        let lock = here.obtain("orders/42");
+        let lock = here.obtain("orders:42");
         async move { lock.lock().await }
     };
     sweep(make, POLLS_MAX, async |end| {
         if let Swept::Completed { output, .. } = end {
             output.expect("a free lock is had").unlock().await.expect("a held lock is unlocked");
         }
-        lab.free_soon(&there, "orders/42").await;
-        lab.free_soon(&here, "orders/42").await;
+        lab.free_soon(&there, "orders:42").await;
+        lab.free_soon(&here, "orders:42").await;
     })
     .await;
 }
@@ -225,9 +225,9 @@ pub async fn a_waiting_lock_may_be_dropped_at_every_poll(lab: &Lab) {
     let third = lab.registry().await;
     let unlocking = Mutex::new(JoinSet::new());
     let make = async || {
-        let guard = there.obtain("orders/42").lock().await.expect("the lock is had at last");
+        let guard = there.obtain("orders:42").lock().await.expect("the lock is had at last");
         locked(&unlocking).spawn(unlock_soon(guard));
-        let lock = here.obtain("orders/42");
+        let lock = here.obtain("orders:42");
         async move { lock.try_lock_for(Duration::from_secs(300)).await }
     };
     sweep(make, POLLS_MAX, async |end| {
@@ -235,8 +235,8 @@ pub async fn a_waiting_lock_may_be_dropped_at_every_poll(lab: &Lab) {
             let guard = output.expect("no trouble").expect("the lock is given up while we wait");
             guard.unlock().await.expect("a held lock is unlocked");
         }
-        lab.free_soon(&third, "orders/42").await;
-        lab.free_soon(&here, "orders/42").await;
+        lab.free_soon(&third, "orders:42").await;
+        lab.free_soon(&here, "orders:42").await;
     })
     .await;
 }
@@ -246,7 +246,7 @@ pub async fn a_queued_lock_may_be_dropped_at_every_poll(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let unlocking = Mutex::new(JoinSet::new());
     let make = async || {
-        let lock = here.obtain("orders/42");
+        let lock = here.obtain("orders:42");
         let guard = lock.lock().await.expect("the lock is had at last");
         locked(&unlocking).spawn(unlock_soon(guard));
         async move { lock.lock().await }
@@ -259,8 +259,8 @@ pub async fn a_queued_lock_may_be_dropped_at_every_poll(lab: &Lab) {
                 .await
                 .expect("a held lock is unlocked");
         }
-        lab.free_soon(&there, "orders/42").await;
-        lab.free_soon(&here, "orders/42").await;
+        lab.free_soon(&there, "orders:42").await;
+        lab.free_soon(&here, "orders:42").await;
     })
     .await;
 }
@@ -274,7 +274,7 @@ pub async fn a_slow_try_lock_for_may_be_dropped_at_every_poll(lab: &Lab) {
     let faulty = lab.faulty(faults).await;
     let (here, there) = (lab.registry_over(&faulty, lab.long()), lab.registry().await);
     let make = async || {
-        let lock = here.obtain("orders/42");
+        let lock = here.obtain("orders:42");
         async move { lock.try_lock_for(Duration::from_secs(300)).await }
     };
     sweep(make, POLLS_MAX, async |end| {
@@ -283,8 +283,8 @@ pub async fn a_slow_try_lock_for_may_be_dropped_at_every_poll(lab: &Lab) {
             guard.unlock().await.expect("a held lock is unlocked");
         }
         // Nobody has been told that the request is still on its way: first ours, which queue behind it, then the others.
-        lab.free_soon(&here, "orders/42").await;
-        lab.free_soon(&there, "orders/42").await;
+        lab.free_soon(&here, "orders:42").await;
+        lab.free_soon(&there, "orders:42").await;
     })
     .await;
 }
@@ -295,15 +295,15 @@ pub async fn unlock_may_be_dropped_at_every_poll(lab: &Lab) {
     let faulty = lab.faulty(Faults::none().always(Operation::Release, slow)).await;
     let (here, there) = (lab.registry_over(&faulty, lab.long()), lab.registry().await);
     let make = async || {
-        let guard = here.obtain("orders/42").lock().await.expect("the lock is had at last");
+        let guard = here.obtain("orders:42").lock().await.expect("the lock is had at last");
         guard.unlock()
     };
     sweep(make, POLLS_MAX, async |end| {
         if let Swept::Completed { output, .. } = end {
             output.expect("a held lock is unlocked");
         }
-        lab.free_soon(&there, "orders/42").await;
-        lab.free_soon(&here, "orders/42").await;
+        lab.free_soon(&there, "orders:42").await;
+        lab.free_soon(&here, "orders:42").await;
     })
     .await;
 }
@@ -346,7 +346,7 @@ async fn guarded_sweep(
     let kept: Mutex<Option<Arc<LockGuard>>> = Mutex::new(None);
     let work = &work;
     let make = async || {
-        let guard = here.obtain("orders/42").lock().await.expect("the lock is had at last");
+        let guard = here.obtain("orders:42").lock().await.expect("the lock is had at last");
         let guard = Arc::new(guard);
         *locked(&kept) = Some(Arc::clone(&guard));
         async move { work(&guard).await }
@@ -356,7 +356,7 @@ async fn guarded_sweep(
         assert!(guard.is_held(), "the guard suffers from what was dropped");
         work(&guard).await;
         guard.unlock().await.expect("a held lock is unlocked");
-        lab.free_soon(there, "orders/42").await;
+        lab.free_soon(there, "orders:42").await;
     })
     .await;
 }
@@ -367,8 +367,8 @@ pub async fn close_may_be_dropped_at_every_poll(lab: &Lab) {
     let kept: Mutex<Option<(Registry, LockGuard)>> = Mutex::new(None);
     let make = async || {
         let here = lab.registry().await;
-        let guard = here.obtain("orders/42").lock().await.expect("the lock is had at last");
-        let dropped = here.obtain("orders/43").lock().await.expect("the lock is had at last");
+        let guard = here.obtain("orders:42").lock().await.expect("the lock is had at last");
+        let dropped = here.obtain("orders:43").lock().await.expect("the lock is had at last");
         drop(dropped);
         *locked(&kept) = Some((here.clone(), guard));
         async move { here.close(Duration::from_millis(20)).await }
@@ -377,8 +377,8 @@ pub async fn close_may_be_dropped_at_every_poll(lab: &Lab) {
         let (here, guard) = locked(&kept).take().expect("it was put there");
         here.close(Duration::from_millis(20)).await;
         assert!(!guard.is_held(), "a closed registry holds");
-        lab.free_soon(&there, "orders/42").await;
-        lab.free_soon(&there, "orders/43").await;
+        lab.free_soon(&there, "orders:42").await;
+        lab.free_soon(&there, "orders:43").await;
     })
     .await;
 }
@@ -387,7 +387,7 @@ pub async fn close_may_be_dropped_at_every_poll(lab: &Lab) {
 pub async fn entering_again_may_be_dropped_at_every_poll(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let owner = Owner::new();
-    let lock = here.obtain("orders/42");
+    let lock = here.obtain("orders:42");
     let own = || LockOptions::new().owner(&owner);
     let outer = lock.lock_with(own()).await.expect("no trouble").expect("the lock is free");
     let make = async || {
@@ -397,11 +397,11 @@ pub async fn entering_again_may_be_dropped_at_every_poll(lab: &Lab) {
     sweep(make, POLLS_MAX, async |end| {
         drop(end);
         assert!(outer.is_held());
-        assert!(there.obtain("orders/42").try_lock().await.expect("busy is no error").is_none());
+        assert!(there.obtain("orders:42").try_lock().await.expect("busy is no error").is_none());
     })
     .await;
     outer.unlock().await.expect("a held lock is unlocked");
-    lab.free_soon(&there, "orders/42").await;
+    lab.free_soon(&there, "orders:42").await;
 }
 
 /// The value; a panic elsewhere is its own failure.

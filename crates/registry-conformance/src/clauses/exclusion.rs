@@ -15,10 +15,10 @@ use crate::lab::{Lab, attempt, busy, freed, granted, key};
 /// The promise that everything else is about.
 pub async fn a_second_claim_is_busy_while_the_first_holds(lab: &Lab) {
     let client = lab.client().await;
-    let first = Claim::new(key("orders/42"), lab.long());
+    let first = Claim::new(key("orders:42"), lab.long());
     granted(&*client, &first).await;
     for _ in 0..3 {
-        busy(&*client, &Claim::new(key("orders/42"), lab.long())).await;
+        busy(&*client, &Claim::new(key("orders:42"), lab.long())).await;
     }
     freed(&*client, &first).await;
 }
@@ -26,13 +26,13 @@ pub async fn a_second_claim_is_busy_while_the_first_holds(lab: &Lab) {
 /// Two clients are two processes.
 pub async fn a_claim_of_another_client_is_busy_while_the_first_holds(lab: &Lab) {
     let (first, second) = (lab.client().await, lab.client().await);
-    let holder = Claim::new(key("orders/42"), lab.long());
+    let holder = Claim::new(key("orders:42"), lab.long());
     granted(&*first, &holder).await;
-    busy(&*second, &Claim::new(key("orders/42"), lab.long())).await;
+    busy(&*second, &Claim::new(key("orders:42"), lab.long())).await;
     freed(&*first, &holder).await;
-    let next = Claim::new(key("orders/42"), lab.long());
+    let next = Claim::new(key("orders:42"), lab.long());
     granted(&*second, &next).await;
-    busy(&*first, &Claim::new(key("orders/42"), lab.long())).await;
+    busy(&*first, &Claim::new(key("orders:42"), lab.long())).await;
     freed(&*second, &next).await;
 }
 
@@ -40,7 +40,7 @@ pub async fn a_claim_of_another_client_is_busy_while_the_first_holds(lab: &Lab) 
 pub async fn of_many_claims_at_once_exactly_one_is_granted(lab: &Lab) {
     let clients = [lab.client().await, lab.client().await, lab.client().await];
     for round in 0..10 {
-        let claims: Vec<_> = (0..12).map(|_| Claim::new(key("orders/42"), lab.long())).collect();
+        let claims: Vec<_> = (0..12).map(|_| Claim::new(key("orders:42"), lab.long())).collect();
         let mut tasks = JoinSet::new();
         for (n, claim) in claims.into_iter().enumerate() {
             let client = Arc::clone(&clients[n % clients.len()]);
@@ -61,7 +61,7 @@ pub async fn of_many_claims_at_once_exactly_one_is_granted(lab: &Lab) {
 pub async fn claims_of_different_keys_are_held_at_once(lab: &Lab) {
     let client = lab.client().await;
     let claims: Vec<_> =
-        (0..20).map(|n| Claim::new(key(&format!("orders/n{n}")), lab.long())).collect();
+        (0..20).map(|n| Claim::new(key(&format!("orders:n{n}")), lab.long())).collect();
     for claim in &claims {
         granted(&*client, claim).await;
     }
@@ -75,26 +75,26 @@ pub async fn claims_of_different_keys_are_held_at_once(lab: &Lab) {
 /// Busy is an answer, not an error, also inside one process.
 pub async fn try_lock_gives_none_while_this_process_holds_the_lock(lab: &Lab) {
     let registry = lab.registry().await;
-    let guard = registry.obtain("orders/42").lock().await.expect("a free lock is had");
+    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
     for _ in 0..3 {
-        let second = registry.obtain("orders/42").try_lock().await.expect("busy is no error");
+        let second = registry.obtain("orders:42").try_lock().await.expect("busy is no error");
         assert!(second.is_none(), "two guards of one key");
     }
     guard.unlock().await.expect("a held lock is unlocked");
-    let again = registry.obtain("orders/42").try_lock().await.expect("a free lock is no error");
+    let again = registry.obtain("orders:42").try_lock().await.expect("a free lock is no error");
     again.expect("a free lock is had").unlock().await.expect("a held lock is unlocked");
 }
 
 /// Busy is an answer, not an error, also across processes.
 pub async fn try_lock_gives_none_while_another_process_holds_the_lock(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
-    let guard = there.obtain("orders/42").lock().await.expect("a free lock is had");
+    let guard = there.obtain("orders:42").lock().await.expect("a free lock is had");
     for _ in 0..3 {
-        let second = here.obtain("orders/42").try_lock().await.expect("busy is no error");
+        let second = here.obtain("orders:42").try_lock().await.expect("busy is no error");
         assert!(second.is_none(), "two guards of one key");
     }
     guard.unlock().await.expect("a held lock is unlocked");
-    let again = here.obtain("orders/42").try_lock().await.expect("a free lock is no error");
+    let again = here.obtain("orders:42").try_lock().await.expect("a free lock is no error");
     again.expect("a free lock is had").unlock().await.expect("a held lock is unlocked");
 }
 
@@ -102,23 +102,23 @@ pub async fn try_lock_gives_none_while_another_process_holds_the_lock(lab: &Lab)
 pub async fn an_outage_is_an_error_and_never_busy(lab: &Lab) {
     let faulty = lab.faulty(Faults::outage()).await;
     let registry = lab.registry_over(&faulty, lab.long());
-    match registry.obtain("orders/42").try_lock().await {
+    match registry.obtain("orders:42").try_lock().await {
         Err(error @ LockError::Backend { .. }) => assert!(error.is_retryable(), "{error:?}"),
         other => panic!("an outage is reported as {other:?}"),
     }
     faulty.heal();
-    let guard = registry.obtain("orders/42").try_lock().await.expect("the outage is over");
+    let guard = registry.obtain("orders:42").try_lock().await.expect("the outage is over");
     guard.expect("nobody holds the lock").unlock().await.expect("a held lock is unlocked");
 }
 
 /// Whoever obtains a lock twice has two handles of one lock.
 pub async fn two_handles_of_one_key_are_one_lock(lab: &Lab) {
     let registry = lab.registry().await;
-    let (first, second) = (registry.obtain("orders/42"), registry.obtain("orders/42"));
+    let (first, second) = (registry.obtain("orders:42"), registry.obtain("orders:42"));
     let guard = first.lock().await.expect("a free lock is had");
     assert!(second.try_lock().await.expect("busy is no error").is_none(), "two guards of one key");
     drop(first);
-    let third = registry.clone().obtain("orders/42");
+    let third = registry.clone().obtain("orders:42");
     assert!(third.try_lock().await.expect("busy is no error").is_none(), "two guards of one key");
     guard.unlock().await.expect("a held lock is unlocked");
 }
@@ -126,7 +126,7 @@ pub async fn two_handles_of_one_key_are_one_lock(lab: &Lab) {
 /// Keys have nothing to do with each other, in one process either.
 pub async fn one_caller_holds_many_keys_at_once(lab: &Lab) {
     let registry = lab.registry().await;
-    let locks: Vec<_> = (0..20).map(|n| registry.obtain(&format!("orders/n{n}"))).collect();
+    let locks: Vec<_> = (0..20).map(|n| registry.obtain(&format!("orders:n{n}"))).collect();
     let guards = join_all(locks.iter().map(|lock| lock.lock())).await;
     for guard in guards {
         let guard = guard.expect("a free lock is had");
@@ -140,7 +140,7 @@ pub async fn of_many_try_locks_at_once_exactly_one_wins(lab: &Lab) {
     let registries = [lab.registry().await, lab.registry().await, lab.registry().await];
     let mut tasks = JoinSet::new();
     for n in 0..21 {
-        let lock = registries[n % registries.len()].obtain("orders/42");
+        let lock = registries[n % registries.len()].obtain("orders:42");
         tasks.spawn(async move { lock.try_lock().await.expect("busy is no error") });
     }
     let winners: Vec<_> = tasks.join_all().await.into_iter().flatten().collect();
@@ -167,7 +167,7 @@ async fn never_overlap(registries: &[Registry], tasks_each: usize, rounds: usize
     let mut tasks = JoinSet::new();
     for registry in registries {
         for _ in 0..tasks_each {
-            let lock = registry.obtain("orders/42");
+            let lock = registry.obtain("orders:42");
             let inside = Arc::clone(&inside);
             tasks.spawn(async move {
                 for _ in 0..rounds {
@@ -189,10 +189,10 @@ async fn never_overlap(registries: &[Registry], tasks_each: usize, rounds: usize
 pub async fn a_lock_that_another_process_holds_is_busy_here(lab: &Lab) {
     let mut there = lab.remote(lab.long()).await;
     let here = lab.registry().await;
-    assert!(matches!(there.lock("orders/42", Duration::ZERO).await, RemoteLock::Held { .. }));
-    assert!(here.obtain("orders/42").try_lock().await.expect("busy is no error").is_none());
-    assert!(there.unlock("orders/42").await, "the other process held it until then");
-    let guard = here.obtain("orders/42").try_lock().await.expect("a free lock is no error");
+    assert!(matches!(there.lock("orders:42", Duration::ZERO).await, RemoteLock::Held { .. }));
+    assert!(here.obtain("orders:42").try_lock().await.expect("busy is no error").is_none());
+    assert!(there.unlock("orders:42").await, "the other process held it until then");
+    let guard = here.obtain("orders:42").try_lock().await.expect("a free lock is no error");
     guard.expect("a free lock is had").unlock().await.expect("a held lock is unlocked");
 }
 
@@ -200,9 +200,9 @@ pub async fn a_lock_that_another_process_holds_is_busy_here(lab: &Lab) {
 pub async fn a_lock_that_is_held_here_is_busy_in_another_process(lab: &Lab) {
     let mut there = lab.remote(lab.long()).await;
     let here = lab.registry().await;
-    let guard = here.obtain("orders/42").lock().await.expect("a free lock is had");
-    assert_eq!(there.lock("orders/42", Duration::ZERO).await, RemoteLock::Busy);
+    let guard = here.obtain("orders:42").lock().await.expect("a free lock is had");
+    assert_eq!(there.lock("orders:42", Duration::ZERO).await, RemoteLock::Busy);
     guard.unlock().await.expect("a held lock is unlocked");
-    assert!(matches!(there.lock("orders/42", Duration::ZERO).await, RemoteLock::Held { .. }));
-    assert!(there.unlock("orders/42").await, "the other process held it until then");
+    assert!(matches!(there.lock("orders:42", Duration::ZERO).await, RemoteLock::Held { .. }));
+    assert!(there.unlock("orders:42").await, "the other process held it until then");
 }

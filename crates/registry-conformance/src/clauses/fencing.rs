@@ -9,7 +9,7 @@ use crate::lab::{Lab, busy, freed, granted, key, renew, renewed};
 /// A store that fences has no grant without a token.
 pub async fn every_grant_has_a_token(lab: &Lab) {
     let client = lab.client().await;
-    for name in ["orders/1", "orders/2", "orders/1"] {
+    for name in ["orders:1", "orders:2", "orders:1"] {
         take_and_release(lab, &*client, name, 1).await;
     }
 }
@@ -17,10 +17,10 @@ pub async fn every_grant_has_a_token(lab: &Lab) {
 /// A successor has a larger token than every holder before it.
 pub async fn tokens_grow_over_release(lab: &Lab) {
     let client = lab.client().await;
-    let mut last = take_and_release(lab, &*client, "orders/42", 1).await;
+    let mut last = take_and_release(lab, &*client, "orders:42", 1).await;
     // As fast as the store can, so that a clock that is too coarse shows.
     for _ in 0..200 {
-        let next = take_and_release(lab, &*client, "orders/42", 1).await;
+        let next = take_and_release(lab, &*client, "orders:42", 1).await;
         assert!(next > last, "{next} after {last}");
         last = next;
     }
@@ -29,9 +29,9 @@ pub async fn tokens_grow_over_release(lab: &Lab) {
 /// Whichever client asks, the tokens come out of one sequence.
 pub async fn tokens_grow_over_clients(lab: &Lab) {
     let clients = [lab.client().await, lab.client().await, lab.client().await];
-    let mut last = take_and_release(lab, &*clients[0], "orders/42", 1).await;
+    let mut last = take_and_release(lab, &*clients[0], "orders:42", 1).await;
     for n in 1..60 {
-        let next = take_and_release(lab, &*clients[n % 3], "orders/42", 1).await;
+        let next = take_and_release(lab, &*clients[n % 3], "orders:42", 1).await;
         assert!(next > last, "{next} after {last}");
         last = next;
     }
@@ -40,9 +40,9 @@ pub async fn tokens_grow_over_clients(lab: &Lab) {
 /// The successor of a holder that died is told apart from it.
 pub async fn tokens_grow_over_expiry(lab: &Lab) {
     let client = lab.client().await;
-    let dead = Claim::new(key("orders/42"), lab.short());
+    let dead = Claim::new(key("orders:42"), lab.short());
     let last = token(granted(&*client, &dead).await.token);
-    let heir = Claim::new(key("orders/42"), lab.long());
+    let heir = Claim::new(key("orders:42"), lab.long());
     let next = token(lab.granted_at_last(&*client, &heir).await.token);
     assert!(next > last, "{next} after {last}");
     freed(&*client, &heir).await;
@@ -51,17 +51,17 @@ pub async fn tokens_grow_over_expiry(lab: &Lab) {
 /// A broken lock's holder may still be at work: its token must be the smaller one.
 pub async fn tokens_grow_over_a_forced_release(lab: &Lab) {
     let client = lab.client().await;
-    let broken = Claim::new(key("orders/42"), lab.long());
+    let broken = Claim::new(key("orders:42"), lab.long());
     let last = token(granted(&*client, &broken).await.token);
     client.force_release(broken.key()).await.expect("a held lock is broken");
-    let next = take_and_release(lab, &*client, "orders/42", 1).await;
+    let next = take_and_release(lab, &*client, "orders:42", 1).await;
     assert!(next > last, "{next} after {last}");
 }
 
 /// The same claim, granted a second time after its release, is a new grant.
 pub async fn tokens_grow_when_one_claim_is_granted_anew(lab: &Lab) {
     let client = lab.client().await;
-    let claim = Claim::new(key("orders/42"), lab.long());
+    let claim = Claim::new(key("orders:42"), lab.long());
     let last = token(granted(&*client, &claim).await.token);
     freed(&*client, &claim).await;
     let next = token(granted(&*client, &claim).await.token);
@@ -74,10 +74,10 @@ pub async fn tokens_grow_over_a_restart(lab: &Lab) {
     let client = lab.client().await;
     // Nothing is handed over where the store queues, so nothing is reserved for it.
     let block = if lab.capabilities().fair { 1 } else { 1_000 };
-    let last = take_and_release(lab, &*client, "orders/42", block).await;
+    let last = take_and_release(lab, &*client, "orders:42", block).await;
     shut(client).await;
     lab.restart().await;
-    let next = take_and_release(lab, &*lab.client().await, "orders/42", 1).await;
+    let next = take_and_release(lab, &*lab.client().await, "orders:42", 1).await;
     let free_from = last.get() + u64::from(block);
     assert!(next.get() >= free_from, "{next} after {last} and its block of {block}");
 }
@@ -85,10 +85,10 @@ pub async fn tokens_grow_over_a_restart(lab: &Lab) {
 /// A store that came up empty still hands out larger tokens: they follow its clock, not only its data.
 pub async fn tokens_grow_even_when_the_store_lost_its_data(lab: &Lab) {
     let client = lab.client().await;
-    let last = take_and_release(lab, &*client, "orders/42", 1).await;
+    let last = take_and_release(lab, &*client, "orders:42", 1).await;
     shut(client).await;
     lab.wipe().await;
-    let next = take_and_release(lab, &*lab.client().await, "orders/42", 1).await;
+    let next = take_and_release(lab, &*lab.client().await, "orders:42", 1).await;
     assert!(next > last, "{next} after {last}");
 }
 
@@ -96,7 +96,7 @@ pub async fn tokens_grow_even_when_the_store_lost_its_data(lab: &Lab) {
 pub async fn a_repeated_acquire_has_the_same_token(lab: &Lab) {
     let first = lab.client().await;
     let second = lab.another_client(&first).await;
-    let claim = Claim::new(key("orders/42"), lab.long()).with_token_block(5);
+    let claim = Claim::new(key("orders:42"), lab.long()).with_token_block(5);
     let grant = granted(&*first, &claim).await;
     assert_eq!(granted(&*first, &claim).await.token, grant.token);
     assert_eq!(granted(&*second, &claim).await.token, grant.token);
@@ -106,12 +106,12 @@ pub async fn a_repeated_acquire_has_the_same_token(lab: &Lab) {
 /// A holder keeps its token, whatever others try and however often it renews.
 pub async fn a_holder_keeps_its_token(lab: &Lab) {
     let client = lab.client().await;
-    let claim = Claim::new(key("orders/42"), lab.long());
+    let claim = Claim::new(key("orders:42"), lab.long());
     let grant = granted(&*client, &claim).await;
     for _ in 0..3 {
-        busy(&*client, &Claim::new(key("orders/42"), lab.long()).with_token_block(100)).await;
+        busy(&*client, &Claim::new(key("orders:42"), lab.long()).with_token_block(100)).await;
         renewed(&*client, &claim).await;
-        renew(&*client, &Claim::new(key("orders/42"), lab.long())).await;
+        renew(&*client, &Claim::new(key("orders:42"), lab.long())).await;
     }
     assert_eq!(granted(&*client, &claim).await.token, grant.token);
     freed(&*client, &claim).await;
@@ -122,7 +122,7 @@ pub async fn a_reserved_block_of_tokens_is_given_to_nobody_else(lab: &Lab) {
     let clients = [lab.client().await, lab.client().await];
     let mut free_from = 0;
     for (n, block) in [1, 33, 1_000_000, 2, 1].into_iter().enumerate() {
-        let next = take_and_release(lab, &*clients[n % 2], "orders/42", block).await;
+        let next = take_and_release(lab, &*clients[n % 2], "orders:42", block).await;
         assert!(next.get() >= free_from, "{next} is inside the block that ends before {free_from}");
         free_from = next.get() + u64::from(block);
     }
@@ -132,9 +132,9 @@ pub async fn a_reserved_block_of_tokens_is_given_to_nobody_else(lab: &Lab) {
 pub async fn a_reserved_block_of_tokens_outlives_its_holder(lab: &Lab) {
     let client = lab.client().await;
     let block = 1_000_000;
-    let dead = Claim::new(key("orders/42"), lab.short()).with_token_block(block);
+    let dead = Claim::new(key("orders:42"), lab.short()).with_token_block(block);
     let last = token(granted(&*client, &dead).await.token);
-    let heir = Claim::new(key("orders/42"), lab.long());
+    let heir = Claim::new(key("orders:42"), lab.long());
     let next = token(lab.granted_at_last(&*client, &heir).await.token);
     assert!(
         next.get() >= last.get() + u64::from(block),
@@ -148,7 +148,7 @@ pub async fn guards_of_all_processes_have_growing_tokens(lab: &Lab) {
     let registries = [lab.registry().await, lab.registry().await];
     let mut last = None;
     for n in 0..20 {
-        let guard = registries[n % 2].obtain("orders/42").lock().await.expect("a free lock is had");
+        let guard = registries[n % 2].obtain("orders:42").lock().await.expect("a free lock is had");
         let next = guard.fencing_token();
         assert!(next.is_some() && next > last, "{next:?} after {last:?}");
         last = next;
@@ -162,7 +162,7 @@ pub async fn waiters_of_all_processes_have_growing_tokens(lab: &Lab) {
     let seen = Arc::new(tokio::sync::Mutex::new(Vec::new()));
     let mut tasks = tokio::task::JoinSet::new();
     for n in 0..12 {
-        let lock = registries[n % 2].obtain("orders/42");
+        let lock = registries[n % 2].obtain("orders:42");
         let seen = Arc::clone(&seen);
         tasks.spawn(async move {
             for _ in 0..4 {

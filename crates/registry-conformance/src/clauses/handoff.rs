@@ -55,7 +55,7 @@ pub async fn a_busy_process_does_not_shut_another_out(lab: &Lab) {
     let enough = Arc::new(AtomicBool::new(false));
     let mut busy = JoinSet::new();
     for _ in 0..4 {
-        let (lock, enough) = (here.obtain("orders/42"), Arc::clone(&enough));
+        let (lock, enough) = (here.obtain("orders:42"), Arc::clone(&enough));
         busy.spawn(async move {
             while !enough.load(Ordering::Relaxed) {
                 let guard = lock.lock().await.expect("the lock is had at last");
@@ -65,7 +65,7 @@ pub async fn a_busy_process_does_not_shut_another_out(lab: &Lab) {
         });
     }
     let patience = lab.patience();
-    let lock = there.obtain("orders/42");
+    let lock = there.obtain("orders:42");
     let mut other = JoinSet::new();
     other.spawn(async move {
         for _ in 0..3 {
@@ -87,7 +87,7 @@ pub async fn each_hand_over_has_a_larger_token(lab: &Lab) {
             assert!(guard_token.is_some() && guard_token > last, "{guard_token:?} after {last:?}");
             last = guard_token;
         }
-        let guard = there.obtain("orders/42").lock().await.expect("a free lock is had");
+        let guard = there.obtain("orders:42").lock().await.expect("a free lock is had");
         assert!(guard.fencing_token() > last, "{:?} after {last:?}", guard.fencing_token());
         last = guard.fencing_token();
         guard.unlock().await.expect("a held lock is unlocked");
@@ -97,7 +97,7 @@ pub async fn each_hand_over_has_a_larger_token(lab: &Lab) {
 /// A claim that was handed over is renewed and held like any other.
 pub async fn a_handed_over_lock_outlives_its_lease_by_renewal(lab: &Lab) {
     let (here, there) = (lab.registry_of(lab.renewed()).await, lab.registry().await);
-    let lock = here.obtain("orders/42");
+    let lock = here.obtain("orders:42");
     let first = lock.lock().await.expect("a free lock is had");
     let mut second = Box::pin(lock.lock());
     assert!(poll!(second.as_mut()).is_pending(), "two guards of one key");
@@ -106,16 +106,16 @@ pub async fn a_handed_over_lock_outlives_its_lease_by_renewal(lab: &Lab) {
     let second = second.expect("the waiter gets the lock");
     sleep(lab.renewed() * 2).await;
     assert!(second.is_held(), "nobody renews what was handed over");
-    assert!(there.obtain("orders/42").try_lock().await.expect("busy is no error").is_none());
+    assert!(there.obtain("orders:42").try_lock().await.expect("busy is no error").is_none());
     second.unlock().await.expect("a held lock is unlocked");
-    lab.free_soon(&there, "orders/42").await;
+    lab.free_soon(&there, "orders:42").await;
 }
 
 /// Whoever asked for something else gets a claim made for it, not somebody else's.
 pub async fn a_claim_is_handed_over_only_to_those_who_asked_for_the_same(lab: &Lab) {
     let faulty = lab.faulty(Faults::none()).await;
     let registry = lab.registry_over(&faulty, lab.long());
-    let lock = registry.obtain("orders/42");
+    let lock = registry.obtain("orders:42");
     let first = lock.lock().await.expect("a free lock is had");
     let options = LockOptions::new().lease(lab.renewed()).label("nightly report");
     let mut second = Box::pin(lock.lock_with(options));
@@ -134,7 +134,7 @@ async fn pass_along(registry: &Registry, callers: usize) -> usize {
 }
 
 async fn tokens(registry: &Registry, callers: usize) -> Vec<Option<registry_core::FencingToken>> {
-    let lock = registry.obtain("orders/42");
+    let lock = registry.obtain("orders:42");
     let first = lock.lock().await.expect("a free lock is had");
     let seen = tokio::sync::Mutex::new(vec![first.fencing_token()]);
     let mut waiting = Vec::new();

@@ -14,9 +14,9 @@ use crate::lab::{Lab, attempt, busy, freed, granted, is_free, key, release, rene
 /// A holder is told with its key, its token and the time it has left.
 pub async fn a_holder_is_told_as_it_is(lab: &Lab) {
     let (first, second) = (lab.client().await, lab.client().await);
-    let claim = Claim::new(key("orders/42"), lab.long()).with_label(Some("host:1".into()));
+    let claim = Claim::new(key("orders:42"), lab.long()).with_label(Some("host:1".into()));
     let grant = granted(&*first, &claim).await;
-    let holder = inspect(&*second, "orders/42").await.expect("somebody holds it");
+    let holder = inspect(&*second, "orders:42").await.expect("somebody holds it");
     assert_eq!(&holder.key, claim.key());
     assert!(holder.token.is_none() || holder.token == grant.token, "{holder:?} of {grant:?}");
     if lab.capabilities().fencing {
@@ -33,16 +33,16 @@ pub async fn a_label_comes_back_as_it_was_given(lab: &Lab) {
     let client = lab.client().await;
     let longest = "é".repeat(LockOptions::LABEL_BYTES_MAX / 2);
     for label in ["host:1", "", "nightly \"report\" 🔒\n\0'", &longest] {
-        let claim = Claim::new(key("orders/42"), lab.long()).with_label(Some(label.into()));
+        let claim = Claim::new(key("orders:42"), lab.long()).with_label(Some(label.into()));
         granted(&*client, &claim).await;
-        let holder = inspect(&*client, "orders/42").await.expect("somebody holds it");
+        let holder = inspect(&*client, "orders:42").await.expect("somebody holds it");
         // Some stores cannot tell an empty label from none.
         assert_eq!(holder.label.unwrap_or_default(), label);
         freed(&*client, &claim).await;
     }
-    let claim = Claim::new(key("orders/42"), lab.long());
+    let claim = Claim::new(key("orders:42"), lab.long());
     granted(&*client, &claim).await;
-    let holder = inspect(&*client, "orders/42").await.expect("somebody holds it");
+    let holder = inspect(&*client, "orders:42").await.expect("somebody holds it");
     assert_eq!(holder.label, None, "the label of a holder that gave none");
     freed(&*client, &claim).await;
 }
@@ -50,10 +50,10 @@ pub async fn a_label_comes_back_as_it_was_given(lab: &Lab) {
 /// Renewing keeps the holder who it was.
 pub async fn a_renewed_holder_is_told_with_its_new_lease(lab: &Lab) {
     let client = lab.client().await;
-    let claim = Claim::new(key("orders/42"), lab.renewed()).with_label(Some("host:1".into()));
+    let claim = Claim::new(key("orders:42"), lab.renewed()).with_label(Some("host:1".into()));
     let grant = granted(&*client, &claim).await;
     renewed(&*client, &claim.clone().with_lease(lab.long())).await;
-    let holder = inspect(&*client, "orders/42").await.expect("somebody holds it");
+    let holder = inspect(&*client, "orders:42").await.expect("somebody holds it");
     if let Some(left) = holder.lease_left {
         assert!(left > lab.renewed(), "{holder:?}");
     }
@@ -69,15 +69,15 @@ pub async fn a_renewed_holder_is_told_with_its_new_lease(lab: &Lab) {
 /// A key that nobody holds has no holder: never taken, released, or expired.
 pub async fn nobody_is_told_of_a_free_key(lab: &Lab) {
     let client = lab.client().await;
-    assert_eq!(inspect(&*client, "orders/42").await, None);
-    let claim = Claim::new(key("orders/42"), lab.long());
+    assert_eq!(inspect(&*client, "orders:42").await, None);
+    let claim = Claim::new(key("orders:42"), lab.long());
     granted(&*client, &claim).await;
     freed(&*client, &claim).await;
-    assert_eq!(inspect(&*client, "orders/42").await, None);
-    let claim = Claim::new(key("orders/42"), lab.short());
+    assert_eq!(inspect(&*client, "orders:42").await, None);
+    let claim = Claim::new(key("orders:42"), lab.short());
     granted(&*client, &claim).await;
     lab.let_expire(&*client, &claim).await;
-    assert_eq!(inspect(&*client, "orders/42").await, None);
+    assert_eq!(inspect(&*client, "orders:42").await, None);
     assert_eq!(client.list().await.expect("list answers"), []);
 }
 
@@ -85,11 +85,11 @@ pub async fn nobody_is_told_of_a_free_key(lab: &Lab) {
 pub async fn inspecting_holds_and_changes_nothing(lab: &Lab) {
     let client = lab.client().await;
     for _ in 0..3 {
-        inspect(&*client, "orders/42").await;
+        inspect(&*client, "orders:42").await;
         client.list().await.expect("list answers");
     }
-    assert!(is_free(&*client, &key("orders/42")).await);
-    let claim = Claim::new(key("orders/42"), lab.short());
+    assert!(is_free(&*client, &key("orders:42")).await);
+    let claim = Claim::new(key("orders:42"), lab.short());
     granted(&*client, &claim).await;
     // Asking without end does not keep the holder alive.
     lab.let_expire(&*client, &claim).await;
@@ -102,12 +102,12 @@ pub async fn a_list_has_every_held_key_and_no_other(lab: &Lab) {
     assert_eq!(first.list().await.expect("list answers"), []);
     let mut held: HashMap<String, (Claim, Option<FencingToken>)> = HashMap::new();
     for n in 0..30 {
-        let claim = Claim::new(key(&format!("orders/n{n}")), lab.long());
+        let claim = Claim::new(key(&format!("orders:n{n}")), lab.long());
         let grant = granted(if n % 2 == 0 { &*first } else { &*second }, &claim).await;
         held.insert(claim.key().to_string(), (claim, grant.token));
     }
     for n in (0..30).step_by(3) {
-        let (claim, _) = held.remove(&format!("orders/n{n}")).expect("it was put there");
+        let (claim, _) = held.remove(&format!("orders:n{n}")).expect("it was put there");
         freed(&*second, &claim).await;
     }
     let listed = first.list().await.expect("list answers");
@@ -125,9 +125,9 @@ pub async fn a_list_has_every_held_key_and_no_other(lab: &Lab) {
 /// A busy answer that tells the holder tells the right one.
 pub async fn a_busy_answer_names_no_other_than_the_holder(lab: &Lab) {
     let client = lab.client().await;
-    let claim = Claim::new(key("orders/42"), lab.long()).with_label(Some("host:1".into()));
+    let claim = Claim::new(key("orders:42"), lab.long()).with_label(Some("host:1".into()));
     let grant = granted(&*client, &claim).await;
-    let refused = Claim::new(key("orders/42"), lab.long()).with_label(Some("host:2".into()));
+    let refused = Claim::new(key("orders:42"), lab.long()).with_label(Some("host:2".into()));
     if let Some(holder) = busy(&*client, &refused).await.holder {
         assert_eq!(&holder.key, claim.key());
         assert!(holder.token.is_none() || holder.token == grant.token, "{holder:?} of {grant:?}");
@@ -139,10 +139,10 @@ pub async fn a_busy_answer_names_no_other_than_the_holder(lab: &Lab) {
 /// Breaking a lock frees the key at once, whoever holds it.
 pub async fn a_forced_release_frees_the_key_at_once(lab: &Lab) {
     let (holding, breaking) = (lab.client().await, lab.client().await);
-    let claim = Claim::new(key("orders/42"), lab.long());
+    let claim = Claim::new(key("orders:42"), lab.long());
     granted(&*holding, &claim).await;
-    assert_eq!(force_release(&*breaking, "orders/42").await, Release::Freed);
-    let next = Claim::new(key("orders/42"), lab.long());
+    assert_eq!(force_release(&*breaking, "orders:42").await, Release::Freed);
+    let next = Claim::new(key("orders:42"), lab.long());
     granted(&*holding, &next).await;
     freed(&*holding, &next).await;
 }
@@ -150,12 +150,12 @@ pub async fn a_forced_release_frees_the_key_at_once(lab: &Lab) {
 /// A broken lock's holder has lost everything, and cannot harm the next one.
 pub async fn the_holder_of_a_broken_lock_is_powerless(lab: &Lab) {
     let client = lab.client().await;
-    let broken = Claim::new(key("orders/42"), lab.long());
+    let broken = Claim::new(key("orders:42"), lab.long());
     granted(&*client, &broken).await;
-    force_release(&*client, "orders/42").await;
+    force_release(&*client, "orders:42").await;
     assert_eq!(renew(&*client, &broken).await, Renewal::Gone);
     assert_eq!(release(&*client, &broken).await, Release::NotHeld);
-    let next = Claim::new(key("orders/42"), lab.long());
+    let next = Claim::new(key("orders:42"), lab.long());
     granted(&*client, &next).await;
     assert_eq!(renew(&*client, &broken).await, Renewal::Gone);
     assert_eq!(release(&*client, &broken).await, Release::NotHeld);
@@ -165,47 +165,47 @@ pub async fn the_holder_of_a_broken_lock_is_powerless(lab: &Lab) {
 /// Breaking what nobody holds does nothing and says so.
 pub async fn a_forced_release_of_a_free_key_frees_nothing(lab: &Lab) {
     let client = lab.client().await;
-    assert_eq!(force_release(&*client, "orders/42").await, Release::NotHeld);
-    let claim = Claim::new(key("orders/42"), lab.long());
+    assert_eq!(force_release(&*client, "orders:42").await, Release::NotHeld);
+    let claim = Claim::new(key("orders:42"), lab.long());
     granted(&*client, &claim).await;
-    assert_eq!(force_release(&*client, "orders/43").await, Release::NotHeld);
-    busy(&*client, &Claim::new(key("orders/42"), lab.long())).await;
+    assert_eq!(force_release(&*client, "orders:43").await, Release::NotHeld);
+    busy(&*client, &Claim::new(key("orders:42"), lab.long())).await;
     freed(&*client, &claim).await;
-    assert_eq!(force_release(&*client, "orders/42").await, Release::NotHeld);
+    assert_eq!(force_release(&*client, "orders:42").await, Release::NotHeld);
 }
 
 /// Those who wait for a broken lock hear of it.
 pub async fn a_forced_release_wakes_those_who_wait(lab: &Lab) {
     let (first, second) = (lab.client().await, lab.client().await);
-    granted(&*first, &Claim::new(key("orders/42"), lab.long())).await;
-    let waiter = Claim::new(key("orders/42"), lab.long());
+    granted(&*first, &Claim::new(key("orders:42"), lab.long())).await;
+    let waiter = Claim::new(key("orders:42"), lab.long());
     let refusal = busy(&*second, &waiter).await;
-    force_release(&*first, "orders/42").await;
+    force_release(&*first, "orders:42").await;
     timeout(lab.patience(), second.wait(&waiter, &refusal)).await.expect("breaking a lock wakes");
 }
 
 /// Two namespaces of one store know nothing of each other.
 pub async fn namespaces_share_no_locks(lab: &Lab) {
     let (here, there) = (lab.client().await, lab.stranger().await);
-    let mine = Claim::new(key("orders/42"), lab.long());
-    let theirs = Claim::new(key("orders/42"), lab.long());
+    let mine = Claim::new(key("orders:42"), lab.long());
+    let theirs = Claim::new(key("orders:42"), lab.long());
     granted(&*here, &mine).await;
     granted(&*there, &theirs).await;
     assert_eq!(release(&*there, &mine).await, Release::NotHeld);
     assert_eq!(renew(&*there, &mine).await, Renewal::Gone);
     freed(&*there, &theirs).await;
-    busy(&*here, &Claim::new(key("orders/42"), lab.long())).await;
+    busy(&*here, &Claim::new(key("orders:42"), lab.long())).await;
     freed(&*here, &mine).await;
 }
 
 /// A list ends at the namespace's border, and so does breaking locks.
 pub async fn nothing_is_told_or_broken_across_namespaces(lab: &Lab) {
     let (here, there) = (lab.client().await, lab.stranger().await);
-    let claim = Claim::new(key("orders/42"), lab.long());
+    let claim = Claim::new(key("orders:42"), lab.long());
     granted(&*here, &claim).await;
     assert_eq!(there.list().await.expect("list answers"), []);
-    assert_eq!(inspect(&*there, "orders/42").await, None);
-    assert_eq!(force_release(&*there, "orders/42").await, Release::NotHeld);
+    assert_eq!(inspect(&*there, "orders:42").await, None);
+    assert_eq!(force_release(&*there, "orders:42").await, Release::NotHeld);
     assert_eq!(here.list().await.expect("list answers").len(), 1);
     freed(&*here, &claim).await;
 }
@@ -213,13 +213,13 @@ pub async fn nothing_is_told_or_broken_across_namespaces(lab: &Lab) {
 /// What users see: who has it, and nobody when nobody has.
 pub async fn a_lock_tells_its_holder(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
-    let lock = here.obtain("orders/42");
+    let lock = here.obtain("orders:42");
     assert_eq!(lock.holder().await.expect("holder answers"), None);
     let options = LockOptions::new().label("nightly report");
-    let guard = there.obtain("orders/42").lock_with(options).await.expect("no trouble");
+    let guard = there.obtain("orders:42").lock_with(options).await.expect("no trouble");
     let guard = guard.expect("without a wait there is always a guard");
     let holder = lock.holder().await.expect("holder answers").expect("somebody holds it");
-    assert_eq!(holder.key.as_str(), "orders/42");
+    assert_eq!(holder.key.as_str(), "orders:42");
     if lab.capabilities().labels {
         assert_eq!(holder.label.as_deref(), Some("nightly report"));
     }
@@ -227,7 +227,7 @@ pub async fn a_lock_tells_its_holder(lab: &Lab) {
         assert_eq!(holder.token, guard.fencing_token());
     }
     let listed = here.list().await.expect("list answers");
-    assert_eq!(listed.iter().map(|holder| holder.key.as_str()).collect::<Vec<_>>(), ["orders/42"]);
+    assert_eq!(listed.iter().map(|holder| holder.key.as_str()).collect::<Vec<_>>(), ["orders:42"]);
     guard.unlock().await.expect("a held lock is unlocked");
     assert_eq!(lock.holder().await.expect("holder answers"), None);
 }
@@ -235,35 +235,35 @@ pub async fn a_lock_tells_its_holder(lab: &Lab) {
 /// A registry breaks what any process holds; its holder learns of it, the key is free.
 pub async fn a_broken_lock_is_free_and_its_holder_is_told(lab: &Lab) {
     let (holding, breaking) = (lab.registry_of(lab.renewed()).await, lab.registry().await);
-    let guard = holding.obtain("orders/42").lock().await.expect("a free lock is had");
+    let guard = holding.obtain("orders:42").lock().await.expect("a free lock is had");
     assert!(
-        breaking.force_release("orders/42").await.expect("breaking answers"),
+        breaking.force_release("orders:42").await.expect("breaking answers"),
         "somebody held it"
     );
     assert!(
-        !breaking.force_release("orders/42").await.expect("breaking answers"),
+        !breaking.force_release("orders:42").await.expect("breaking answers"),
         "nobody holds it"
     );
     assert_eq!(guard.lost().await, LostReason::Gone);
     assert!(matches!(guard.unlock().await, Err(LockError::Lost { .. })));
-    let next = breaking.obtain("orders/42").try_lock().await.expect("no trouble");
+    let next = breaking.obtain("orders:42").try_lock().await.expect("no trouble");
     next.expect("the lock was broken").unlock().await.expect("a held lock is unlocked");
 }
 
 /// Breaking is for whoever waits: they need not wait for the lease.
 pub async fn a_waiter_gets_a_broken_lock(lab: &Lab) {
     let (holding, waiting) = (lab.client().await, lab.registry().await);
-    granted(&*holding, &Claim::new(key("orders/42"), lab.long())).await;
-    let lock = waiting.obtain("orders/42");
+    granted(&*holding, &Claim::new(key("orders:42"), lab.long())).await;
+    let lock = waiting.obtain("orders:42");
     let (guard, broken) = futures_util::future::join(lock.try_lock_for(lab.patience()), async {
         tokio::time::sleep(Duration::from_millis(50)).await;
-        force_release(&*holding, "orders/42").await
+        force_release(&*holding, "orders:42").await
     })
     .await;
     assert_eq!(broken, Release::Freed);
     let guard = guard.expect("no trouble").expect("the lock was broken");
     guard.unlock().await.expect("a held lock is unlocked");
-    drop(attempt(&*holding, &Claim::new(key("orders/42"), lab.short())).await);
+    drop(attempt(&*holding, &Claim::new(key("orders:42"), lab.short())).await);
 }
 
 async fn inspect(client: &dyn LockBackend, name: &str) -> Option<Holder> {

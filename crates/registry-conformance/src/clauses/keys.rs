@@ -220,7 +220,7 @@ fn hostile() -> Vec<String> {
         "CON",
         "-",
         "--",
-        "orders/42?x=1&y=2",
+        "orders:42?x=1&y=2",
         "\u{7f}",
         "\u{1b}[31m",
         "\u{fffd}",

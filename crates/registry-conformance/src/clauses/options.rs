@@ -32,7 +32,7 @@ pub async fn a_wait_of_a_hundred_years_is_refused_before_any_request(lab: &Lab) 
     }
     let registry = lab.registry().await;
     let options = LockOptions::new().wait(LockOptions::WAIT_MAX);
-    let guard = registry.obtain("orders/42").lock_with(options).await.expect("no trouble");
+    let guard = registry.obtain("orders:42").lock_with(options).await.expect("no trouble");
     guard.expect("the lock is free").unlock().await.expect("a held lock is unlocked");
 }
 
@@ -48,7 +48,7 @@ pub async fn holds_out_of_range_are_refused_before_any_request(lab: &Lab) {
 async fn refused(lab: &Lab, options: LockOptions, option: &str) {
     let faulty = lab.faulty(Faults::none()).await;
     let registry = lab.registry_over(&faulty, lab.long());
-    match registry.obtain("orders/42").lock_with(options.clone()).await {
+    match registry.obtain("orders:42").lock_with(options.clone()).await {
         Err(LockError::InvalidOption(why)) => assert_eq!(why.option, option, "{why:?}"),
         other => panic!("{options:?} gives {other:?}"),
     }
@@ -59,7 +59,7 @@ async fn refused(lab: &Lab, options: LockOptions, option: &str) {
 pub async fn a_lock_may_have_its_own_lease(lab: &Lab) {
     let registry = lab.registry().await;
     let options = LockOptions::new().lease(lab.renewed());
-    let guard = registry.obtain("orders/42").lock_with(options).await.expect("no trouble");
+    let guard = registry.obtain("orders:42").lock_with(options).await.expect("no trouble");
     let guard = guard.expect("without a wait there is always a guard");
     assert!(guard.valid_for() <= lab.renewed(), "{guard:?}");
     assert_eq!(guard.claim().lease(), lab.renewed());
@@ -75,8 +75,8 @@ pub async fn a_lock_may_have_its_own_label(lab: &Lab) {
         (LockOptions::new(), "host:1"),
         (LockOptions::new().label("nightly report"), "nightly report"),
     ] {
-        let guard = registry.obtain("orders/42").lock_with(options).await.expect("no trouble");
-        let holder = client.inspect(&key("orders/42")).await.expect("inspect answers");
+        let guard = registry.obtain("orders:42").lock_with(options).await.expect("no trouble");
+        let holder = client.inspect(&key("orders:42")).await.expect("inspect answers");
         assert_eq!(holder.and_then(|holder| holder.label).as_deref(), Some(label));
         let guard = guard.expect("without a wait there is always a guard");
         guard.unlock().await.expect("a held lock is unlocked");
@@ -88,7 +88,7 @@ pub async fn a_lock_ends_with_its_max_hold(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let options = LockOptions::new().max_hold(lab.renewed());
     let begun = Instant::now();
-    let guard = here.obtain("orders/42").lock_with(options).await.expect("no trouble");
+    let guard = here.obtain("orders:42").lock_with(options).await.expect("no trouble");
     let guard = guard.expect("without a wait there is always a guard");
     // However far the lease was asked to reach.
     lab.renew_by_hand(&guard, lab.long()).await.expect("a held lock is renewed");
@@ -101,7 +101,7 @@ pub async fn a_lock_ends_with_its_max_hold(lab: &Lab) {
     );
     assert!(!guard.is_held());
     // The guard is still there, the key is free all the same.
-    lab.free_soon(&there, "orders/42").await;
+    lab.free_soon(&there, "orders:42").await;
     assert!(matches!(
         guard.unlock().await,
         Err(LockError::Lost { reason: LostReason::MaxHold, .. })
@@ -112,10 +112,10 @@ pub async fn a_lock_ends_with_its_max_hold(lab: &Lab) {
 pub async fn a_forgotten_guard_with_a_max_hold_is_freed(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let options = LockOptions::new().max_hold(lab.short());
-    let guard = here.obtain("orders/42").lock_with(options).await.expect("no trouble");
+    let guard = here.obtain("orders:42").lock_with(options).await.expect("no trouble");
     std::mem::forget(guard);
-    lab.free_soon(&there, "orders/42").await;
-    lab.free_soon(&here, "orders/42").await;
+    lab.free_soon(&there, "orders:42").await;
+    lab.free_soon(&here, "orders:42").await;
 }
 
 /// ShedLock's `lockAtLeastFor`: work that is done in no time is not done twice.
@@ -130,7 +130,7 @@ pub async fn a_key_stays_taken_for_its_min_hold(lab: &Lab) {
 async fn stays_taken(lab: &Lab, lease: Duration, min_hold: Duration, unlock: bool) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let options = LockOptions::new().lease(lease).min_hold(min_hold);
-    let guard = here.obtain("orders/42").lock_with(options).await.expect("no trouble");
+    let guard = here.obtain("orders:42").lock_with(options).await.expect("no trouble");
     // Counted from after the grant, so that what is measured is less than what was asked for, never more.
     let held_since = Instant::now();
     let guard = guard.expect("without a wait there is always a guard");
@@ -139,7 +139,7 @@ async fn stays_taken(lab: &Lab, lease: Duration, min_hold: Duration, unlock: boo
     } else {
         drop(guard);
     }
-    let next = there.obtain("orders/42").try_lock_for(lab.patience()).await.expect("no trouble");
+    let next = there.obtain("orders:42").try_lock_for(lab.patience()).await.expect("no trouble");
     let taken = held_since.elapsed() + Duration::from_millis(20);
     assert!(taken >= min_hold, "the key was taken for {taken:?} of {min_hold:?}");
     next.expect("the min_hold is over").unlock().await.expect("a held lock is unlocked");
@@ -150,11 +150,11 @@ pub async fn a_min_hold_that_is_over_delays_nothing(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let min_hold = lab.short();
     let options = LockOptions::new().min_hold(min_hold);
-    let guard = here.obtain("orders/42").lock_with(options).await.expect("no trouble");
+    let guard = here.obtain("orders:42").lock_with(options).await.expect("no trouble");
     let guard = guard.expect("without a wait there is always a guard");
     sleep(min_hold * 3 / 2).await;
     guard.unlock().await.expect("a held lock is unlocked");
-    let next = there.obtain("orders/42").try_lock().await.expect("no trouble");
+    let next = there.obtain("orders:42").try_lock().await.expect("no trouble");
     next.expect("the lock was unlocked").unlock().await.expect("a held lock is unlocked");
 }
 
@@ -162,7 +162,7 @@ pub async fn a_min_hold_that_is_over_delays_nothing(lab: &Lab) {
 pub async fn a_renewal_out_of_range_is_refused_and_costs_nothing(lab: &Lab) {
     let faulty = lab.faulty(Faults::none()).await;
     let registry = lab.registry_over(&faulty, lab.long());
-    let guard = registry.obtain("orders/42").lock().await.expect("a free lock is had");
+    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
     let requests = faulty.requests();
     for lease in [Duration::ZERO, Duration::from_millis(1), HUNDRED_YEARS] {
         match guard.renew(lease).await {

@@ -13,7 +13,7 @@ use crate::lab::Lab;
 /// Tasks and threads mean nothing: without an owner the same caller waits for itself.
 pub async fn a_lock_without_an_owner_is_not_reentrant(lab: &Lab) {
     let registry = lab.registry().await;
-    let lock = registry.obtain("orders/42");
+    let lock = registry.obtain("orders:42");
     let guard = lock.lock().await.expect("a free lock is had");
     assert!(lock.try_lock().await.expect("busy is no error").is_none());
     let owner = Owner::new();
@@ -25,7 +25,7 @@ pub async fn a_lock_without_an_owner_is_not_reentrant(lab: &Lab) {
 /// The same owner enters again, and another does not.
 pub async fn an_owner_enters_its_own_lock_again(lab: &Lab) {
     let registry = lab.registry().await;
-    let lock = registry.obtain("orders/42");
+    let lock = registry.obtain("orders:42");
     let (owner, other) = (Owner::new(), Owner::new());
     let own = || LockOptions::new().owner(&owner).wait(Duration::ZERO);
     let outer = lock.lock_with(own()).await.expect("no trouble").expect("the lock is free");
@@ -45,8 +45,8 @@ pub async fn an_owner_does_not_enter_from_another_process(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let owner = Owner::new();
     let own = || LockOptions::new().owner(&owner).wait(Duration::ZERO);
-    let guard = here.obtain("orders/42").lock_with(own()).await.expect("no trouble");
-    let second = there.obtain("orders/42").lock_with(own()).await.expect("busy is no error");
+    let guard = here.obtain("orders:42").lock_with(own()).await.expect("no trouble");
+    let second = there.obtain("orders:42").lock_with(own()).await.expect("busy is no error");
     assert!(second.is_none(), "two processes hold");
     guard.expect("the lock is free").unlock().await.expect("a held lock is unlocked");
 }
@@ -56,7 +56,7 @@ pub async fn entering_again_asks_the_store_nothing(lab: &Lab) {
     let faulty = lab.faulty(Faults::none()).await;
     let registry = lab.registry_over(&faulty, lab.long());
     let owner = Owner::new();
-    let lock = registry.obtain("orders/42");
+    let lock = registry.obtain("orders:42");
     let outer = lock.lock_with(LockOptions::new().owner(&owner)).await.expect("no trouble");
     let outer = outer.expect("without a wait there is always a guard");
     let requests = faulty.requests();
@@ -73,7 +73,7 @@ pub async fn entering_again_asks_the_store_nothing(lab: &Lab) {
 pub async fn entering_again_has_the_same_token(lab: &Lab) {
     let registry = lab.registry().await;
     let owner = Owner::new();
-    let lock = registry.obtain("orders/42");
+    let lock = registry.obtain("orders:42");
     let outer = lock.lock_with(LockOptions::new().owner(&owner)).await.expect("no trouble");
     let outer = outer.expect("without a wait there is always a guard");
     let inner = lock.lock_with(LockOptions::new().owner(&owner)).await.expect("no trouble");
@@ -88,14 +88,14 @@ pub async fn entering_again_has_the_same_token(lab: &Lab) {
 pub async fn entering_again_never_shortens_the_lease(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let owner = Owner::new();
-    let lock = here.obtain("orders/42");
+    let lock = here.obtain("orders:42");
     let outer = lock.lock_with(LockOptions::new().owner(&owner)).await.expect("no trouble");
     let outer = outer.expect("without a wait there is always a guard");
     let short = LockOptions::new().owner(&owner).lease(lab.short()).renew(false);
     let inner = lock.lock_with(short).await.expect("no trouble").expect("its owner enters again");
     tokio::time::sleep(lab.short() * 2).await;
     assert!(outer.is_held() && inner.is_held(), "the inner lease cut the outer one");
-    assert!(there.obtain("orders/42").try_lock().await.expect("busy is no error").is_none());
+    assert!(there.obtain("orders:42").try_lock().await.expect("busy is no error").is_none());
     inner.unlock().await.expect("a held lock is unlocked");
     assert!(outer.is_held());
     outer.unlock().await.expect("a held lock is unlocked");
@@ -104,8 +104,8 @@ pub async fn entering_again_never_shortens_the_lease(lab: &Lab) {
 /// The lock is let go with the last guard, in whatever order they go, and not before.
 pub async fn a_lock_is_free_when_its_last_guard_is_gone(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
-    let lock = here.obtain("orders/42");
-    let there = there.obtain("orders/42");
+    let lock = here.obtain("orders:42");
+    let there = there.obtain("orders:42");
     let outer = lock.lock().await.expect("a free lock is had");
     let inner = outer.reenter().expect("a held lock is entered again");
     let innermost = inner.reenter().expect("a held lock is entered again");
@@ -123,7 +123,7 @@ pub async fn a_lock_is_free_when_its_last_guard_is_gone(lab: &Lab) {
 /// Nested calls inherit the owner of the scope they run in.
 pub async fn an_owner_scope_reaches_nested_calls(lab: &Lab) {
     let registry = lab.registry().await;
-    let lock = registry.obtain("orders/42");
+    let lock = registry.obtain("orders:42");
     Owner::scope(async {
         let outer = lock.lock().await.expect("a free lock is had");
         let inner = Owner::scope(async { lock.try_lock().await }).await.expect("no trouble");
@@ -144,7 +144,7 @@ pub async fn an_owner_scope_reaches_nested_calls(lab: &Lab) {
 /// An owner does not queue behind others for what it holds: that would be waiting for itself.
 pub async fn an_owner_does_not_queue_behind_those_who_wait(lab: &Lab) {
     let registry = lab.registry().await;
-    let lock = registry.obtain("orders/42");
+    let lock = registry.obtain("orders:42");
     let owner = Owner::new();
     let own = || LockOptions::new().owner(&owner);
     let outer = lock.lock_with(own()).await.expect("no trouble").expect("the lock is free");
@@ -166,7 +166,7 @@ pub async fn an_owner_does_not_queue_behind_those_who_wait(lab: &Lab) {
 /// Two tasks of one owner that both wait get in together.
 pub async fn a_waiter_is_let_in_beside_its_own_owner(lab: &Lab) {
     let registry = lab.registry().await;
-    let lock = registry.obtain("orders/42");
+    let lock = registry.obtain("orders:42");
     let owner = Owner::new();
     let own = || LockOptions::new().owner(&owner);
     let stranger = lock.lock().await.expect("a free lock is had");
@@ -184,7 +184,7 @@ pub async fn a_waiter_is_let_in_beside_its_own_owner(lab: &Lab) {
 /// A loss is everybody's who entered.
 pub async fn a_loss_is_told_to_all_guards_of_a_lock(lab: &Lab) {
     let registry = lab.registry_of(lab.renewed()).await;
-    let outer = registry.obtain("orders/42").lock().await.expect("a free lock is had");
+    let outer = registry.obtain("orders:42").lock().await.expect("a free lock is had");
     let inner = outer.reenter().expect("a held lock is entered again");
     lab.break_claim(outer.claim()).await;
     for guard in [outer, inner] {

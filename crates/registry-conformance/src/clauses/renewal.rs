@@ -11,19 +11,19 @@ use crate::lab::{Lab, busy, freed, granted, is_free, key, release, renew, renewe
 /// What renewal is for.
 pub async fn renewing_prolongs_a_grant(lab: &Lab) {
     let client = lab.client().await;
-    let claim = Claim::new(key("orders/42"), lab.renewed());
+    let claim = Claim::new(key("orders:42"), lab.renewed());
     granted(&*client, &claim).await;
     let left = renewed(&*client, &claim.clone().with_lease(lab.long())).await;
     assert!(left > lab.renewed(), "{left:?} of {:?}", lab.long());
     sleep(lab.renewed() * 3 / 2).await;
-    busy(&*client, &Claim::new(key("orders/42"), lab.long())).await;
+    busy(&*client, &Claim::new(key("orders:42"), lab.long())).await;
     freed(&*client, &claim).await;
 }
 
 /// A claim is known by its id alone, for renewal too.
 pub async fn a_grant_is_renewed_through_another_client(lab: &Lab) {
     let (first, second) = (lab.client().await, lab.client().await);
-    let claim = Claim::new(key("orders/42"), lab.long());
+    let claim = Claim::new(key("orders:42"), lab.long());
     granted(&*first, &claim).await;
     renewed(&*second, &claim).await;
     freed(&*first, &claim).await;
@@ -32,18 +32,18 @@ pub async fn a_grant_is_renewed_through_another_client(lab: &Lab) {
 /// A renewal that was sent earlier and arrives later must not take back what a longer one gave.
 pub async fn renewing_never_shortens_a_lease(lab: &Lab) {
     let client = lab.client().await;
-    let claim = Claim::new(key("orders/42"), lab.long());
+    let claim = Claim::new(key("orders:42"), lab.long());
     granted(&*client, &claim).await;
     renewed(&*client, &claim.clone().with_lease(lab.short())).await;
     sleep(lab.short() * 2).await;
-    busy(&*client, &Claim::new(key("orders/42"), lab.long())).await;
+    busy(&*client, &Claim::new(key("orders:42"), lab.long())).await;
     freed(&*client, &claim).await;
 }
 
 /// Once over, always over: somebody else may have been let in and out again since.
 pub async fn renewing_does_not_bring_back_an_expired_grant(lab: &Lab) {
     let client = lab.client().await;
-    let claim = Claim::new(key("orders/42"), lab.short());
+    let claim = Claim::new(key("orders:42"), lab.short());
     granted(&*client, &claim).await;
     lab.let_expire(&*client, &claim).await;
     assert_eq!(renew(&*client, &claim.clone().with_lease(lab.long())).await, Renewal::Gone);
@@ -53,9 +53,9 @@ pub async fn renewing_does_not_bring_back_an_expired_grant(lab: &Lab) {
 /// The same when the successor has come and gone.
 pub async fn renewing_does_not_bring_back_a_grant_that_was_followed_by_another(lab: &Lab) {
     let client = lab.client().await;
-    let claim = Claim::new(key("orders/42"), lab.short());
+    let claim = Claim::new(key("orders:42"), lab.short());
     granted(&*client, &claim).await;
-    let next = Claim::new(key("orders/42"), lab.long());
+    let next = Claim::new(key("orders:42"), lab.long());
     lab.granted_at_last(&*client, &next).await;
     freed(&*client, &next).await;
     assert_eq!(renew(&*client, &claim.clone().with_lease(lab.long())).await, Renewal::Gone);
@@ -65,7 +65,7 @@ pub async fn renewing_does_not_bring_back_a_grant_that_was_followed_by_another(l
 /// A renewal may arrive after the release of its own claim.
 pub async fn renewing_does_not_bring_back_a_released_grant(lab: &Lab) {
     let client = lab.client().await;
-    let claim = Claim::new(key("orders/42"), lab.long());
+    let claim = Claim::new(key("orders:42"), lab.long());
     granted(&*client, &claim).await;
     freed(&*client, &claim).await;
     assert_eq!(renew(&*client, &claim).await, Renewal::Gone);
@@ -75,7 +75,7 @@ pub async fn renewing_does_not_bring_back_a_released_grant(lab: &Lab) {
 /// Renewal is not another way to acquire.
 pub async fn renewing_what_was_never_granted_grants_nothing(lab: &Lab) {
     let client = lab.client().await;
-    let claim = Claim::new(key("orders/42"), lab.long());
+    let claim = Claim::new(key("orders:42"), lab.long());
     assert_eq!(renew(&*client, &claim).await, Renewal::Gone);
     assert!(is_free(&*client, claim.key()).await, "the renewal made a grant");
 }
@@ -83,12 +83,12 @@ pub async fn renewing_what_was_never_granted_grants_nothing(lab: &Lab) {
 /// Renewal is by owner: a stranger's, or a predecessor's, neither helps nor harms the holder.
 pub async fn renewing_anothers_grant_does_nothing_to_it(lab: &Lab) {
     let client = lab.client().await;
-    let holder = Claim::new(key("orders/42"), lab.short());
+    let holder = Claim::new(key("orders:42"), lab.short());
     granted(&*client, &holder).await;
-    let stranger = Claim::new(key("orders/42"), lab.long());
+    let stranger = Claim::new(key("orders:42"), lab.long());
     assert_eq!(renew(&*client, &stranger).await, Renewal::Gone);
     // Had it prolonged the holder's lease, the key would not be free before the stranger's lease is over.
-    let next = Claim::new(key("orders/42"), lab.long());
+    let next = Claim::new(key("orders:42"), lab.long());
     lab.granted_at_last(&*client, &next).await;
     freed(&*client, &next).await;
 }
@@ -97,7 +97,7 @@ pub async fn renewing_anothers_grant_does_nothing_to_it(lab: &Lab) {
 pub async fn a_batch_is_answered_in_the_order_of_its_claims(lab: &Lab) {
     let client = lab.client().await;
     let claims: Vec<_> =
-        (0..12).map(|n| Claim::new(key(&format!("orders/n{n}")), lab.long())).collect();
+        (0..12).map(|n| Claim::new(key(&format!("orders:n{n}")), lab.long())).collect();
     for (n, claim) in claims.iter().enumerate() {
         match n % 4 {
             0 | 3 => drop(granted(&*client, claim).await),
@@ -117,7 +117,7 @@ pub async fn a_batch_is_answered_in_the_order_of_its_claims(lab: &Lab) {
     assert_eq!(answers.len(), batch.len(), "one answer for each claim");
     for (claim, answer) in batch.iter().zip(answers) {
         let n: usize =
-            claim.key().as_str()["orders/n".len()..].parse().expect("the key ends in a number");
+            claim.key().as_str()["orders:n".len()..].parse().expect("the key ends in a number");
         let held = matches!(n % 4, 0 | 3);
         match answer.expect("no trouble") {
             Renewal::Renewed(left) => {
@@ -132,7 +132,7 @@ pub async fn a_batch_is_answered_in_the_order_of_its_claims(lab: &Lab) {
 pub async fn a_dead_claim_in_a_batch_does_not_stop_the_others(lab: &Lab) {
     let client = lab.client().await;
     let mut batch: Vec<_> =
-        (0..3).map(|n| Claim::new(key(&format!("orders/n{n}")), lab.renewed())).collect();
+        (0..3).map(|n| Claim::new(key(&format!("orders:n{n}")), lab.renewed())).collect();
     for claim in &batch {
         granted(&*client, claim).await;
     }
@@ -167,13 +167,13 @@ pub async fn each_claim_of_a_batch_has_its_own_lease(lab: &Lab) {
 /// What a renewal tells is kept, like what a grant tells.
 pub async fn a_renewed_grant_does_not_end_before_it_was_told(lab: &Lab) {
     let client = lab.client().await;
-    let claim = Claim::new(key("orders/42"), lab.renewed());
+    let claim = Claim::new(key("orders:42"), lab.renewed());
     granted(&*client, &claim).await;
     let before = Instant::now();
     let Renewal::Renewed(told) = renew(&*client, &claim).await else {
         panic!("{:?} is gone before its lease is over", claim.key());
     };
-    let heir = Claim::new(key("orders/42"), lab.long());
+    let heir = Claim::new(key("orders:42"), lab.long());
     lab.granted_at_last(&*client, &heir).await;
     let lasted = before.elapsed();
     assert!(
@@ -192,7 +192,7 @@ pub async fn an_empty_batch_has_no_answers(lab: &Lab) {
 pub async fn a_large_batch_is_renewed_whole(lab: &Lab) {
     let client = lab.client().await;
     let claims: Vec<_> =
-        (0..1_500).map(|n| Claim::new(key(&format!("orders/n{n}")), lab.long())).collect();
+        (0..1_500).map(|n| Claim::new(key(&format!("orders:n{n}")), lab.long())).collect();
     // Few are held, so that the clause is about the batch and not about 1,500 grants.
     for claim in claims.iter().step_by(100) {
         granted(&*client, claim).await;
@@ -201,7 +201,7 @@ pub async fn a_large_batch_is_renewed_whole(lab: &Lab) {
     assert_eq!(answers.len(), claims.len(), "one answer for each claim");
     for (n, answer) in answers.into_iter().enumerate() {
         let held = matches!(answer.expect("no trouble"), Renewal::Renewed(_));
-        assert_eq!(held, n % 100 == 0, "orders/n{n}");
+        assert_eq!(held, n % 100 == 0, "orders:n{n}");
     }
     for claim in claims.iter().step_by(100) {
         release(&*client, claim).await;
@@ -212,12 +212,12 @@ pub async fn a_large_batch_is_renewed_whole(lab: &Lab) {
 pub async fn a_held_lock_outlives_its_lease_by_renewal(lab: &Lab) {
     let registry = lab.registry_of(lab.renewed()).await;
     let other = lab.registry().await;
-    let guard = registry.obtain("orders/42").lock().await.expect("a free lock is had");
+    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
     let token = guard.fencing_token();
     for _ in 0..4 {
         sleep(lab.renewed() * 3 / 4).await;
         assert!(guard.is_held(), "the lock was lost though all is well");
-        assert!(other.obtain("orders/42").try_lock().await.expect("busy is no error").is_none());
+        assert!(other.obtain("orders:42").try_lock().await.expect("busy is no error").is_none());
     }
     assert_eq!(guard.fencing_token(), token, "a renewal is no new grant");
     guard.unlock().await.expect("a held lock is unlocked");
@@ -226,7 +226,7 @@ pub async fn a_held_lock_outlives_its_lease_by_renewal(lab: &Lab) {
 /// Renewal by hand, for a step that is known to take long.
 pub async fn a_guard_renewed_by_hand_is_valid_for_longer(lab: &Lab) {
     let registry = lab.registry_of(lab.renewed()).await;
-    let guard = registry.obtain("orders/42").lock().await.expect("a free lock is had");
+    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
     lab.renew_by_hand(&guard, lab.long()).await.expect("a held lock is renewed");
     assert!(
         guard.valid_for() > lab.renewed(),
@@ -244,12 +244,12 @@ pub async fn a_guard_renewed_by_hand_never_loses_time(lab: &Lab) {
     let registry = lab.registry().await;
     let other = lab.registry().await;
     let options = LockOptions::new().renew(false);
-    let guard = registry.obtain("orders/42").lock_with(options).await.expect("no trouble");
+    let guard = registry.obtain("orders:42").lock_with(options).await.expect("no trouble");
     let guard = guard.expect("without a wait there is always a guard");
     lab.renew_by_hand(&guard, lab.short()).await.expect("a held lock is renewed");
     sleep(lab.short() * 2).await;
     assert!(guard.is_held(), "a short renewal cut a long lease");
-    assert!(other.obtain("orders/42").try_lock().await.expect("busy is no error").is_none());
+    assert!(other.obtain("orders:42").try_lock().await.expect("busy is no error").is_none());
     guard.unlock().await.expect("a held lock is unlocked");
 }
 
@@ -257,7 +257,7 @@ pub async fn a_guard_renewed_by_hand_never_loses_time(lab: &Lab) {
 pub async fn renewal_survives_an_outage_shorter_than_the_lease(lab: &Lab) {
     let faulty = lab.faulty(Faults::none()).await;
     let registry = lab.registry_over(&faulty, lab.renewed());
-    let guard = registry.obtain("orders/42").lock().await.expect("a free lock is had");
+    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
     faulty.apply(Faults::outage());
     lab.eventually("the keeper tries to renew", async || faulty.calls(Operation::Renew) > 0).await;
     faulty.heal();
@@ -275,7 +275,7 @@ pub async fn a_lost_renewal_reply_is_borne(lab: &Lab) {
     );
     let faulty = lab.faulty(faults).await;
     let registry = lab.registry_over(&faulty, lab.renewed());
-    let guard = registry.obtain("orders/42").lock().await.expect("a free lock is had");
+    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
     let limit = lab.renewed() * 6 + lab.patience();
     lab.within(limit, "the keeper goes on", async || faulty.calls(Operation::Renew) >= 5).await;
     assert!(guard.is_held(), "a lost reply is not a lost lock");
@@ -286,7 +286,7 @@ pub async fn a_lost_renewal_reply_is_borne(lab: &Lab) {
 pub async fn nothing_is_renewed_after_unlock(lab: &Lab) {
     let faulty = lab.faulty(Faults::none()).await;
     let registry = lab.registry_over(&faulty, lab.renewed());
-    let guard = registry.obtain("orders/42").lock().await.expect("a free lock is had");
+    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
     lab.eventually("the keeper renews", async || faulty.calls(Operation::Renew) > 0).await;
     guard.unlock().await.expect("a held lock is unlocked");
     let renewals = faulty.calls(Operation::Renew);
@@ -298,14 +298,14 @@ pub async fn nothing_is_renewed_after_unlock(lab: &Lab) {
 pub async fn nothing_is_renewed_after_an_unlock_that_failed(lab: &Lab) {
     let faulty = lab.faulty(Faults::none().always(Operation::Release, Fault::Refuse)).await;
     let registry = lab.registry_over(&faulty, lab.renewed());
-    let guard = registry.obtain("orders/42").lock().await.expect("a free lock is had");
+    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
     drop(guard);
     sleep(lab.renewed() / 2).await;
     let renewals = faulty.calls(Operation::Renew);
     sleep(lab.renewed() * 2).await;
     assert_eq!(faulty.calls(Operation::Renew), renewals, "renewal goes on without a holder");
     let other = lab.registry().await;
-    let guard = other.obtain("orders/42").try_lock_for(lab.patience()).await.expect("no trouble");
+    let guard = other.obtain("orders:42").try_lock_for(lab.patience()).await.expect("no trouble");
     guard.expect("the lease was left to end").unlock().await.expect("a held lock is unlocked");
 }
 
@@ -314,7 +314,7 @@ pub async fn a_lock_that_is_not_to_be_renewed_is_not_renewed(lab: &Lab) {
     let faulty = lab.faulty(Faults::none()).await;
     let registry = lab.registry_over(&faulty, lab.long());
     let options = LockOptions::new().lease(lab.short()).renew(false);
-    let guard = registry.obtain("orders/42").lock_with(options).await.expect("no trouble");
+    let guard = registry.obtain("orders:42").lock_with(options).await.expect("no trouble");
     let guard = guard.expect("without a wait there is always a guard");
     let until = guard.valid_until();
     // The look by which some stores learn whom to tell of losses asks for no more time.
@@ -334,14 +334,14 @@ pub async fn one_lost_lock_does_not_stop_the_renewal_of_others(lab: &Lab) {
     let mut guards = Vec::new();
     for n in 0..3 {
         guards.push(
-            registry.obtain(&format!("orders/n{n}")).lock().await.expect("a free lock is had"),
+            registry.obtain(&format!("orders:n{n}")).lock().await.expect("a free lock is had"),
         );
     }
     lab.break_claim(guards[1].claim()).await;
     guards[1].lost().await;
     sleep(lab.renewed() * 2).await;
     for guard in guards {
-        let broken = guard.key() == "orders/n1";
+        let broken = guard.key() == "orders:n1";
         assert_eq!(guard.is_held(), !broken, "{guard:?}");
         match guard.unlock().await {
             Ok(()) => assert!(!broken),

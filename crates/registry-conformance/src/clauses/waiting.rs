@@ -30,8 +30,8 @@ pub async fn a_store_that_wakes_ends_the_waits_of_other_clients(lab: &Lab) {
 }
 
 async fn wakes(lab: &Lab, holding: &dyn LockBackend, waiting: &dyn LockBackend) {
-    let holder = Claim::new(key("orders/42"), lab.long());
-    let waiter = Claim::new(key("orders/42"), lab.long());
+    let holder = Claim::new(key("orders:42"), lab.long());
+    let waiter = Claim::new(key("orders:42"), lab.long());
     granted(holding, &holder).await;
     let refusal = busy(waiting, &waiter).await;
     let wait = timeout(lab.patience(), waiting.wait(&waiter, &refusal));
@@ -49,8 +49,8 @@ async fn wakes(lab: &Lab, holding: &dyn LockBackend, waiting: &dyn LockBackend) 
 pub async fn a_release_between_busy_and_wait_is_not_missed(lab: &Lab) {
     let (first, second) = (lab.client().await, lab.client().await);
     for _ in 0..5 {
-        let holder = Claim::new(key("orders/42"), lab.long());
-        let waiter = Claim::new(key("orders/42"), lab.long());
+        let holder = Claim::new(key("orders:42"), lab.long());
+        let waiter = Claim::new(key("orders:42"), lab.long());
         granted(&*first, &holder).await;
         let refusal = busy(&*second, &waiter).await;
         freed(&*first, &holder).await;
@@ -63,7 +63,7 @@ pub async fn a_release_between_busy_and_wait_is_not_missed(lab: &Lab) {
 pub async fn waits_of_many_keys_end_each_with_its_own_release(lab: &Lab) {
     let (first, second) = (lab.client().await, lab.client().await);
     let holders: Vec<_> =
-        (0..5).map(|n| Claim::new(key(&format!("orders/n{n}")), lab.long())).collect();
+        (0..5).map(|n| Claim::new(key(&format!("orders:n{n}")), lab.long())).collect();
     let mut waiters = Vec::new();
     for holder in &holders {
         granted(&*first, holder).await;
@@ -86,10 +86,10 @@ pub async fn waits_of_many_keys_end_each_with_its_own_release(lab: &Lab) {
 /// Only waits are dropped in the middle; that must not cost anybody anything.
 pub async fn a_wait_may_be_dropped_at_any_time(lab: &Lab) {
     let client = lab.client().await;
-    let holder = Claim::new(key("orders/42"), lab.long());
+    let holder = Claim::new(key("orders:42"), lab.long());
     granted(&*client, &holder).await;
     for n in 0..10 {
-        let waiter = Claim::new(key("orders/42"), lab.long());
+        let waiter = Claim::new(key("orders:42"), lab.long());
         let refusal = busy(&*client, &waiter).await;
         drop(timeout(Duration::from_millis(n), client.wait(&waiter, &refusal)).await);
     }
@@ -111,8 +111,8 @@ pub async fn a_waiter_gets_the_lock_when_another_process_unlocks_it(lab: &Lab) {
 }
 
 async fn handed_from_to(from: &Registry, to: &Registry) {
-    let guard = from.obtain("orders/42").lock().await.expect("a free lock is had");
-    let lock = to.obtain("orders/42");
+    let guard = from.obtain("orders:42").lock().await.expect("a free lock is had");
+    let lock = to.obtain("orders:42");
     let mut waiting = pin!(lock.lock());
     assert!(poll!(waiting.as_mut()).is_pending(), "two guards of one key");
     let (next, unlocked) = join(waiting, async {
@@ -128,17 +128,17 @@ async fn handed_from_to(from: &Registry, to: &Registry) {
 pub async fn a_wait_of_zero_still_gets_a_free_lock(lab: &Lab) {
     let registry = lab.registry().await;
     let guard =
-        registry.obtain("orders/42").try_lock_for(Duration::ZERO).await.expect("no trouble");
+        registry.obtain("orders:42").try_lock_for(Duration::ZERO).await.expect("no trouble");
     guard.expect("the lock is free").unlock().await.expect("a held lock is unlocked");
 }
 
 /// Zero is zero, not "for ever".
 pub async fn a_wait_of_zero_does_not_wait(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
-    let guard = there.obtain("orders/42").lock().await.expect("a free lock is had");
+    let guard = there.obtain("orders:42").lock().await.expect("a free lock is had");
     for registry in [&here, &there] {
         for wait in [Duration::ZERO, Duration::from_nanos(1)] {
-            let lock = registry.obtain("orders/42");
+            let lock = registry.obtain("orders:42");
             let none = timeout(lab.patience(), lock.try_lock_for(wait)).await.expect("it waits");
             assert!(none.expect("busy is no error").is_none());
         }
@@ -159,10 +159,10 @@ pub async fn a_wait_for_another_process_ends_with_none_at_its_deadline(lab: &Lab
 }
 
 async fn ends_at_its_deadline(lab: &Lab, holding: &Registry, waiting: &Registry) {
-    let guard = holding.obtain("orders/42").lock().await.expect("a free lock is had");
+    let guard = holding.obtain("orders:42").lock().await.expect("a free lock is had");
     let wait = Duration::from_millis(600);
     let begun = Instant::now();
-    let none = timeout(lab.patience(), waiting.obtain("orders/42").try_lock_for(wait)).await;
+    let none = timeout(lab.patience(), waiting.obtain("orders:42").try_lock_for(wait)).await;
     let none = none.expect("the wait ends").expect("busy is no error");
     assert!(none.is_none(), "two guards of one key");
     assert!(begun.elapsed() >= wait, "given up after {:?}", begun.elapsed());
@@ -184,11 +184,11 @@ pub async fn a_caller_that_gives_up_leaves_the_others_in_order(lab: &Lab) {
 
 /// Queues `callers` behind a guard, sends some of them away, and tells in which order the rest is served.
 async fn served(registry: &Registry, callers: usize, gone: &[usize]) -> Vec<usize> {
-    let guard = registry.obtain("orders/42").lock().await.expect("a free lock is had");
+    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
     let order = tokio::sync::Mutex::new(Vec::new());
     let mut waiting = Vec::new();
     for n in 0..callers {
-        let (lock, order) = (registry.obtain("orders/42"), &order);
+        let (lock, order) = (registry.obtain("orders:42"), &order);
         let mut caller = Box::pin(async move {
             let guard = lock.lock().await.expect("the lock is had at last");
             order.lock().await.push(n);
@@ -210,10 +210,10 @@ async fn served(registry: &Registry, callers: usize, gone: &[usize]) -> Vec<usiz
 pub async fn one_unlock_lets_one_of_two_processes_in(lab: &Lab) {
     let holder = lab.registry().await;
     let waiters = [lab.registry().await, lab.registry().await];
-    let guard = holder.obtain("orders/42").lock().await.expect("a free lock is had");
+    let guard = holder.obtain("orders:42").lock().await.expect("a free lock is had");
     let mut tasks = JoinSet::new();
     for registry in &waiters {
-        let lock = registry.obtain("orders/42");
+        let lock = registry.obtain("orders:42");
         let wait = lab.patience();
         tasks.spawn(async move { lock.try_lock_for(wait).await });
     }
@@ -253,17 +253,17 @@ pub async fn a_waiter_bears_passing_trouble_of_the_store(lab: &Lab) {
         .at(Operation::Acquire, 3, Fault::LoseReply);
     let faulty = lab.faulty(faults).await;
     let registry = lab.registry_over(&faulty, lab.long());
-    let guard = registry.obtain("orders/42").try_lock_for(lab.patience()).await;
+    let guard = registry.obtain("orders:42").try_lock_for(lab.patience()).await;
     let guard = guard.expect("the trouble passed").expect("nobody else wants the lock");
     guard.unlock().await.expect("a held lock is unlocked");
-    lab.free_soon(&registry, "orders/42").await;
+    lab.free_soon(&registry, "orders:42").await;
 }
 
 /// A store that is away for the whole wait was not busy.
 pub async fn an_outage_for_the_whole_wait_is_an_error(lab: &Lab) {
     let faulty = lab.faulty(Faults::outage()).await;
     let registry = lab.registry_over(&faulty, lab.long());
-    match registry.obtain("orders/42").try_lock_for(Duration::from_millis(700)).await {
+    match registry.obtain("orders:42").try_lock_for(Duration::from_millis(700)).await {
         Err(LockError::Backend { .. }) => {}
         other => panic!("an outage is reported as {other:?}"),
     }
@@ -273,7 +273,7 @@ pub async fn an_outage_for_the_whole_wait_is_an_error(lab: &Lab) {
 pub async fn lasting_trouble_ends_the_wait_at_once(lab: &Lab) {
     let faulty = lab.faulty(Faults::none().always(Operation::Acquire, Fault::Deny)).await;
     let registry = lab.registry_over(&faulty, lab.long());
-    let lock = registry.obtain("orders/42");
+    let lock = registry.obtain("orders:42");
     match timeout(lab.patience(), lock.lock()).await.expect("it waits for what cannot pass") {
         Err(error @ LockError::Backend { .. }) => assert!(!error.is_retryable(), "{error:?}"),
         other => panic!("a store that denies is reported as {other:?}"),
@@ -284,7 +284,7 @@ pub async fn lasting_trouble_ends_the_wait_at_once(lab: &Lab) {
 /// However many wait in a process, the store hears one of them.
 pub async fn many_waiters_of_one_process_ask_the_store_as_rarely_as_one(lab: &Lab) {
     let there = lab.registry().await;
-    let guard = there.obtain("orders/42").lock().await.expect("a free lock is had");
+    let guard = there.obtain("orders:42").lock().await.expect("a free lock is had");
     let faulty = lab.faulty(Faults::none()).await;
     let poll = Duration::from_millis(200);
     let client: Arc<dyn LockBackend> = Arc::<FaultyBackend>::clone(&faulty);
@@ -292,7 +292,7 @@ pub async fn many_waiters_of_one_process_ask_the_store_as_rarely_as_one(lab: &La
     let begun = Instant::now();
     let mut tasks = JoinSet::new();
     for _ in 0..50 {
-        let lock = here.obtain("orders/42");
+        let lock = here.obtain("orders:42");
         tasks.spawn(async move {
             let guard = lock.lock().await.expect("the lock is had at last");
             guard.unlock().await.expect("a held lock is unlocked");
@@ -316,7 +316,7 @@ pub async fn waiters_of_one_key_do_not_hold_up_another(lab: &Lab) {
     let waiting = pin!(join_all((0..20).map(|_| lock.lock())));
     let others = pin!(async {
         for n in 0..10 {
-            let other = here.obtain(&format!("orders/n{n}")).try_lock().await.expect("no trouble");
+            let other = here.obtain(&format!("orders:n{n}")).try_lock().await.expect("no trouble");
             other.expect("the lock is free").unlock().await.expect("a held lock is unlocked");
         }
     });
@@ -332,12 +332,12 @@ pub async fn waiters_of_one_key_do_not_hold_up_another(lab: &Lab) {
 pub async fn a_waiter_gets_the_lock_when_a_real_process_unlocks_it(lab: &Lab) {
     let mut there = lab.remote(lab.long()).await;
     let here = lab.registry().await;
-    assert!(matches!(there.lock("orders/42", Duration::ZERO).await, RemoteLock::Held { .. }));
-    let lock = here.obtain("orders/42");
+    assert!(matches!(there.lock("orders:42", Duration::ZERO).await, RemoteLock::Held { .. }));
+    let lock = here.obtain("orders:42");
     let waiting = lock.try_lock_for(lab.patience());
     let (guard, unlocked) = join(waiting, async {
         sleep(Duration::from_millis(200)).await;
-        there.unlock("orders/42").await
+        there.unlock("orders:42").await
     })
     .await;
     assert!(unlocked, "the other process held it until then");
@@ -349,14 +349,14 @@ pub async fn a_waiter_gets_the_lock_when_a_real_process_unlocks_it(lab: &Lab) {
 pub async fn a_real_process_gets_the_lock_when_it_is_unlocked_here(lab: &Lab) {
     let mut there = lab.remote(lab.long()).await;
     let here = Arc::new(lab.registry().await);
-    let guard = here.obtain("orders/42").lock().await.expect("a free lock is had");
+    let guard = here.obtain("orders:42").lock().await.expect("a free lock is had");
     let wait = lab.patience();
-    let (held, unlocked) = join(there.lock("orders/42", wait), async {
+    let (held, unlocked) = join(there.lock("orders:42", wait), async {
         sleep(Duration::from_millis(200)).await;
         guard.unlock().await
     })
     .await;
     unlocked.expect("a held lock is unlocked");
     assert!(matches!(held, RemoteLock::Held { .. }));
-    assert!(there.unlock("orders/42").await, "the other process held it until then");
+    assert!(there.unlock("orders:42").await, "the other process held it until then");
 }

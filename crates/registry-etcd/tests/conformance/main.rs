@@ -11,7 +11,7 @@ use std::sync::Arc;
 use async_trait::async_trait;
 use registry_conformance::{Harness, Store};
 use registry_core::LockBackend;
-use registry_etcd::{EtcdBackend, EtcdConfig};
+use registry_etcd::{EtcdBackend, EtcdConfig, Layout};
 #[cfg(feature = "tls")]
 use registry_testkit::etcd::EtcdOptions;
 use registry_testkit::etcd::{EtcdCluster, EtcdServer};
@@ -95,6 +95,31 @@ impl Servers for EtcdCluster {
 #[test]
 fn a_cluster_keeps_all_promises() {
     keeps_its_promises::<EtcdCluster>(206, 15);
+}
+
+/// A member where locks are named as `etcdctl` names them.
+#[derive(Debug)]
+struct AsEtcdctl(EtcdServer);
+
+#[async_trait]
+impl Servers for AsEtcdctl {
+    async fn begin() -> Self {
+        Self(EtcdServer::start().await.unwrap())
+    }
+
+    fn config(&self) -> EtcdConfig {
+        of(&self.0).with_layout(Layout::Etcdctl)
+    }
+
+    async fn restart(&mut self) {
+        self.0.kill();
+        self.0.start_again().await.unwrap();
+    }
+}
+
+#[test]
+fn locks_of_etcdctls_layout_keep_all_promises() {
+    keeps_its_promises::<AsEtcdctl>(206, 15);
 }
 
 /// A member that is reached by encrypted connections only, asks each client for a certificate, and lets in only users.

@@ -155,7 +155,6 @@ impl PostgresBackend {
                 Value::Number(i64::from(claim.token_block())),
                 Value::MaybeBytes(claim.label().map(|label| label.as_bytes().to_vec())),
                 Value::Number(micros(claim.lease())),
-                self.patience(),
             ],
         );
         // A claim that was granted is granted again, with the same token: to ask twice does no harm.
@@ -184,12 +183,6 @@ impl PostgresBackend {
     async fn look_at(&self, id: RowId) -> Result<Vec<PgRow>, BackendError> {
         let statement = Statement::new(&self.texts.look, [bytes(id.bytes())]);
         self.link.rows(Errand::Acquire, &statement, Repeat::Harmless).await
-    }
-
-    /// How long a statement waits for a row, as the server wants it told.
-    fn patience(&self) -> Value {
-        let millis = self.config.busy_timeout.as_millis().max(1);
-        Value::Word(format!("{millis}ms"))
     }
 
     /// What those who wait for the lock are told.
@@ -281,7 +274,6 @@ impl LockBackend for PostgresBackend {
             [
                 bytes(id.bytes()),
                 claim_id(claim),
-                self.patience(),
                 Value::Word(self.channel.name().to_owned()),
                 Self::message(id),
                 Value::Number(self.channel.mark(id.short())),
@@ -320,12 +312,7 @@ impl LockBackend for PostgresBackend {
         let id = self.row_id(key);
         let statement = Statement::new(
             &self.texts.force_release,
-            [
-                bytes(id.bytes()),
-                self.patience(),
-                Value::Word(self.channel.name().to_owned()),
-                Self::message(id),
-            ],
+            [bytes(id.bytes()), Value::Word(self.channel.name().to_owned()), Self::message(id)],
         );
         let rows = self.link.rows(Errand::Release, &statement, Repeat::Never).await?;
         Ok(freed(&rows))

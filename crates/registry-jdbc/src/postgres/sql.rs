@@ -142,12 +142,12 @@ const META: &str = "SELECT version, store::text FROM {meta} WHERE id = 1";
 ///
 /// It is not told in the same breath who holds the key: what that takes would cost each grant an eighth of its time on the server.
 ///
-/// id, namespace, key, claim, block, label, lease, lock_timeout
+/// id, namespace, key, claim, block, label, lease
 const ACQUIRE: &str = "\
     INSERT INTO {locks} AS l (id, namespace, key, claim, token, block, label, since, until) \
     SELECT $1::bytea, $2::bytea, $3::bytea, $4::bytea, greatest(now, floor + 1, seen.token + seen.block), $5::bigint, $6::bytea, \
         now, now + $7::bigint \
-    FROM (SELECT {now} AS now, set_config('lock_timeout', $8::text, true)) AS clock \
+    FROM (SELECT {now} AS now) AS clock \
         CROSS JOIN {meta} AS meta LEFT JOIN {locks} AS seen ON seen.id = $1::bytea \
     WHERE meta.id = 1 AND (seen.claim IS NULL OR seen.until <= now) \
     ON CONFLICT (id) DO UPDATE SET \
@@ -203,20 +203,20 @@ const RENEW: &str = "\
 /// An ended grant is left as it is: it is as free as it can be, and the caller is told that it held nothing. The server need not have
 /// written the release to its disk: one that a crash undoes costs the rest of the lease.
 ///
-/// id, claim, lock_timeout, channel, message, mark
+/// id, claim, channel, message, mark
 const RELEASE: &str = "\
     UPDATE {locks} SET claim = NULL, until = {now} \
-    WHERE id = $1::bytea AND claim = $2::bytea AND until > {now} AND set_config('lock_timeout', $3::text, true) IS NOT NULL \
-    RETURNING CASE WHEN NOT pg_try_advisory_xact_lock($6::bigint) THEN pg_notify($4::text, encode($5::bytea, 'hex')) IS NULL END, \
+    WHERE id = $1::bytea AND claim = $2::bytea AND until > {now} \
+    RETURNING CASE WHEN NOT pg_try_advisory_xact_lock($5::bigint) THEN pg_notify($3::text, encode($4::bytea, 'hex')) IS NULL END, \
         set_config('synchronous_commit', 'off', true)";
 
 /// Ends the grant of whoever holds the key, and tells those who listen.
 ///
-/// id, lock_timeout, channel, message
+/// id, channel, message
 const FORCE_RELEASE: &str = "\
     UPDATE {locks} SET claim = NULL, until = {now} \
-    WHERE id = $1::bytea AND claim IS NOT NULL AND until > {now} AND set_config('lock_timeout', $2::text, true) IS NOT NULL \
-    RETURNING pg_notify($3::text, encode($4::bytea, 'hex')) IS NULL";
+    WHERE id = $1::bytea AND claim IS NOT NULL AND until > {now} \
+    RETURNING pg_notify($2::text, encode($3::bytea, 'hex')) IS NULL";
 
 /// Finds the grant as it was made, and keeps the row from becoming anybody else's until the caller's transaction ends.
 ///

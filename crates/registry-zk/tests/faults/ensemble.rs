@@ -1,10 +1,18 @@
 //! Three members: one is enough to lose, two are not.
 
-use registry_core::LostReason;
-use registry_testkit::zookeeper::ZooKeeperEnsemble;
+use std::time::Duration;
+
+use futures_util::future::{join_all, try_join_all};
+use registry_core::{LockGuard, LockRegistry as _, LostReason};
+use registry_testkit::contest::LONG;
+use registry_testkit::zookeeper::{ZooKeeperEnsemble, ZooKeeperOptions};
+use registry_testkit::{eventually, within};
+use registry_zk::ZkBackend;
 use tokio::time::sleep;
 
-use crate::lab::{LONG_SESSION, SESSION, contest, end, secs};
+use crate::lab::{
+    LONG_SESSION, SESSION, backend, config, contest, end, operator, over, registry, secs,
+};
 
 /// How many times each of the members is killed.
 const ROUNDS: usize = 2;
@@ -105,4 +113,84 @@ async fn a_crash_of_all_members_breaks_no_promise() {
     }
     contest.goes_on().await;
     end(contest, &url).await.assert_flawless();
+}
+
+/// A leader that has lost the others in silence takes itself for one for a while. Those may have another one meanwhile, and that ends
+/// sessions which this one still answers.
+#[tokio::test]
+async fn a_leader_without_a_majority_proves_nothing() {
+    // So long it goes on alone: 40 s, ten times the session.
+    let alone = ZooKeeperOptions::new().settings(&["syncLimit=160"]);
+    let ensemble = ZooKeeperEnsemble::start_with(3, &alone).await.unwrap();
+    let leader = ensemble.leader().await.unwrap();
+    let members = ensemble.members();
+    let ours = registry(&members[leader].url(), SESSION).await;
+    let operator = operator(&members[leader]).await;
+    let guard = ours.obtain("k").lock().await.unwrap();
+    // For some heartbeats.
+    sleep(SESSION).await;
+    assert!(guard.is_held());
+    for other in [leader + 1, leader + 2] {
+        members[other % 3].pause().unwrap();
+    }
+    within(LONG, guard.lost()).await;
+    // It answers all the same.
+    operator.sync("/").await.unwrap();
+    assert_eq!(members[leader].mode().await.unwrap().as_deref(), Some("leader"));
+    for other in [leader + 1, leader + 2] {
+        members[other % 3].resume().unwrap();
+    }
+    within(LONG, ours.obtain("k").lock()).await.unwrap().unlock().await.unwrap();
+}
+
+/// It takes connections, and says nothing.
+#[tokio::test]
+async fn a_silent_member_keeps_nobody_out_and_ends_no_session() {
+    with_a_silent_member(LONG_SESSION * 2).await;
+}
+
+/// What is waited for is a part of what was granted.
+#[tokio::test]
+async fn nor_does_it_where_shorter_sessions_are_granted_than_were_asked_for() {
+    with_a_silent_member(LONG_SESSION * 6).await;
+}
+
+async fn with_a_silent_member(session: Duration) {
+    const CLIENTS: usize = 12;
+    let granted = LONG_SESSION * 2;
+    let limit = format!("maxSessionTimeout={}", granted.as_millis());
+    let options = ZooKeeperOptions::new().settings(&[&limit]);
+    let ensemble = ZooKeeperEnsemble::start_with(3, &options).await.unwrap();
+    let (url, members) = (ensemble.url(), ensemble.members());
+    let leader = ensemble.leader().await.unwrap();
+    let silent = (leader + 1) % 3;
+    let clients = join_all((0..CLIENTS).map(|_| backend(&url, session))).await;
+    assert!(clients.iter().all(|client| client.session_timeout() == granted));
+    let guards = try_join_all(clients.iter().enumerate().map(async |(number, client)| {
+        let registry = over(client);
+        let guard = registry.obtain(&format!("k/{number}")).lock().await?;
+        Ok::<_, registry_core::LockError>((registry, guard))
+    }));
+    let guards = guards.await.unwrap();
+    let sessions: Vec<_> = clients.iter().map(|client| client.session_id().unwrap()).collect();
+    members[silent].pause().unwrap();
+    // Each of them is had, with the time-outs that users have.
+    for _ in 0..CLIENTS {
+        let config = config(&url, session).with_request_timeout(LONG);
+        ZkBackend::open(config).await.unwrap();
+    }
+    // Whoever was connected to it finds the others.
+    eventually(LONG, async || {
+        let mut there = Vec::new();
+        for member in [leader, (leader + 2) % 3] {
+            there.extend(members[member].clients().await.unwrap());
+        }
+        let is_there = |id: &i64| there.iter().any(|client| client.session == *id);
+        sessions.iter().all(is_there)
+    })
+    .await;
+    let now: Vec<_> = clients.iter().map(|client| client.session_id().unwrap()).collect();
+    assert_eq!(now, sessions);
+    assert!(guards.iter().all(|(_, guard): &(_, LockGuard)| guard.is_held()));
+    members[silent].resume().unwrap();
 }

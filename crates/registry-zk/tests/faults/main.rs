@@ -10,6 +10,7 @@
 mod ensemble;
 mod sessions;
 mod network;
+mod crowds;
 mod nodes;
 mod writes;
 

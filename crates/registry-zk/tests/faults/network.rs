@@ -1,15 +1,22 @@
 //! Connections that fall silent or break, with and without the reply to what the servers have done.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
-use registry_core::{LockError, LockRegistry as _};
+use registry_core::{
+    Attempt, Claim, ClaimId, Key, LockBackend as _, LockError, LockRegistry as _, Release,
+};
 use registry_testkit::contest::LONG;
 use registry_testkit::proxy::{FaultProxy, Mode};
-use registry_testkit::zookeeper::ZooKeeperServer;
+use registry_testkit::zookeeper::{ZooKeeperOptions, ZooKeeperServer};
 use registry_testkit::{eventually, within};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::JoinSet;
+use zookeeper_client::{Acls, Client, CreateMode};
 
-use crate::lab::{LONG_SESSION, SESSION, contest_by, end, operator, registry};
+use crate::lab::{LONG_SESSION, SESSION, backend, contest_by, end, operator, registry, secs};
 
 const ROUNDS: u32 = 20;
 /// Where the store has its keys.
@@ -108,6 +115,160 @@ async fn a_grant_whose_reply_was_lost_is_taken_up_or_given_back() {
         let next = within(LONG, theirs.obtain(&key).lock()).await.unwrap();
         next.unlock().await.unwrap();
     }
+}
+
+/// What a claim's node is called, but for its number.
+fn prefix(claim: ClaimId) -> String {
+    let id = claim.to_string();
+    let [a, b, c, d, e] = [&id[..8], &id[8..12], &id[12..16], &id[16..20], &id[20..]];
+    format!("_c_{a}-{b}-{c}-{d}-{e}-lock-")
+}
+
+/// Makes a node of `claim` in another session than its own, as there is one when a client has given up a session that the servers still
+/// keep.
+async fn leave_behind(operator: &Client, claim: &Claim) {
+    let open = Acls::anyone_all();
+    let dir = format!("{BASE}/{}", claim.key());
+    operator.mkdir(&dir, &CreateMode::Persistent.with_acls(open)).await.unwrap();
+    let path = format!("{dir}/{}", prefix(claim.id()));
+    operator.create(&path, b"", &CreateMode::EphemeralSequential.with_acls(open)).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_claim_that_has_nodes_in_two_sessions_is_released_with_both() {
+    let server = ZooKeeperServer::start().await.unwrap();
+    let operator = operator(&server).await;
+    let first = backend(&server.url(), LONG_SESSION).await;
+    let second = backend(&server.url(), LONG_SESSION).await;
+    for round in 0..ROUNDS {
+        let key = Key::new(&format!("two-{round}")).unwrap();
+        let claim = Claim::new(key, secs(5)).with_queue(true);
+        leave_behind(&operator, &claim).await;
+        let attempt = first.try_acquire(&claim).await.unwrap();
+        assert!(matches!(attempt, Attempt::Busy(_)), "its other node is there: {attempt:?}");
+        let line = format!("{BASE}/{}", claim.key());
+        assert_eq!(operator.list_children(&line).await.unwrap().len(), 2);
+        assert_eq!(second.release(&claim).await.unwrap(), Release::Freed);
+        assert_eq!(operator.list_children(&line).await.unwrap_or_default(), [""; 0]);
+    }
+}
+
+#[tokio::test]
+async fn a_lost_reply_is_made_good_whatever_an_earlier_session_has_left_of_the_claim() {
+    // So long that nothing but what is asked for here is asked in the session, and answered in place of it.
+    let session = secs(1_000);
+    let options = ZooKeeperOptions::new().settings(&["maxSessionTimeout=1200000"]);
+    let server = ZooKeeperServer::start_with(options).await.unwrap();
+    let proxy = FaultProxy::start(server.addr()).unwrap();
+    let operator = operator(&server).await;
+    let ours = backend(&url(proxy.addr()), session).await;
+    for round in 0..ROUNDS {
+        let key = Key::new(&format!("two-{round}")).unwrap();
+        let claim = Claim::new(key, secs(60)).with_queue(true);
+        leave_behind(&operator, &claim).await;
+        let before = proxy.counts().reset;
+        proxy.set_mode(Mode::ResetAfterRequest).await.unwrap();
+        let attempt = {
+            let (ours, claim) = (Arc::clone(&ours), claim.clone());
+            tokio::spawn(async move { ours.try_acquire(&claim).await })
+        };
+        let line = format!("{BASE}/{}", claim.key());
+        let nodes = async || operator.list_children(&line).await.unwrap().len();
+        eventually(LONG, async || nodes().await == 2).await;
+        // The answer may be seen on its way later than the node.
+        proxy.until(LONG, |counts| counts.reset > before).await.unwrap();
+        proxy.set_mode(Mode::Pass).await.unwrap();
+        let mut attempt = within(LONG, attempt).await.unwrap();
+        while attempt.is_err() {
+            attempt = ours.try_acquire(&claim).await;
+        }
+        // The other one is removed, and no third one was made.
+        assert!(matches!(attempt, Ok(Attempt::Granted(_))), "{attempt:?}");
+        assert_eq!(nodes().await, 1);
+        assert_eq!(ours.release(&claim).await.unwrap(), Release::Freed);
+        assert_eq!(nodes().await, 0);
+    }
+}
+
+/// Wherever replies break off: who could not be told is told of trouble, and never that somebody else has the lock.
+#[tokio::test]
+async fn connections_that_break_at_each_try_are_told_as_trouble() {
+    let server = ZooKeeperServer::start().await.unwrap();
+    let proxy = FaultProxy::start(server.addr()).unwrap();
+    let operator = operator(&server).await;
+    let ours = backend(&url(proxy.addr()), LONG_SESSION * 5).await;
+    let key = Key::new("k").unwrap();
+    let mut told = 0;
+    for reply_bytes in (0..400).step_by(9) {
+        let claim = Claim::new(key.clone(), secs(5));
+        proxy.set_mode(Mode::CutAfter { reply_bytes }).await.unwrap();
+        match within(LONG, ours.try_acquire(&claim)).await {
+            Ok(Attempt::Granted(_)) => {}
+            Ok(busy) => panic!("nobody has it, {reply_bytes} bytes: {busy:?}"),
+            Err(error) => {
+                assert!(error.is_retryable(), "{error:?}");
+                told += 1;
+            }
+        }
+        proxy.set_mode(Mode::Pass).await.unwrap();
+        proxy.cut_all().await;
+        eventually(LONG, async || ours.release(&claim).await).await;
+        let line = operator.list_children(&format!("{BASE}/k")).await.unwrap_or_default();
+        assert_eq!(line, [""; 0], "{reply_bytes} bytes");
+    }
+    println!("{told} times trouble");
+    assert!(told > 10, "{told}");
+}
+
+/// Carries all to the server but what makes a node: there the connection ends.
+async fn carry_no_creation(mut from: TcpStream, to: SocketAddr) -> std::io::Result<()> {
+    const CREATE: [u8; 4] = 15_i32.to_be_bytes();
+    let mut server = TcpStream::connect(to).await?;
+    let (mut requests, mut replies) = from.split();
+    let (mut answers, mut asked) = server.split();
+    let there = async {
+        // What comes first is the session, which has no number.
+        for number in 0.. {
+            let length = requests.read_u32().await?;
+            let mut request = vec![0; length as usize];
+            requests.read_exact(&mut request).await?;
+            if number > 0 && request[4..8] == CREATE {
+                break;
+            }
+            asked.write_all(&[&length.to_be_bytes()[..], &request].concat()).await?;
+        }
+        Ok::<_, std::io::Error>(())
+    };
+    tokio::select! {
+        ended = there => ended?,
+        ended = tokio::io::copy(&mut answers, &mut replies) => drop(ended?),
+    }
+    // In good order, and not with a reset.
+    from.shutdown().await?;
+    tokio::io::copy(&mut from, &mut tokio::io::sink()).await.map(drop)
+}
+
+#[tokio::test]
+async fn a_node_that_cannot_be_made_is_trouble_and_not_somebody_else_s_lock() {
+    let server = ZooKeeperServer::start().await.unwrap();
+    let operator = operator(&server).await;
+    let path = format!("{BASE}/k");
+    operator.mkdir(&path, &CreateMode::Persistent.with_acls(Acls::anyone_all())).await.unwrap();
+    let (to, listener) = (server.addr(), TcpListener::bind("127.0.0.1:0").await.unwrap());
+    let way = listener.local_addr().unwrap();
+    let mut carrying = JoinSet::new();
+    carrying.spawn(async move {
+        let mut connections = JoinSet::new();
+        while let Ok((client, _)) = listener.accept().await {
+            connections.spawn(carry_no_creation(client, to));
+        }
+    });
+    let ours = backend(&url(way), LONG_SESSION).await;
+    let claim = Claim::new(Key::new("k").unwrap(), secs(5));
+    let error = within(LONG, ours.try_acquire(&claim)).await.unwrap_err();
+    println!("{error:?}");
+    assert!(error.is_retryable() && !error.refused(), "{error:?}");
+    assert!(error.to_string().contains("cannot be made"), "{error:?}");
 }
 
 #[tokio::test]

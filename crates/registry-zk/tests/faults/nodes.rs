@@ -2,13 +2,13 @@
 
 use std::collections::HashSet;
 
-use registry_core::{LockRegistry as _, LostReason};
+use registry_core::{BackendErrorKind, LockError, LockRegistry as _, LostReason};
 use registry_testkit::contest::LONG;
 use registry_testkit::history::Window;
 use registry_testkit::within;
 use registry_testkit::zookeeper::ZooKeeperServer;
 use tokio::task::JoinSet;
-use zookeeper_client::{Acls, Client, CreateMode};
+use zookeeper_client::{Acl, Acls, AuthId, Client, CreateMode, Permission};
 
 use crate::lab::{LONG_SESSION, contest, end, operator, registry, secs};
 
@@ -122,4 +122,40 @@ async fn a_node_that_somebody_deletes_is_a_lock_that_is_lost() {
     let losses = outcome.steady_losses();
     assert!(losses.iter().all(|reason| *reason == LostReason::Gone), "{losses:?}");
     outcome.assert_flawless_but_between(&windows);
+}
+
+/// What this login may not look at hides nothing else.
+#[tokio::test]
+async fn keys_that_may_not_be_read_do_not_keep_the_others_from_being_listed() {
+    let server = ZooKeeperServer::start().await.unwrap();
+    let operator = operator(&server).await;
+    let ours = registry(&server.url(), LONG_SESSION).await;
+    let guard = ours.obtain("open").lock().await.unwrap();
+    let closed = [Acl::new(Permission::ALL, AuthId::new("digest", "somebody:aGFzaA="))];
+    let (open, closed) = (Acls::anyone_all(), Acls::new(&closed));
+    operator
+        .create(&format!("{BASE}/closed"), b"", &CreateMode::Persistent.with_acls(closed))
+        .await
+        .unwrap();
+    operator
+        .create(&format!("{BASE}/half"), b"", &CreateMode::Persistent.with_acls(open))
+        .await
+        .unwrap();
+    let path = format!("{BASE}/half/_c_0-lock-");
+    let node = CreateMode::EphemeralSequential.with_acls(closed);
+    let (node, _) = operator.create(&path, b"secret", &node).await.unwrap();
+
+    let mut all = ours.list().await.unwrap();
+    all.sort_by(|one, other| one.key.as_str().cmp(other.key.as_str()));
+    let keys: Vec<_> = all.iter().map(|holder| holder.key.as_str()).collect();
+    assert_eq!(keys, ["half", "open"]);
+    assert_eq!(all[0].label, None);
+    assert_eq!(all[0].token.map(i64::from), Some(node.czxid));
+    assert_eq!(all[1].token, guard.fencing_token());
+    // Asked by name it is told as what it is.
+    let Err(LockError::Backend { source, .. }) = ours.obtain("closed").holder().await else {
+        panic!("it may not be read")
+    };
+    assert_eq!(source.kind(), BackendErrorKind::Denied);
+    guard.unlock().await.unwrap();
 }

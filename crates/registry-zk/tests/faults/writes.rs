@@ -6,14 +6,15 @@ use std::time::Duration;
 
 use registry_core::{LockOptions, LockRegistry as _};
 use registry_testkit::contest::LONG;
+use registry_testkit::proxy::FaultProxy;
 use registry_testkit::within;
 use registry_testkit::zookeeper::ZooKeeperServer;
-use registry_zk::{FenceError, Multi as _};
+use registry_zk::{Acl, FenceError, FencedMulti, Multi as _, ZkBackend};
 use tokio::task::JoinSet;
 use tokio::time::sleep;
 use zookeeper_client::{Acls, Client, CreateMode};
 
-use crate::lab::{SESSION, backend, operator, over, registry};
+use crate::lab::{LONG_SESSION, SESSION, backend, config, operator, over, registry};
 
 const BALANCE: &str = "/balance";
 /// Where the store has the lock.
@@ -55,6 +56,40 @@ async fn a_write_after_the_next_holder_s_is_refused() {
     within(LONG, guard.lost()).await;
     assert!(matches!(guard.multi().err(), Some(FenceError::Lost { .. })));
     next.unlock().await.unwrap();
+}
+
+/// Servers break the connection for it, and all locks of a process share one.
+#[tokio::test]
+async fn what_is_too_much_for_the_servers_is_refused_before_it_is_sent() {
+    let server = ZooKeeperServer::start().await.unwrap();
+    let operator = operator(&server).await;
+    account(&operator).await;
+    let proxy = FaultProxy::start(server.addr()).unwrap();
+    let acl = Acl::parse("world:anyone:cdrwa,digest:somebody:aGFzaGFzaGFzaA=:cdrwa").unwrap();
+    let config = config(&format!("zk://{}", proxy.addr()), LONG_SESSION).with_acl(acl);
+    let ours = over(&Arc::new(ZkBackend::open(config).await.unwrap()));
+    let guard = ours.obtain("account").lock().await.unwrap();
+    let write = async |bytes: usize, nodes: usize| {
+        let mut multi = guard.multi().unwrap().set(BALANCE, vec![b'0'; bytes], None);
+        for node in 0..nodes {
+            multi = multi.create(format!("/new-{node}"), "");
+            multi = multi.delete(format!("/new-{node}"), None);
+        }
+        multi.commit().await
+    };
+    for nodes in [0, 1_000] {
+        let bytes = FencedMulti::BYTES_MAX;
+        let Err(FenceError::TooLarge { bytes: told, .. }) = write(bytes, nodes).await else {
+            panic!("it is too large")
+        };
+        let most = bytes - (told - bytes);
+        assert!(matches!(write(most + 1, nodes).await, Err(FenceError::TooLarge { .. })));
+        write(most, nodes).await.unwrap();
+        assert_eq!(operator.get_data(BALANCE).await.unwrap().0.len(), most);
+    }
+    assert_eq!(proxy.counts().accepted, 1, "the connection is the first one");
+    assert!(guard.is_held());
+    guard.unlock().await.unwrap();
 }
 
 /// Clerks add one by reading, thinking and writing, while those who hold the lock lose their sessions.

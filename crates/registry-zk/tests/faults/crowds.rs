@@ -1,0 +1,98 @@
+//! More locks in one session than its client can watch over.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::future::{join_all, select_all, try_join_all};
+use registry_core::{LockGuard, LockRegistry as _, Registry};
+use registry_testkit::contest::LONG;
+use registry_testkit::proxy::FaultProxy;
+use registry_testkit::zookeeper::{ZooKeeperOptions, ZooKeeperServer};
+use registry_testkit::{eventually, within};
+use registry_zk::ZkBackend;
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+
+use crate::lab::{config, operator, secs};
+
+/// Too many for the watches of one session; see `Room`.
+const HELD: usize = 2_000;
+const AWAITED: usize = 400;
+/// Long enough to take so many locks, on whatever machine.
+const SESSION: Duration = Duration::from_secs(40);
+const PATIENCE: Duration = Duration::from_secs(15);
+
+/// Of a patience that so many requests at once may want.
+async fn open(url: &str) -> (Arc<ZkBackend>, Registry) {
+    let config = config(url, SESSION).with_request_timeout(PATIENCE);
+    let backend = Arc::new(ZkBackend::open(config).await.unwrap());
+    let builder = Registry::builder(Arc::clone(&backend) as Arc<_>).timeout(PATIENCE);
+    let registry = builder.lease(backend.session_timeout() / 2).build().unwrap();
+    (backend, registry)
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_broken_connection_ends_no_hold_however_many_there_are() {
+    let options = ZooKeeperOptions::new().without_fsync();
+    let server = ZooKeeperServer::start_with(options).await.unwrap();
+    let proxy = FaultProxy::start(server.addr()).unwrap();
+    let operator = operator(&server).await;
+    let (_, theirs) = open(&server.url()).await;
+    let (backend, ours) = open(&format!("zk://{}", proxy.addr())).await;
+    let session = backend.session_id();
+
+    let take = |registry: &Registry, kind: &str, count: usize| {
+        let locks: Vec<_> = (0..count).map(|n| registry.obtain(&format!("{kind}/{n}"))).collect();
+        async move {
+            let mut all = Vec::new();
+            for some in locks.chunks(50) {
+                all.extend(try_join_all(some.iter().map(|lock| lock.lock())).await.unwrap());
+            }
+            all
+        }
+    };
+    let theirs = take(&theirs, "awaited", AWAITED).await;
+    let held = take(&ours, "held", HELD).await;
+    let mut waiting = JoinSet::new();
+    for n in 0..AWAITED {
+        let lock = ours.obtain(&format!("awaited/{n}"));
+        waiting.spawn(async move { lock.lock().await });
+    }
+    let node = async |n: usize| {
+        let path = format!("/lock-registry/default/awaited%2F{n}");
+        operator.list_children(&path).await.unwrap().len() == 2
+    };
+    eventually(LONG, async || join_all((0..AWAITED).map(&node)).await.iter().all(|is| *is)).await;
+    // All that has room is watched: some of those that are held, and some that are waited for.
+    let watches = async || server.figure("zk_watch_count").await.unwrap();
+    eventually(LONG, async || watches().await > 1_200).await;
+
+    for _ in 0..3 {
+        let before = proxy.counts().accepted;
+        proxy.cut_all().await;
+        proxy.until(LONG, |counts| counts.accepted > before).await.unwrap();
+        // It serves as before.
+        within(LONG, ours.obtain("another").lock()).await.unwrap().unlock().await.unwrap();
+    }
+    let connections = proxy.counts().accepted;
+    let any = select_all(held.iter().map(|guard| Box::pin(guard.lost())));
+    assert!(timeout(SESSION + secs(5), any).await.is_err(), "one was lost");
+    assert!(held.iter().all(LockGuard::is_held));
+    assert_eq!(backend.session_id(), session);
+    assert!(proxy.counts().accepted <= connections + 2, "{:?}", proxy.counts());
+
+    // Who waits gets its turn, watched or not; and so does a holder hear that its node is gone.
+    drop(join_all(theirs.into_iter().map(LockGuard::unlock)).await);
+    let mut next = Vec::new();
+    while let Some(guard) = within(LONG, waiting.join_next()).await {
+        next.push(guard.unwrap().unwrap());
+    }
+    assert_eq!(next.len(), AWAITED);
+    for n in [0, HELD - 1] {
+        let path = format!("/lock-registry/default/held%2F{n}");
+        for name in operator.list_children(&path).await.unwrap() {
+            operator.delete(&format!("{path}/{name}"), None).await.unwrap();
+        }
+        within(LONG, held[n].lost()).await;
+    }
+}
