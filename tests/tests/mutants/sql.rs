@@ -72,10 +72,10 @@ impl Server {
         a_fence_keeps_others_out(self, self.session().await, "fenced session").await
     }
 
-    /// Whether this token was written down together with a reserve.
+    /// Whether this token was written down together with a reserve, one that lasts for a while.
     async fn is_reserve(&self, token: FencingToken) -> bool {
         let rows = format!(
-            "SELECT count(*) FROM lock_registry_locks WHERE token = {token} AND block > 1000"
+            "SELECT count(*) FROM lock_registry_locks WHERE token = {token} AND block > 400000"
         );
         self.sql(&rows).await == "1"
     }
