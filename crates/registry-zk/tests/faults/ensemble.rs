@@ -5,13 +5,15 @@ use std::time::Duration;
 use futures_util::future::{join_all, try_join_all};
 use registry_core::{LockGuard, LockRegistry as _, LostReason};
 use registry_testkit::contest::LONG;
+use registry_testkit::proxy::{FaultProxy, Mode};
 use registry_testkit::zookeeper::{ZooKeeperEnsemble, ZooKeeperOptions};
 use registry_testkit::{eventually, within};
 use registry_zk::ZkBackend;
 use tokio::time::sleep;
 
 use crate::lab::{
-    LONG_SESSION, SESSION, backend, config, contest, end, operator, over, registry, secs,
+    LONG_SESSION, SESSION, backend, config, contest, contest_by, end, operator, over, registry,
+    secs,
 };
 
 /// How many times each of the members is killed.
@@ -193,4 +195,52 @@ async fn with_a_silent_member(session: Duration) {
     assert_eq!(now, sessions);
     assert!(guards.iter().all(|(_, guard): &(_, LockGuard)| guard.is_held()));
     members[silent].resume().unwrap();
+}
+
+/// Connections of all clients break and fall silent, to all members, two and three things at a time; so sessions move between members.
+///
+/// Members do not crash meanwhile: after that ZooKeeper 3.8.0 may show nodes on one of them that the others do not have.
+#[tokio::test]
+async fn what_goes_wrong_together_breaks_no_promise() {
+    let seed = fastrand::u64(..);
+    println!("seed {seed}");
+    let mut random = fastrand::Rng::with_seed(seed);
+    let ensemble = ZooKeeperEnsemble::start().await.unwrap();
+    let url = ensemble.url();
+    // Each client has a way of its own to each member.
+    let way =
+        |_| ensemble.members().iter().map(|to| FaultProxy::start(to.addr()).unwrap()).collect();
+    let ways: Vec<Vec<FaultProxy>> = (0..3).map(way).collect();
+    let urls = ways.iter().map(|way| {
+        let addresses: Vec<_> = way.iter().map(|proxy| proxy.addr().to_string()).collect();
+        format!("zk://{}", addresses.join(","))
+    });
+    let contest = contest_by(&urls.collect::<Vec<_>>(), SESSION).await;
+    for _ in 0..10 {
+        for _ in 0..random.u8(1..5) {
+            let mode = match random.u8(..8) {
+                0 => Mode::BlackHole,
+                1 => Mode::HoldReplies,
+                2 => Mode::DropReplies,
+                3 => Mode::ResetAfterRequest,
+                4 => Mode::CutAfter { reply_bytes: random.u64(..600) },
+                5 => Mode::Delay(Duration::from_millis(random.u64(..200))),
+                6 => Mode::Refuse,
+                _ => Mode::Pass,
+            };
+            let way = &ways[random.usize(..3)];
+            for proxy in way {
+                proxy.set_mode(mode).await.unwrap();
+            }
+            if random.bool() {
+                way[random.usize(..3)].cut_all().await;
+            }
+            sleep(Duration::from_millis(random.u64(..1_500))).await;
+        }
+        for proxy in ways.iter().flatten() {
+            proxy.set_mode(Mode::Pass).await.unwrap();
+        }
+        contest.goes_on().await;
+    }
+    end(contest, &url).await.assert_flawless();
 }
