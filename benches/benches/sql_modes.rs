@@ -1,6 +1,6 @@
 //! What locks that end with a connection cost on top of the server's own: an advisory or named lock, or a row that is locked.
 //!
-//! The references have no token, no lease, no loss to be told of, and wake nobody. Ours write a token before each grant, so these ratios tell what that costs.
+//! The references have no token, no lease, no loss to be told of, and wake nobody. A row's grant writes a token, a session's looks whether it need not, so these ratios tell what that costs.
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -3,11 +3,21 @@
 //! Built only with `RUSTFLAGS="--cfg lock_registry_mutants"`; the switch does not exist in any other build.
 #![cfg(lock_registry_mutants)]
 
+#[path = "mutants/sql.rs"]
+mod sql;
+
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use lock_registry_tests::sim::{run, weather};
 use registry_core::{Mutant, switch_mutant};
 use registry_testkit::seed::Seed;
+
+/// One test at a time.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
 
 const SEEDS: u64 = 120;
 const GRANTS: u64 = 300;
@@ -26,9 +36,10 @@ fn verdict() -> Result<u64, (Seed, String)> {
     Ok(SEEDS)
 }
 
-// One test, because the switch is the whole process's.
+// One test, because the switch is the whole process's; the other one, which uses the engine too, waits for it.
 #[test]
 fn every_seeded_bug_is_found_and_nothing_else() {
+    let _alone = alone();
     // A bug shows as a panic, and would print hundreds of them.
     std::panic::set_hook(Box::new(|_| {}));
     let mut missed = Vec::new();

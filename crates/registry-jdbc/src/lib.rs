@@ -57,6 +57,16 @@ mod fence;
 mod lock_in;
 #[cfg(feature = "sqlite")]
 mod error;
+#[cfg(any(feature = "postgres", feature = "mysql"))]
+#[cfg_attr(
+    not(lock_registry_mutants),
+    expect(
+        dead_code,
+        unreachable_pub,
+        reason = "public only in the builds that prove the harness"
+    )
+)]
+mod mutant;
 
 #[cfg(feature = "sqlite")]
 pub use config::SqliteConfig;
@@ -64,6 +74,8 @@ pub use config::SqliteConfig;
 pub use fence::{Fence, FenceError};
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub use lock_in::{LockIn, LockInError, TransactionLock};
+#[cfg(all(lock_registry_mutants, any(feature = "postgres", feature = "mysql")))]
+pub use mutant::{Mutant, switch_mutant};
 #[cfg(feature = "mysql")]
 pub use mysql::{
     MySqlBackend, MySqlConfig, MySqlRowBackend, MySqlSessionBackend, MySqlSpringBackend,

@@ -18,7 +18,7 @@ pub struct ZkConfig {
     pub(crate) namespace: Option<String>,
     pub(crate) layout: Layout,
     pub(crate) naming: Naming,
-    session_timeout: Duration,
+    pub(crate) session_timeout: Duration,
     pub(crate) connect_timeout: Duration,
     pub(crate) request_timeout: Duration,
     auth: Vec<Auth>,
@@ -317,8 +317,13 @@ impl ZkConfig {
                 "nodes that only their creator may touch need a login, or nobody could tell who that is",
             ));
         }
-        if matches!(&self.acl, Acl::List(list) if list.is_empty()) {
-            return Err(unusable("the list of rights is empty, so nobody could touch a node"));
+        if let Acl::List(list) = &self.acl {
+            let needed = [Permission::READ, Permission::CREATE, Permission::DELETE];
+            if !needed.iter().all(|right| list.iter().any(|acl| acl.permission().has(*right))) {
+                return Err(unusable(
+                    "the list of rights lets nobody read, create and delete nodes, so locks could not be given back",
+                ));
+            }
         }
         Ok(())
     }
@@ -335,11 +340,12 @@ impl ZkConfig {
         hosts.collect::<Vec<_>>().join(",")
     }
 
-    pub(crate) fn connector(&self) -> Connector {
+    /// What begins a session of this time-out.
+    pub(crate) fn connector(&self, session_timeout: Duration) -> Connector {
         let mut connector =
-            zookeeper_client::Client::connector().with_session_timeout(self.session_timeout);
+            zookeeper_client::Client::connector().with_session_timeout(session_timeout);
         if self.has_several_servers() {
-            connector = connector.with_connection_timeout(self.silence());
+            connector = connector.with_connection_timeout(silence(session_timeout));
         }
         let connector = self.auth.iter().fold(connector, |connector, auth| {
             connector.with_auth(&auth.scheme, &auth.credentials)
@@ -349,14 +355,6 @@ impl ZkConfig {
             return connector.with_tls(tls.clone());
         }
         connector
-    }
-
-    /// How long one of several servers may be silent before another one is asked.
-    ///
-    /// By itself the client waits for two fifths of the session. It may come upon the same server once more, and then guards would end, which
-    /// are certain of no more than half. Not much shorter, or a server that has a lot to do would be taken for a silent one.
-    fn silence(&self) -> Duration {
-        (self.session_timeout / 5).max(SILENCE_MIN.min(self.session_timeout * 2 / 5))
     }
 
     /// The rights to what is made.
@@ -388,6 +386,14 @@ impl Acl {
             }
         }
     }
+}
+
+/// How long one of several servers may be silent before another one is asked.
+///
+/// By itself the client waits for two fifths of the session. It may come upon the same server once more, and then guards would end, which
+/// are certain of no more than half. Not much shorter, or a server that has a lot to do would be taken for a silent one.
+fn silence(session_timeout: Duration) -> Duration {
+    (session_timeout / 5).max(SILENCE_MIN.min(session_timeout * 2 / 5))
 }
 
 fn entry(text: &str) -> Option<zookeeper_client::Acl> {
@@ -498,6 +504,7 @@ mod tests {
             good().with_connect_timeout(Duration::ZERO),
             good().with_acl(Acl::Creator),
             good().with_acl(Acl::List(Vec::new())),
+            good().with_acl(Acl::parse("world:anyone:cr,digest:u:aGFzaA=:cra").unwrap()),
             ZkConfig::of_hosts(Vec::new()),
             ZkConfig::of_hosts(vec![("a,b".to_owned(), 1)]),
         ] {
@@ -507,6 +514,10 @@ mod tests {
         good().with_root("/zookeeper-locks").with_namespace("zookeeper").check().unwrap();
         good().with_chroot("/app").with_root("/zookeeper").check().unwrap();
         good().with_acl(Acl::Creator).with_login("u", "p").check().unwrap();
+        good()
+            .with_acl(Acl::parse("world:anyone:r,digest:u:aGFzaA=:crd").unwrap())
+            .check()
+            .unwrap();
     }
 
     #[test]

@@ -172,15 +172,19 @@ async fn enter(
 /// Finds out whether a node was made for `claim` by a request whose answer was lost.
 ///
 /// Our own requests are carried out in their order, and the leader takes none of an earlier connection once it knows of a later one. So
-/// what is not there now will not come.
+/// what is not there now will not come; if it is the leader that says so, and not one that has been replaced and does not know. Therefore
+/// a majority is asked first.
 async fn find_again(
     session: &Arc<Session>,
     place: &Place,
     stake: &mut Stake,
     claim: &Claim,
 ) -> Result<(), BackendError> {
-    session.connected().await?;
-    let children = look(session, place).await?;
+    let children = match read_certainly(session, &place.dir).await? {
+        Ok(children) => children,
+        Err(Error::NoNode) => Vec::new(),
+        Err(error) => return Err(explain(&error).as_unknown()),
+    };
     stake.lose_node();
     for name in find(&children, &prefix(claim.id(), session.config().naming)) {
         let path = format!("{}/{name}", place.dir);
@@ -231,6 +235,16 @@ pub(crate) async fn read(
         Ok(()) => session.bounded(listed).await,
         Err(error) => Ok(Err(error)),
     }
+}
+
+/// The children of `dir`, not older than this question whoever takes itself for the leader.
+async fn read_certainly(
+    session: &Arc<Session>,
+    dir: &str,
+) -> Result<Result<Vec<String>, Error>, BackendError> {
+    session.round(By::Majority).await.map_err(BackendError::as_unknown)?;
+    // No server takes our session that has not seen what we have seen.
+    session.bounded(session.client().list_children(dir)).await
 }
 
 /// Puts those who contend in order. Where their names do not tell it, their nodes are asked: one question each, all at once.
@@ -446,7 +460,7 @@ async fn search_and_release(
     claim: &Claim,
     dir: &str,
 ) -> Result<Release, BackendError> {
-    let children = match read(session, dir).await? {
+    let children = match read_certainly(session, dir).await? {
         Ok(children) => children,
         Err(Error::NoNode) => return Ok(Release::NotHeld),
         Err(error) => return Err(explain(&error)),

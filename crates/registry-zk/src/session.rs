@@ -211,10 +211,13 @@ impl Session {
     async fn connect(sessions: &Arc<Sessions>) -> Result<Arc<Self>, BackendError> {
         let config = Arc::clone(&sessions.config);
         let asked_at = Moment::now();
-        let client = timeout(config.connect_timeout, connect(&config))
-            .await
-            .map_err(|_| unreachable())?
-            .map_err(|error| explain(&error).as_refused())?;
+        let asked = config.session_timeout;
+        let mut client = connect(&config, asked).await?;
+        let granted = client.session_timeout();
+        if config.has_several_servers() && granted < asked * 2 / 3 {
+            // The client would wait for a silent server as if it had been granted what it had asked for.
+            client = connect(&config, granted).await?;
+        }
         let session = Arc::new(Self {
             proof: Mutex::new(Proof::new(client.session_timeout(), asked_at)),
             config,
@@ -429,18 +432,21 @@ impl fmt::Debug for Session {
 ///
 /// The client asks them one after the other, in an order of its own, and waits for long for one that takes connections and says nothing. So
 /// where there are several, other attempts begin beside one that has no answer yet, and the first to have a session wins.
-async fn connect(config: &ZkConfig) -> Result<Client, Error> {
+async fn connect(config: &ZkConfig, session_timeout: Duration) -> Result<Client, BackendError> {
     let attempts = if config.has_several_servers() { ATTEMPTS } else { 1 };
     let attempts = (0..attempts).map(async |number| {
         sleep(config.connect_timeout * number / ATTEMPTS).await;
-        connect_once(config).await
+        connect_once(config, session_timeout).await
     });
+    let mut attempts: FuturesUnordered<_> = attempts.collect();
     // One that fails has asked all of them.
-    attempts.collect::<FuturesUnordered<_>>().next().await.unwrap_or(Err(Error::NoHosts))
+    let first = timeout(config.connect_timeout, attempts.next()).await;
+    let first = first.map_err(|_| unreachable())?.unwrap_or(Err(Error::NoHosts));
+    first.map_err(|error| explain(&error).as_refused())
 }
 
-async fn connect_once(config: &ZkConfig) -> Result<Client, Error> {
-    let connecting = config.connector().with_fail_eagerly();
+async fn connect_once(config: &ZkConfig, session_timeout: Duration) -> Result<Client, Error> {
+    let connecting = config.connector(session_timeout).with_fail_eagerly();
     let servers = config.servers();
     #[cfg(feature = "tls")]
     if config.is_encrypted() {

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use registry_core::{
-    Attempt, BackendError, Busy, Capabilities, Claim, FencingToken, Finding, GuaranteeClass, Key,
-    LockBackend, LossHints, Reach, Release, Renewal,
+    Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, FencingToken, Finding,
+    GuaranteeClass, Key, LockBackend, LossHints, Reach, Release, Renewal,
 };
 use sqlx::mysql::MySqlRow;
 use sqlx::{Executor as _, MySql, MySqlConnection, Row, raw_sql};
@@ -19,7 +19,7 @@ use super::error::{self, Fate};
 use super::link::Link;
 use super::session::MySqlSessionBackend;
 use super::statement::{Statement, Statements};
-use crate::server::{Errand, Failure, Place, Places, Sessions, Wire};
+use crate::server::{Errand, Failure, Place, Places, Sessions, Taken, Terms, Wire};
 
 /// Locks in a MariaDB or MySQL database that are rows, each locked by a transaction of its own until it is let go: the pessimistic lock of old.
 ///
@@ -271,14 +271,16 @@ impl Wire for RowWire {
         &self,
         connected: &mut Connected,
         claim: &Claim,
-    ) -> Result<Option<FencingToken>, Failure> {
+        terms: &Terms,
+    ) -> Result<Option<Taken>, Failure> {
         let noted = self.note(connected, claim).await;
         if matches!(noted, Err(Failure::Broken(_))) {
             // What one connection has met the others would.
             self.places.close_idle();
         }
         let Some(token) = noted? else { return Ok(None) };
-        Ok(self.lock(connected, claim).await?.then_some(token))
+        let locked = self.lock(connected, claim).await?;
+        Ok(terms.written(claim, i64::from(token), false).filter(|_| locked))
     }
 
     async fn give_back(&self, connected: &mut Connected, _: &Key) -> Result<(), Failure> {
@@ -306,7 +308,13 @@ impl Wire for RowWire {
     }
 
     // A row that is locked is not purged.
-    async fn keep(&self, _: &mut Connected, _: &Claim, _: FencingToken) -> Result<(), Failure> {
+    async fn keep(
+        &self,
+        _: &mut Connected,
+        _: &Claim,
+        _: FencingToken,
+        _: ClaimId,
+    ) -> Result<(), Failure> {
         Ok(())
     }
 

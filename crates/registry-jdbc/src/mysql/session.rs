@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use registry_core::{
-    Attempt, BackendError, Busy, Capabilities, Claim, FencingToken, Finding, GuaranteeClass, Key,
-    LockBackend, LossHints, Reach, Release, Renewal,
+    Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, FencingToken, Finding,
+    GuaranteeClass, Key, LockBackend, LossHints, Reach, Release, Renewal,
 };
 use sqlx::mysql::MySqlRow;
 use sqlx::{Connection, MySqlConnection, Row, query};
@@ -19,7 +19,7 @@ use super::error::{self, Fate};
 use super::link::Link;
 use super::sql;
 use super::statement::Statements;
-use crate::server::{Errand, Failure, RowId, Session, Wire};
+use crate::server::{Errand, Failure, Session, Taken, Terms, Wire};
 
 /// Locks on a MariaDB or MySQL server that end with the connection of the one who holds them, not with a lease.
 ///
@@ -107,7 +107,7 @@ impl LockBackend for MySqlSessionBackend {
 
     /// Looks, less often as the wait grows old: nobody is told of anything.
     async fn wait(&self, claim: &Claim, _busy: &Busy) {
-        let name = name_of(self.rows.statements.row(claim.key()));
+        let name = self.rows.statements.row(claim.key()).hex();
         let began = Instant::now();
         loop {
             let pause = (began.elapsed() / PART_OF_WAIT).clamp(PAUSE_MIN, PAUSE_MAX);
@@ -182,7 +182,7 @@ impl MySqlWire {
     }
 
     fn row_name(&self, key: &Key) -> String {
-        name_of(self.statements.row(key))
+        self.statements.row(key).hex()
     }
 
     async fn ask(
@@ -198,23 +198,46 @@ impl MySqlWire {
         self.column(&row, 1)
     }
 
-    /// Notes a larger token, unless somebody holds the key by a lease.
-    async fn note_token(
+    /// With the lock in hand. `None` if somebody holds the key by a lease.
+    async fn grant(
         &self,
         connected: &mut Connected,
         claim: &Claim,
-    ) -> Result<Option<FencingToken>, Failure> {
-        // A grant that is over at once: for those who want a lease the row is free, and its token counts.
-        let lease_free = claim.clone().with_lease(Duration::ZERO);
-        let grant = self.statements.acquire(&lease_free).execute(&mut connected.connection);
-        let done = grant.await.map_err(|error| self.sort(error))?;
-        let token = i64::try_from(done.last_insert_id()).unwrap_or(-1);
+        terms: &Terms,
+        seen: Option<i64>,
+    ) -> Result<Option<Taken>, Failure> {
+        if let Some(taken) = seen.and_then(|now| terms.unwritten(now)) {
+            return Ok(Some(taken));
+        }
+        let goes_on = seen.is_some();
+        let grant = self.statements.session_note(claim, terms.block(goes_on));
+        let done = grant.execute(&mut connected.connection).await;
+        let token = done.map_err(|error| self.sort(error))?.last_insert_id();
         if token == 0 {
             // Nothing was noted: somebody holds a lease, or the server does not mean to be written to.
             return self.look(connected).await.map(|()| None);
         }
-        let says = || error::damaged(self.link.place(), "a row's token is negative");
-        FencingToken::try_from(token).map(Some).map_err(|_| Failure::Broken(says()))
+        let token = i64::try_from(token).ok();
+        let taken = token.and_then(|token| terms.written(claim, token, goes_on)).map(Some);
+        let says = || error::damaged(self.link.place(), "a row's token is none");
+        taken.ok_or_else(|| Failure::Broken(says()))
+    }
+
+    /// Takes the lock. What time it is, if a claim of the session is still noted in the row.
+    async fn take_and_look(
+        &self,
+        connected: &mut Connected,
+        key: &Key,
+        noted: ClaimId,
+    ) -> Result<(bool, Option<i64>), Failure> {
+        let look = self.statements.session_look(key, noted);
+        let rows = look.fetch_all(&mut connected.connection).await;
+        let rows = rows.map_err(|error| self.sort(error))?;
+        let says = || error::damaged(self.link.place(), "nothing was answered");
+        let first = rows.first().ok_or_else(|| Failure::Broken(says()))?;
+        connected.is_the_same(self, first)?;
+        let got = self.column::<Option<i64>>(first, 1)? == Some(1);
+        Ok((got, rows.get(1).map(|row| self.column(row, 0)).transpose()?))
     }
 }
 
@@ -237,16 +260,26 @@ impl Wire for MySqlWire {
         &self,
         connected: &mut Connected,
         claim: &Claim,
-    ) -> Result<Option<FencingToken>, Failure> {
+        terms: &Terms,
+    ) -> Result<Option<Taken>, Failure> {
         const TAKE: &str = "SELECT CONNECTION_ID(), CAST(GET_LOCK(?, 0) AS SIGNED)";
-        let got = self.ask(connected, TAKE, Some(self.row_name(claim.key()))).await?;
-        if got != Some(1) {
-            return Ok(None);
-        }
-        match self.note_token(connected, claim).await {
-            Ok(Some(token)) => Ok(Some(token)),
+        let seen = match &terms.last {
+            None => {
+                let got = self.ask(connected, TAKE, Some(self.row_name(claim.key()))).await?;
+                Ok((got == Some(1), None))
+            }
+            Some(last) => self.take_and_look(connected, claim.key(), last.claim).await,
+        };
+        let taken = match seen {
+            Ok((false, _)) => return Ok(None),
+            Ok((true, seen)) => self.grant(connected, claim, terms, seen).await,
+            Err(failure) => Err(failure),
+        };
+        match taken {
+            Ok(Some(taken)) => Ok(Some(taken)),
             Ok(None) => self.give_back(connected, claim.key()).await.map(|()| None),
             Err(Failure::Answered(error)) => {
+                // The lock is the session's even if what followed failed.
                 self.give_back(connected, claim.key()).await?;
                 Err(Failure::Answered(error))
             }
@@ -271,7 +304,13 @@ impl Wire for MySqlWire {
         connected: &mut Connected,
         claim: &Claim,
         token: FencingToken,
+        noted: ClaimId,
     ) -> Result<(), Failure> {
+        if noted != claim.id() {
+            let mark = self.statements.session_mark(claim, token, noted);
+            let marked = mark.execute(&mut connected.connection).await;
+            marked.map_err(|error| self.sort(error))?;
+        }
         let keep = self.statements.session_keep(claim, token).execute(&mut connected.connection);
         keep.await.map(drop).map_err(|error| self.sort(error))
     }
@@ -306,15 +345,6 @@ pub(super) async fn connect(
     Ok(connection)
 }
 
-/// What the server's lock is called.
-fn name_of(row: RowId) -> String {
-    use std::fmt::Write as _;
-    row.bytes().iter().fold(String::with_capacity(64), |mut name, byte| {
-        let _ = write!(name, "{byte:02x}");
-        name
-    })
-}
-
 /// Which session it is, and whether the server still means to be written to.
 const LOOK: &str =
     "SELECT CONNECTION_ID(), CAST(CAST(@@global.read_only AS CHAR) IN ('0', 'OFF') AS SIGNED)";
@@ -331,10 +361,11 @@ const PAUSE_MAX: Duration = Duration::from_millis(250);
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::server::RowId;
 
     #[test]
     fn locks_have_the_names_that_other_programs_take() {
-        let name = |namespace, key| name_of(RowId::of(namespace, &Key::new(key).unwrap()));
+        let name = |namespace, key| RowId::of(namespace, &Key::new(key).unwrap()).hex();
         assert_eq!(
             name("default", "orders/42"),
             "03c4a6d03c53a5b0798ba12d99188f66cdd4889a81a1eee70b87671214fd83ff"

@@ -1,4 +1,6 @@
-//! Every statement of the store. Each is a transaction of its own and one round trip, so nothing that is dropped half-way can leave one open.
+//! Every statement of the store. Of a claim that has no lease, because it ends with a connection, `until` is zero, wherever the clock is put.
+//!
+//! Each is a transaction of its own and one round trip, so nothing that is dropped half-way can leave one open.
 //!
 //! A row is held when it has a claim and `until` lies ahead. All times are the server's, as of the moment when it began the statement: that is what
 //! it also tells its replicas, and what `UTC_TIMESTAMP` gives wherever it stands in a statement, whatever the session's time zone. While the statement waits for a row this
@@ -15,6 +17,8 @@
 use std::sync::{Arc, LazyLock};
 
 use sqlx::{AssertSqlSafe, SqlSafeStr as _, SqlStr};
+
+use crate::mutant::{self, Mutant, Slip, slipped};
 
 /// The version of the tables that this program reads and writes.
 pub(super) const VERSION: i32 = 1;
@@ -56,7 +60,10 @@ pub(super) struct Texts {
     pub(super) make_row: Text,
     pub(super) lock_row: Text,
     pub(super) raise_token: Text,
+    pub(super) session_note: Text,
+    pub(super) session_look: Text,
     pub(super) session_keep: Text,
+    pub(super) session_mark: Text,
     pub(super) fence_held: Text,
     pub(super) row_note: Text,
     pub(super) row_lock: Text,
@@ -70,6 +77,7 @@ impl Texts {
     /// The tables are in this database, and their names begin with `prefix`.
     pub(super) fn new(database: &str, prefix: &str) -> Self {
         let database = quoted(database);
+        let now = mutant::clock(NOW);
         let text = |template: &str, items: usize| {
             let text = template
                 .replace("{free}", FREE)
@@ -77,7 +85,7 @@ impl Texts {
                 .replace("{locks}", &format!("{database}.{prefix}_locks"))
                 .replace("{meta}", &format!("{database}.{prefix}_meta"))
                 .replace("{writable}", WRITABLE)
-                .replace("{now}", NOW);
+                .replace("{now}", &now);
             Text::new(&text)
         };
         let one = |template| text(template, 1);
@@ -85,20 +93,23 @@ impl Texts {
         Self {
             meta: one(META),
             meta_now: one(&format!("{META} LOCK IN SHARE MODE")),
-            acquire: one(&ACQUIRE),
+            acquire: one(&slipped(&ACQUIRE, &[TOKEN_STANDS_STILL]).replace("{end}", "{now} + ?")),
             look: one(LOOK),
             list: one(LIST),
-            renew: sized(RENEW),
-            lasting: sized(LASTING),
+            renew: sized(&slipped(RENEW, &[RENEWAL_REVIVES])),
+            lasting: sized(&slipped(LASTING, &[RENEWAL_REVIVES])),
             held: sized(HELD),
-            release: one(RELEASE),
+            release: one(&slipped(RELEASE, &[RELEASE_WITHOUT_OWNER])),
             force_release: one(FORCE_RELEASE),
-            fence: one(FENCE),
+            fence: one(&slipped(FENCE, &[FENCE_WITHOUT_LOCK])),
             is_free: one(IS_FREE),
             make_row: one(MAKE_ROW),
             lock_row: one(LOCK_ROW),
             raise_token: one(RAISE_TOKEN),
+            session_note: one(&ACQUIRE.replace("{end}", "0")),
+            session_look: one(&slipped(SESSION_LOOK, &[SESSION_TRUSTS_ITS_MEMORY])),
             session_keep: one(SESSION_KEEP),
+            session_mark: one(SESSION_MARK),
             fence_held: one(FENCE_HELD),
             row_note: one(ROW_NOTE),
             row_lock: one(ROW_LOCK),
@@ -117,6 +128,20 @@ impl Texts {
     }
 }
 
+const RELEASE_WITHOUT_OWNER: Slip =
+    Slip::new(Mutant::ReleaseWithoutOwner, "claim = ?", "claim <> ?");
+const RENEWAL_REVIVES: Slip =
+    Slip::new(Mutant::RenewalRevives, "until > {now}", "until IS NOT NULL");
+// The clock would make up for it.
+const TOKEN_STANDS_STILL: Slip = Slip::new(
+    Mutant::TokenStandsStill,
+    "GREATEST(VALUES(token), {locks}.token + {locks}.block)",
+    "GREATEST(0, {locks}.token)",
+);
+const FENCE_WITHOUT_LOCK: Slip = Slip::new(Mutant::FenceWithoutLock, "FOR UPDATE", "");
+const SESSION_TRUSTS_ITS_MEMORY: Slip =
+    Slip::new(Mutant::SessionTrustsItsMemory, "AND claim = x'{claim}'", "");
+
 /// One statement. Its parameters have no numbers: a value that is needed twice is given twice.
 #[derive(Debug, Clone)]
 pub(super) struct Text(Arc<str>);
@@ -124,6 +149,10 @@ pub(super) struct Text(Arc<str>);
 impl Text {
     pub(super) fn new(text: &str) -> Self {
         Self(text.into())
+    }
+
+    pub(super) fn as_str(&self) -> &str {
+        &self.0
     }
 
     /// For the client, which asks for a promise that no value was put into it.
@@ -172,6 +201,8 @@ const META: &str = "SELECT version, store, {writable} FROM {meta} WHERE id = 1";
 /// The new token is above those of this row as it was seen and as it is, and above those of all purged rows: in a snapshot, a row is there or
 /// the floor covers it.
 ///
+/// Without a lease, and its end, it is what a session notes.
+///
 /// id, namespace, key, claim, block, label, lease, id
 static ACQUIRE: LazyLock<String> = LazyLock::new(|| {
     let kept =
@@ -180,7 +211,7 @@ static ACQUIRE: LazyLock<String> = LazyLock::new(|| {
         "INSERT INTO {{locks}} (id, namespace, lock_key, claim, token, block, label, since, until) \
          SELECT ?, ?, ?, ?, \
              LAST_INSERT_ID(GREATEST({{now}}, meta.floor + 1, COALESCE(seen.token + seen.block, 0))), \
-             ?, ?, {{now}}, {{now}} + ? \
+             ?, ?, {{now}}, {{end}} \
          FROM {{meta}} AS meta LEFT JOIN {{locks}} AS seen ON seen.id = ? \
          WHERE meta.id = 1 AND (seen.claim IS NULL OR seen.until <= {{now}}) AND {{writable}} \
          ON DUPLICATE KEY UPDATE \
@@ -290,13 +321,31 @@ const LOCK_ROW: &str = "\
 const RAISE_TOKEN: &str = "\
     UPDATE {locks} SET claim = NULL, token = ?, block = 1, label = NULL, since = {now}, until = {now} WHERE id = ?";
 
+/// Takes a named lock for the session, and looks whether a claim of this session is still noted in the row, and what time it is, if the server means to
+/// be written to. Changes nothing.
+///
+/// Two statements in one packet: the second one sees what was committed until it begins, and so all that was done by those who had the lock before. Who reads the row
+/// in the statement that takes the lock may have read it before.
+///
+/// For plain text: {name}, {id} and {claim} are hexadecimal digits.
+const SESSION_LOOK: &str = "\
+    SELECT CONNECTION_ID(), CAST(GET_LOCK('{name}', 0) AS SIGNED); \
+    SELECT {now} FROM {locks} WHERE id = x'{id}' AND claim = x'{claim}' AND {writable}";
+
+/// Notes a claim whose token was reserved by an earlier claim of the session that has the lock.
+///
+/// claim, token, block, id, noted, token, token
+const SESSION_MARK: &str = "\
+    UPDATE {locks} SET claim = ?, token = ?, block = ? \
+    WHERE id = ? AND claim = ? AND token <= ? AND ? < token + block";
+
 /// Has the row there with what was noted in it by the session that has the lock: rows without a lease are purged after a while. One that is there
 /// is left as it is, and waits for nobody who has locked it for a fence.
 ///
 /// id, namespace, key, claim, token, block
 const SESSION_KEEP: &str = "\
     INSERT IGNORE INTO {locks} (id, namespace, lock_key, claim, token, block, label, since, until) \
-    SELECT ?, ?, ?, ?, ?, ?, NULL, {now}, {now} FROM DUAL";
+    SELECT ?, ?, ?, ?, ?, ?, NULL, {now}, 0 FROM DUAL";
 
 /// Like [`FENCE`], for a lock that ends with a connection: whoever comes next changes the row first, whatever became of the connection. Shared,
 /// with that connection perhaps.
@@ -316,7 +365,7 @@ const ROW_NOTE: &str = "\
         LIMIT 1 FOR UPDATE SKIP LOCKED) AS found \
     STRAIGHT_JOIN {locks} AS l FORCE INDEX (PRIMARY) ON l.id = found.id \
     SET l.token = LAST_INSERT_ID(GREATEST({now}, l.token + l.block)), l.claim = ?, l.block = ?, l.label = ?, \
-        l.since = {now}, l.until = {now}";
+        l.since = {now}, l.until = 0";
 
 /// Locks the row for a transaction, if the claim is noted in it.
 ///
@@ -338,7 +387,7 @@ const ROW_SEEN: &str = "\
 /// place, rows, microseconds that a row must have been dead for
 const PIECE: &str = "\
     SELECT piece.id, piece.token + piece.block - 1 \
-    FROM (SELECT id, token, block, until FROM {locks} WHERE id >= ? ORDER BY id LIMIT ?) AS piece \
+    FROM (SELECT id, token, block, GREATEST(since, until) AS until FROM {locks} WHERE id >= ? ORDER BY id LIMIT ?) AS piece \
     WHERE piece.until <= {now} - ?";
 
 /// Remembers the largest token of rows that will be deleted. Before they are: in between, a token is covered twice.
@@ -351,4 +400,4 @@ const RAISE_FLOOR: &str = "UPDATE {meta} SET floor = ? WHERE id = 1 AND floor < 
 /// ids, microseconds that a row must have been dead for, token
 const PURGE: &str = "\
     DELETE l FROM {locks} AS l FORCE INDEX (PRIMARY) \
-    WHERE l.id IN ({items}) AND l.until <= {now} - ? AND l.token + l.block - 1 <= ?";
+    WHERE l.id IN ({items}) AND GREATEST(l.since, l.until) <= {now} - ? AND l.token + l.block - 1 <= ?";

@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use registry_core::{Claim, FencingToken, Key};
+use registry_core::{Claim, ClaimId, FencingToken, Key};
 use sqlx::mysql::MySqlArguments;
 use sqlx::query::Query;
-use sqlx::{Encode, MySql, Type, query};
+use sqlx::{AssertSqlSafe, Encode, MySql, RawSql, Type, query, raw_sql};
 
 use super::sql::{self, Text, Texts};
 use crate::server::RowId;
@@ -34,16 +34,23 @@ impl Statements {
     }
 
     pub(super) fn acquire(&self, claim: &Claim) -> Statement {
-        let id = id_bytes(self.row(claim.key()));
-        query(self.texts.acquire.safe())
-            .bind(id.clone())
+        let statement = self.granting(&self.texts.acquire, claim, i64::from(claim.token_block()));
+        statement.bind(micros(claim.lease())).bind(id_bytes(self.row(claim.key())))
+    }
+
+    /// A grant of no time and of so many tokens: for those who want a lease the row is free, and its tokens count.
+    pub(super) fn session_note(&self, claim: &Claim, block: i64) -> Statement {
+        let statement = self.granting(&self.texts.session_note, claim, block);
+        statement.bind(id_bytes(self.row(claim.key())))
+    }
+
+    fn granting(&self, text: &Text, claim: &Claim, block: i64) -> Statement {
+        self.of_key(text, claim.key())
             .bind(self.namespace.clone().into_bytes())
             .bind(claim.key().as_str().as_bytes().to_vec())
             .bind(claim_bytes(claim))
-            .bind(i64::from(claim.token_block()))
+            .bind(block)
             .bind(claim.label().map(|label| label.as_bytes().to_vec()))
-            .bind(micros(claim.lease()))
-            .bind(id)
     }
 
     pub(super) fn look(&self, key: &Key) -> Statement {
@@ -80,6 +87,30 @@ impl Statements {
             .bind(claim_bytes(claim))
             .bind(i64::from(token))
             .bind(i64::from(claim.token_block()))
+    }
+
+    /// As text. The name is the row's id.
+    pub(super) fn session_look(&self, key: &Key, noted: ClaimId) -> RawSql {
+        let id = self.row(key).hex();
+        let text = self.texts.session_look.as_str().replace("{name}", &id).replace("{id}", &id);
+        raw_sql(AssertSqlSafe(text.replace("{claim}", &noted.to_string())))
+    }
+
+    pub(super) fn session_mark(
+        &self,
+        claim: &Claim,
+        token: FencingToken,
+        noted: ClaimId,
+    ) -> Statement {
+        let token = i64::from(token);
+        query(self.texts.session_mark.safe())
+            .bind(claim_bytes(claim))
+            .bind(token)
+            .bind(i64::from(claim.token_block()))
+            .bind(id_bytes(self.row(claim.key())))
+            .bind(noted.to_bytes().to_vec())
+            .bind(token)
+            .bind(token)
     }
 
     pub(super) fn row_note(&self, claim: &Claim) -> Statement {

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use registry_core::{
-    Attempt, BackendError, Busy, Capabilities, Claim, FencingToken, Finding, GuaranteeClass, Key,
-    LockBackend, LossHints, Reach, Release, Renewal,
+    Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, FencingToken, Finding,
+    GuaranteeClass, Key, LockBackend, LossHints, Reach, Release, Renewal,
 };
 use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{AssertSqlSafe, Executor as _, raw_sql};
@@ -17,7 +17,7 @@ use super::config::{PostgresConfig, unusable};
 use super::error::{self, damaged, explain, row_is_locked};
 use super::session::PostgresSessionBackend;
 use super::statement::{Statement, Value};
-use crate::server::{Failure, Place, Places, RowId, Sessions, Wire};
+use crate::server::{Failure, Place, Places, RowId, Sessions, Taken, Terms, Wire};
 
 /// Locks in a PostgreSQL database that are rows, each locked by a transaction of its own until it is let go: the pessimistic lock of old.
 ///
@@ -255,14 +255,16 @@ impl Wire for RowWire {
         &self,
         connected: &mut Connected,
         claim: &Claim,
-    ) -> Result<Option<FencingToken>, Failure> {
+        terms: &Terms,
+    ) -> Result<Option<Taken>, Failure> {
         // Between a look at the row and the look at who has it somebody may let it go.
         const TRIES_MAX: u32 = 3;
         for _ in 0..TRIES_MAX {
             match self.note(connected, claim).await {
                 Ok(Noted::Token(token)) => {
                     let locked = self.lock(connected, claim).await?;
-                    return Ok(locked.then_some(token));
+                    let taken = terms.written(claim, i64::from(token), false);
+                    return Ok(taken.filter(|_| locked));
                 }
                 Ok(Noted::Leased) => return Ok(None),
                 Ok(Noted::Locked) => {
@@ -302,7 +304,13 @@ impl Wire for RowWire {
     }
 
     // A row that is locked is not purged.
-    async fn keep(&self, _: &mut Connected, _: &Claim, _: FencingToken) -> Result<(), Failure> {
+    async fn keep(
+        &self,
+        _: &mut Connected,
+        _: &Claim,
+        _: FencingToken,
+        _: ClaimId,
+    ) -> Result<(), Failure> {
         Ok(())
     }
 

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use registry_core::{
-    Attempt, BackendError, Busy, Capabilities, Claim, FencingToken, Finding, GuaranteeClass, Key,
-    LockBackend, LossHints, Reach, Release, Renewal,
+    Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, FencingToken, Finding,
+    GuaranteeClass, Key, LockBackend, LossHints, Reach, Release, Renewal,
 };
 use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{AssertSqlSafe, Connection, Executor as _, raw_sql};
@@ -17,7 +17,7 @@ use super::config::{PostgresConfig, unusable};
 use super::error::{self, damaged, explain};
 use super::link;
 use super::statement::{Statement, Value};
-use crate::server::{Failure, RowId, Session, Wire};
+use crate::server::{Failure, RowId, Session, Taken, Terms, Wire};
 
 /// Locks in a PostgreSQL database that end with the connection of the one who holds them, not with a lease.
 ///
@@ -206,6 +206,87 @@ impl PostgresWire {
     fn row_id(&self, key: &Key) -> RowId {
         RowId::of(&self.config.namespace, key)
     }
+
+    async fn try_to_take(
+        &self,
+        connected: &mut Connected,
+        claim: &Claim,
+        terms: &Terms,
+    ) -> Result<Got, Failure> {
+        let Some(last) = &terms.last else {
+            return self.note(connected, claim, terms, How::Take).await;
+        };
+        let id = self.row_id(claim.key());
+        let values = [Value::Number(id.number()), bytes(id.bytes()), bytes(&last.claim.to_bytes())];
+        let look = Statement::new(&self.rows.texts.session_look, values).plain();
+        let rows = connected.connection.fetch_all(raw_sql(AssertSqlSafe(look))).await;
+        let rows = rows.map_err(sort)?;
+        connected.is_the_same(&rows)?;
+        if !column::<bool>(&rows[0], 1).map_err(Failure::Broken)? {
+            return Ok(Got::Nothing);
+        }
+        let Some(row) = rows.get(1) else {
+            return self.note(connected, claim, terms, How::Keep).await;
+        };
+        match terms.unwritten(column(row, 0).map_err(Failure::Broken)?) {
+            Some(taken) => Ok(Got::Grant(taken)),
+            None => self.note(connected, claim, terms, How::GoOn).await,
+        }
+    }
+
+    /// Notes the claim and a larger token in the row, unless somebody holds it by a lease.
+    async fn note(
+        &self,
+        connected: &mut Connected,
+        claim: &Claim,
+        terms: &Terms,
+        how: How,
+    ) -> Result<Got, Failure> {
+        let id = self.row_id(claim.key());
+        let goes_on = how == How::GoOn;
+        let texts = &self.rows.texts;
+        let text = if how == How::Take { &texts.session_take } else { &texts.session_note };
+        let statement = Statement::new(
+            text,
+            [
+                bytes(id.bytes()),
+                bytes(self.config.namespace.as_bytes()),
+                bytes(claim.key().as_str().as_bytes()),
+                claim_id(claim),
+                Value::Number(terms.block(goes_on)),
+                Value::MaybeBytes(claim.label().map(|label| label.as_bytes().to_vec())),
+                Value::Number(id.number()),
+                Value::Word(format!("{}ms", ROW_WAIT.as_millis())),
+            ],
+        );
+        let rows = self.send(connected, &statement).await?;
+        if !column::<bool>(&rows[0], 1).map_err(Failure::Broken)? {
+            return Ok(Got::Nothing);
+        }
+        let token = column::<Option<i64>>(&rows[0], 2).map_err(Failure::Broken)?;
+        let Some(token) = token else { return Ok(Got::OnlyTheLock) };
+        let taken = terms.written(claim, token, goes_on).map(Got::Grant);
+        taken.ok_or_else(|| Failure::Broken(damaged("a row's token is none")))
+    }
+}
+
+/// How a lock comes to its session.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum How {
+    Take,
+    /// The session has it already. Who had it before is not known.
+    Keep,
+    /// It has it already, and nobody else had it since it last had.
+    GoOn,
+}
+
+/// What came of an attempt.
+enum Got {
+    Grant(Taken),
+    /// Somebody else has the lock.
+    Nothing,
+    /// The lock is the session's, but somebody holds the key by a lease.
+    OnlyTheLock,
 }
 
 impl Wire for PostgresWire {
@@ -218,10 +299,11 @@ impl Wire for PostgresWire {
             let seconds = PostgresSessionBackend::SILENCE.as_secs();
             let patience = self.config.busy_timeout.as_millis().max(1);
             let text = format!(
-                "SET lock_timeout = {patience}; SET idle_session_timeout = '{seconds}s'; SET tcp_user_timeout = '{seconds}s'; SET tcp_keepalives_idle = {}; \
-                 SET tcp_keepalives_interval = {}; SET tcp_keepalives_count = 3; {LOOK}",
+                "SET default_transaction_isolation = 'read committed'; SET lock_timeout = {patience}; SET idle_session_timeout = '{seconds}s'; SET tcp_user_timeout = '{seconds}s'; SET tcp_keepalives_idle = {}; \
+                 SET tcp_keepalives_interval = {}; SET tcp_keepalives_count = 3; {}; {LOOK}",
                 seconds / 2,
-                seconds / 6
+                seconds / 6,
+                self.rows.texts.session_prepare.as_str(),
             );
             let rows = connected.connection.fetch_all(raw_sql(AssertSqlSafe(text))).await;
             connected.is_the_same(&rows.map_err(sort)?)
@@ -237,47 +319,20 @@ impl Wire for PostgresWire {
         &self,
         connected: &mut Connected,
         claim: &Claim,
-    ) -> Result<Option<FencingToken>, Failure> {
-        let id = self.row_id(claim.key());
-        let statement = Statement::new(
-            &self.rows.texts.session_take,
-            [
-                bytes(id.bytes()),
-                bytes(self.config.namespace.as_bytes()),
-                bytes(claim.key().as_str().as_bytes()),
-                claim_id(claim),
-                Value::Number(i64::from(claim.token_block())),
-                Value::MaybeBytes(claim.label().map(|label| label.as_bytes().to_vec())),
-                Value::Number(id.number()),
-                Value::Word(format!("{}ms", ROW_WAIT.as_millis())),
-            ],
-        );
-        let answer = self.send(connected, &statement).await;
-        if let Ok(rows) = &answer
-            && let Some(row) = rows.first()
-            && !column::<bool>(row, 1).map_err(Failure::Broken)?
-        {
-            return Ok(None);
-        }
-        let token = match answer {
-            Ok(rows) => match rows.first() {
-                Some(row) => column::<Option<i64>>(row, 2).map_err(Failure::Broken)?,
-                None => return Err(Failure::Broken(damaged("nothing was answered"))),
-            },
+        terms: &Terms,
+    ) -> Result<Option<Taken>, Failure> {
+        let taken = self.try_to_take(connected, claim, terms).await;
+        match taken {
+            Ok(Got::Grant(taken)) => Ok(Some(taken)),
+            Ok(Got::Nothing) => Ok(None),
+            Ok(Got::OnlyTheLock) => self.give_back(connected, claim.key()).await.map(|()| None),
             Err(Failure::Answered(error)) => {
                 // The lock is the session's even if the statement that took it failed.
                 self.give_back(connected, claim.key()).await?;
-                return Err(Failure::Answered(error));
+                Err(Failure::Answered(error))
             }
-            Err(broken) => return Err(broken),
-        };
-        let Some(token) = token else {
-            // Somebody holds it by a lease.
-            self.give_back(connected, claim.key()).await?;
-            return Ok(None);
-        };
-        let token = FencingToken::try_from(token);
-        token.map(Some).map_err(|_| Failure::Broken(damaged("a row's token is negative")))
+            Err(broken) => Err(broken),
+        }
     }
 
     async fn give_back(&self, connected: &mut Connected, key: &Key) -> Result<(), Failure> {
@@ -297,6 +352,7 @@ impl Wire for PostgresWire {
         connected: &mut Connected,
         claim: &Claim,
         token: FencingToken,
+        noted: ClaimId,
     ) -> Result<(), Failure> {
         let statement = Statement::new(
             &self.rows.texts.session_keep,
@@ -308,6 +364,7 @@ impl Wire for PostgresWire {
                 Value::Number(i64::from(token)),
                 Value::Number(i64::from(claim.token_block())),
                 Value::Word(format!("{}ms", ROW_WAIT.as_millis())),
+                bytes(&noted.to_bytes()),
             ],
         );
         self.send(connected, &statement).await.map(drop)

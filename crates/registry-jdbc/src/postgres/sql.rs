@@ -1,6 +1,7 @@
 //! Every statement of the store. Each is a transaction of its own and one round trip, so nothing that is dropped half-way can leave one open.
 //!
-//! A row is held when it has a claim and `until` lies ahead. All times are the server's, from `clock_timestamp()`: `now()` stands still in a
+//! A row is held when it has a claim and `until` lies ahead. Of a claim that has no lease, because it ends with a connection, `until` is zero, wherever the
+//! clock is put. All times are the server's, from `clock_timestamp()`: `now()` stands still in a
 //! transaction, and so while a statement waits for a row.
 //!
 //! Nothing may be left to the session: behind a pooler every statement may meet another one. What a statement needs it sets for itself,
@@ -14,6 +15,7 @@ use std::sync::Arc;
 use sqlx::{AssertSqlSafe, SqlStr};
 
 use super::config::TableNames;
+use crate::mutant::{self, Mutant, Slip, slipped};
 
 /// The version of the tables that this program reads and writes.
 pub(super) const VERSION: i32 = 1;
@@ -34,6 +36,9 @@ pub(super) struct Texts {
     pub(super) fence: Text,
     pub(super) lock_in: Text,
     pub(super) session_take: Text,
+    pub(super) session_prepare: Text,
+    pub(super) session_look: Text,
+    pub(super) session_note: Text,
     pub(super) session_give_back: Text,
     pub(super) session_keep: Text,
     pub(super) lock_in_session: Text,
@@ -47,29 +52,35 @@ pub(super) struct Texts {
 
 impl Texts {
     pub(super) fn new(tables: &TableNames) -> Self {
+        let now = mutant::clock(NOW);
         let text = |template: &str| {
             let text = template
                 .replace("{locks}", &tables.locks())
                 .replace("{meta}", &tables.meta())
-                .replace("{now}", NOW);
+                .replace("{now}", &now);
             Text::new(&text)
         };
         Self {
             meta: text(META),
-            acquire: text(ACQUIRE),
+            acquire: text(&slipped(ACQUIRE, &[TOKEN_STANDS_STILL])),
             look: text(LOOK),
             list: text(LIST),
-            renew: text(RENEW),
-            release: text(RELEASE),
+            renew: text(&slipped(RENEW, &[RENEWAL_REVIVES])),
+            release: text(&slipped(RELEASE, &[RELEASE_WITHOUT_OWNER])),
             force_release: text(FORCE_RELEASE),
-            fence: text(FENCE),
+            fence: text(&slipped(FENCE, &[FENCE_WITHOUT_LOCK])),
             lock_in: text(&lock_in("", "meta WHERE NOT EXISTS (SELECT FROM held)", "false")),
             lock_in_session: text(&lock_in(
                 LOCK_IN_SESSION,
                 "tried WHERE got",
                 "NOT (SELECT got FROM tried)",
             )),
-            session_take: text(SESSION_TAKE),
+            session_take: text(
+                &SESSION_TAKE.replace("{taken}", "pg_try_advisory_lock($7::bigint)"),
+            ),
+            session_prepare: text(&slipped(&session_prepare(), &[SESSION_TRUSTS_ITS_MEMORY])),
+            session_look: text(SESSION_LOOK),
+            session_note: text(&SESSION_TAKE.replace("{taken}", "$7::bigint IS NOT NULL")),
             session_give_back: text(SESSION_GIVE_BACK),
             session_keep: text(SESSION_KEEP),
             fence_held: text(FENCE_HELD),
@@ -81,6 +92,20 @@ impl Texts {
         }
     }
 }
+
+const RELEASE_WITHOUT_OWNER: Slip =
+    Slip::new(Mutant::ReleaseWithoutOwner, "claim = $2::bytea", "$2::bytea IS NOT NULL");
+const RENEWAL_REVIVES: Slip =
+    Slip::new(Mutant::RenewalRevives, "l.until > {now}", "l.until IS NOT NULL");
+// The clock would make up for it.
+const TOKEN_STANDS_STILL: Slip = Slip::new(
+    Mutant::TokenStandsStill,
+    "greatest(excluded.token, l.token + l.block)",
+    "greatest(0, l.token)",
+);
+const FENCE_WITHOUT_LOCK: Slip = Slip::new(Mutant::FenceWithoutLock, "FOR KEY SHARE", "");
+const SESSION_TRUSTS_ITS_MEMORY: Slip =
+    Slip::new(Mutant::SessionTrustsItsMemory, "AND claim = $2::bytea", "AND $2::bytea IS NOT NULL");
 
 /// One statement. Its parameters are numbered, and each has its type beside it.
 #[derive(Debug, Clone)]
@@ -249,20 +274,20 @@ const LOCK_IN: &str = "\
         CASE WHEN taken.token IS NOT NULL THEN pg_notify($7::text, encode($8::bytea, 'hex')) IS NULL END, {kept_out} \
     FROM patience CROSS JOIN clock LEFT JOIN meta ON true LEFT JOIN taken ON true LEFT JOIN held ON true";
 
-/// Takes an advisory lock for the session and notes a larger token in the row, which is a free one for those who want a lease. No token is told if
-/// somebody holds a lease: then the lock must be given back, and so it must after an error, which takes back everything else.
+/// Takes an advisory lock for the session, unless it has it, and notes a larger token in the row, which is a free one for those who want a lease. No token is
+/// told if somebody holds a lease: then the lock must be given back, and so it must after an error, which takes back everything else.
 ///
-/// Nothing waits for the disk: a session does not survive a crash, and a token that was lost in one is below the clock.
+/// Nothing waits for the disk, unless the token is ahead of the clock: a session does not survive a crash, and any other token that was lost in one is
+/// below the clock.
 ///
 /// id, namespace, key, claim, block, label, number, lock_timeout
 const SESSION_TAKE: &str = "\
-    WITH ease AS MATERIALIZED ( \
-        SELECT set_config('lock_timeout', $8::text, true), set_config('synchronous_commit', 'off', true)), \
-    tried AS MATERIALIZED (SELECT pg_try_advisory_lock($7::bigint) AS got FROM ease), \
+    WITH ease AS MATERIALIZED (SELECT set_config('lock_timeout', $8::text, true)), \
+    tried AS MATERIALIZED (SELECT {taken} AS got FROM ease), \
     clock AS MATERIALIZED (SELECT {now} AS now FROM tried WHERE got), \
     taken AS ( \
         INSERT INTO {locks} AS l (id, namespace, key, claim, token, block, label, since, until) \
-        SELECT $1::bytea, $2::bytea, $3::bytea, $4::bytea, greatest(now, floor + 1), $5::bigint, $6::bytea, now, now \
+        SELECT $1::bytea, $2::bytea, $3::bytea, $4::bytea, greatest(now, floor + 1), $5::bigint, $6::bytea, now, 0 \
         FROM clock, {meta} AS meta WHERE meta.id = 1 \
         ON CONFLICT (id) DO UPDATE SET \
             id = excluded.id, \
@@ -271,10 +296,38 @@ const SESSION_TAKE: &str = "\
             block = excluded.block, \
             label = excluded.label, \
             since = {now}, \
-            until = {now} \
+            until = 0 \
         WHERE l.claim IS NULL OR l.until <= {now} \
         RETURNING token) \
-    SELECT pg_backend_pid(), tried.got, taken.token FROM tried LEFT JOIN taken ON true";
+    SELECT pg_backend_pid(), tried.got, taken.token, \
+        CASE WHEN taken.token <= {now} THEN set_config('synchronous_commit', 'off', true) END \
+    FROM tried LEFT JOIN taken ON true";
+
+/// Takes an advisory lock for the session. Prepared by [`SESSION_PREPARE`].
+///
+/// number
+const SESSION_TRY: &str = "SELECT pg_backend_pid(), pg_try_advisory_lock($1::bigint)";
+
+/// What time it is, if this claim is still noted in the row.
+///
+/// id, claim
+const SESSION_SEEN: &str = "SELECT {now} FROM {locks} WHERE id = $1::bytea AND claim = $2::bytea";
+
+/// Keeps [`SESSION_TRY`] and [`SESSION_SEEN`] prepared, for [`SESSION_LOOK`].
+fn session_prepare() -> String {
+    format!(
+        "PREPARE lock_registry_try (bigint) AS {SESSION_TRY}; PREPARE lock_registry_seen (bytea, bytea) AS {SESSION_SEEN}"
+    )
+}
+
+/// Takes an advisory lock for the session, and looks whether a claim of this session is still noted in the row, and what time it is. Changes nothing.
+///
+/// Two statements in one message: the second one sees what was committed until it begins (READ COMMITTED, which the session has asked for), and so all that
+/// was done by those who had the lock before. One statement would see the row as it was before it had the lock.
+///
+/// number, id, claim
+const SESSION_LOOK: &str = "\
+    EXECUTE lock_registry_try ($1::bigint); EXECUTE lock_registry_seen ($2::bytea, $3::bytea)";
 
 /// Gives an advisory lock back, and tells those who listen, if there are any; see [`Channel`](super::ears::Channel).
 ///
@@ -286,17 +339,23 @@ const SESSION_GIVE_BACK: &str = "\
         CASE WHEN NOT pg_try_advisory_xact_lock($4::bigint) THEN pg_notify($2::text, encode($3::bytea, 'hex')) IS NULL END \
     FROM freed";
 
-/// Has the row there with what [`SESSION_TAKE`] noted in it, by the session that has the lock: rows without a lease are purged after a while.
+/// Has the row there with this claim noted in it, by the session that has the lock: rows without a lease are purged after a while, and a claim whose token was
+/// reserved by an earlier one of the session is not noted yet.
 ///
-/// id, namespace, key, claim, token, block, lock_timeout
+/// id, namespace, key, claim, token, block, lock_timeout, noted
 const SESSION_KEEP: &str = "\
     WITH ease AS MATERIALIZED ( \
         SELECT set_config('lock_timeout', $7::text, true), set_config('synchronous_commit', 'off', true)), \
     clock AS MATERIALIZED (SELECT {now} AS now FROM ease), \
     kept AS ( \
         INSERT INTO {locks} AS l (id, namespace, key, claim, token, block, label, since, until) \
-        SELECT $1::bytea, $2::bytea, $3::bytea, $4::bytea, $5::bigint, $6::bigint, NULL, now, now FROM clock \
-        ON CONFLICT (id) DO UPDATE SET until = greatest(l.until, {now}) WHERE l.claim = $4::bytea \
+        SELECT $1::bytea, $2::bytea, $3::bytea, $4::bytea, $5::bigint, $6::bigint, NULL, now, 0 FROM clock \
+        ON CONFLICT (id) DO UPDATE SET \
+            claim = excluded.claim, \
+            token = excluded.token, \
+            block = excluded.block, \
+            since = greatest(l.since, {now}) \
+        WHERE l.claim = $8::bytea AND l.token <= excluded.token AND excluded.token < l.token + l.block \
         RETURNING id) \
     SELECT pg_backend_pid(), (SELECT count(*) FROM kept) FROM ease";
 
@@ -311,12 +370,12 @@ const FENCE_HELD: &str = "\
 /// Notes a claim and a larger token in the row, unless somebody holds a lease on it or a transaction has locked it; and tells whether there
 /// is a lease. What is left is a free row, for those who want one.
 ///
-/// Nothing waits for the disk: what follows does not survive a crash, and a token that was lost in one is below the clock.
+/// Nothing waits for the disk, unless the token is ahead of the clock: what follows does not survive a crash, and any other token that was lost in one is
+/// below the clock.
 ///
 /// id, namespace, key, claim, block, label, lock_timeout
 const ROW_NOTE: &str = "\
-    WITH ease AS MATERIALIZED ( \
-        SELECT set_config('lock_timeout', $7::text, true), set_config('synchronous_commit', 'off', true)), \
+    WITH ease AS MATERIALIZED (SELECT set_config('lock_timeout', $7::text, true)), \
     seen AS MATERIALIZED ( \
         SELECT claim IS NOT NULL AND until > {now} AS leased FROM {locks}, ease WHERE id = $1::bytea), \
     found AS MATERIALIZED ( \
@@ -331,17 +390,20 @@ const ROW_NOTE: &str = "\
             block = $5::bigint, \
             label = $6::bytea, \
             since = {now}, \
-            until = {now} \
+            until = 0 \
         FROM found WHERE l.id = found.id \
         RETURNING l.token), \
     made AS ( \
         INSERT INTO {locks} AS l (id, namespace, key, claim, token, block, label, since, until) \
-        SELECT $1::bytea, $2::bytea, $3::bytea, $4::bytea, greatest(now, floor + 1), $5::bigint, $6::bytea, now, now \
+        SELECT $1::bytea, $2::bytea, $3::bytea, $4::bytea, greatest(now, floor + 1), $5::bigint, $6::bytea, now, 0 \
         FROM (SELECT {now} AS now, floor FROM {meta} WHERE id = 1) AS meta, ease \
         WHERE NOT EXISTS (SELECT FROM seen) \
         ON CONFLICT (id) DO NOTHING \
-        RETURNING token) \
-    SELECT coalesce((SELECT token FROM noted), (SELECT token FROM made)), EXISTS (SELECT FROM seen WHERE leased)";
+        RETURNING token), \
+    granted AS (SELECT coalesce((SELECT token FROM noted), (SELECT token FROM made)) AS token) \
+    SELECT token, EXISTS (SELECT FROM seen WHERE leased), \
+        CASE WHEN token <= {now} THEN set_config('synchronous_commit', 'off', true) END \
+    FROM granted";
 
 /// Locks the row for a transaction, if the claim is noted in it, and marks the transaction as one with this lock; for the second of two
 /// statements, of which the first one begins it. Tells which transaction of which process it is, and nothing if nothing was locked.
@@ -381,10 +443,10 @@ const LOCKED_IN: &str = "\
 /// place, rows, microseconds that a row must have been dead for
 const PURGE: &str = "\
     WITH ease AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true)), \
-    piece AS MATERIALIZED (SELECT id, until FROM {locks} WHERE id >= $1::bytea ORDER BY id LIMIT $2::bigint), \
+    piece AS MATERIALIZED (SELECT id, greatest(since, until) AS until FROM {locks} WHERE id >= $1::bytea ORDER BY id LIMIT $2::bigint), \
     dead AS MATERIALIZED ( \
         SELECT l.id FROM {locks} AS l \
-        WHERE l.id IN (SELECT id FROM piece WHERE until <= {now} - $3::bigint) AND l.until <= {now} - $3::bigint \
+        WHERE l.id IN (SELECT id FROM piece WHERE until <= {now} - $3::bigint) AND greatest(l.since, l.until) <= {now} - $3::bigint \
         FOR UPDATE SKIP LOCKED), \
     deleted AS (DELETE FROM {locks} AS l USING dead, ease WHERE l.id = dead.id RETURNING l.id) \
     SELECT count(*) FROM deleted";

@@ -3,6 +3,7 @@
 mod encryption;
 mod pool;
 mod row_id;
+mod runs;
 mod session;
 mod sessions;
 // Locks that look like those of another program.
@@ -13,6 +14,7 @@ pub use encryption::Encryption;
 pub(crate) use pool::Greet;
 pub(crate) use pool::{Errand, Pool, PoolLimits, Refusal, Seat};
 pub(crate) use row_id::RowId;
+pub(crate) use runs::{Taken, Terms};
 pub(crate) use session::{Failure, Session, Wire};
 pub use sessions::RowLocksExhausted;
 pub(crate) use sessions::{Place, Places, Sessions};

@@ -58,6 +58,16 @@ impl RowId {
         &self.0
     }
 
+    /// 64 hexadecimal digits: what a named lock is called.
+    #[cfg(feature = "mysql")]
+    pub(crate) fn hex(self) -> String {
+        use std::fmt::Write as _;
+        self.0.iter().fold(String::with_capacity(64), |mut hex, byte| {
+            let _ = write!(hex, "{byte:02x}");
+            hex
+        })
+    }
+
     /// Enough of it to tell locks apart in messages, where a mistake costs a look.
     #[cfg(feature = "postgres")]
     pub(crate) fn short(self) -> [u8; 16] {

@@ -21,6 +21,8 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until, timeout};
 
 use super::PURGE_AFTER_MIN;
+use super::runs::{Runs, Taken, Terms};
+use crate::mutant::{Mutant, mutated};
 
 /// What a server is asked for.
 pub(crate) trait Wire: Send + Sync + 'static {
@@ -29,12 +31,13 @@ pub(crate) trait Wire: Send + Sync + 'static {
     /// Begins a session.
     fn connect(&self) -> impl Future<Output = Result<Self::Connection, BackendError>> + Send;
 
-    /// Takes the lock if nobody has it. This session does not.
+    /// Takes the lock if nobody has it. This session does not. The row is changed for it, unless the terms allow otherwise.
     fn take(
         &self,
         connection: &mut Self::Connection,
         claim: &Claim,
-    ) -> impl Future<Output = Result<Option<FencingToken>, Failure>> + Send;
+        terms: &Terms,
+    ) -> impl Future<Output = Result<Option<Taken>, Failure>> + Send;
 
     /// Gives the lock back.
     fn give_back(
@@ -49,12 +52,14 @@ pub(crate) trait Wire: Send + Sync + 'static {
         connection: &mut Self::Connection,
     ) -> impl Future<Output = Result<(), Failure>> + Send;
 
-    /// Makes sure that the row of a lock that the session has is there, with what [`take`](Self::take) noted in it, although it may have been purged.
+    /// Makes sure that the row of a lock that the session has is there, with the claim and its token in it, although it may have been purged, or
+    /// have no more in it than what `noted` had reserved.
     fn keep(
         &self,
         connection: &mut Self::Connection,
         claim: &Claim,
         token: FencingToken,
+        noted: ClaimId,
     ) -> impl Future<Output = Result<(), Failure>> + Send;
 
     /// Takes back a connection by which nothing is held, or leaves it with the session.
@@ -180,6 +185,7 @@ impl<W: Wire> Session<W> {
             hints: Arc::clone(&self.hints),
             connection: None,
             held: HashMap::new(),
+            runs: Runs::default(),
             holds: Arc::clone(&self.holds),
             look_at: None,
         };
@@ -240,6 +246,7 @@ struct Desk<W: Wire> {
     connection: Option<W::Connection>,
     /// Nothing is held without a connection.
     held: HashMap<Vec<u8>, Held>,
+    runs: Runs,
     /// Whether there is anything in it, for those outside.
     holds: Arc<AtomicBool>,
     /// When the server is asked whether the session is still there, if anything is held.
@@ -250,6 +257,8 @@ struct Held {
     key: Key,
     claim: ClaimId,
     token: FencingToken,
+    /// The claim that its row names: its own, or an earlier one of this session.
+    noted: ClaimId,
     label: Option<String>,
     since: Instant,
     /// Given back then, unless it is renewed.
@@ -333,20 +342,27 @@ impl<W: Wire> Desk<W> {
                 Attempt::Busy(held.told(left))
             });
         }
-        let taken = match self.ask_to_take(claim).await {
+        let asked_at = Instant::now();
+        let taken = match self.ask_to_take(&name, claim).await {
             // It broke while nothing was held, when nobody looked after it perhaps, and nothing is lost.
             Err(Failure::Broken(_)) if self.held.is_empty() => {
                 self.lose();
-                self.ask_to_take(claim).await
+                self.ask_to_take(&name, claim).await
             }
             taken => taken,
         };
-        let Some(token) = self.sort(taken)? else { return Ok(Attempt::Busy(Busy::new())) };
+        let Some(taken) = self.sort(taken)? else {
+            self.runs.forget(&name);
+            return Ok(Attempt::Busy(Busy::new()));
+        };
+        self.runs.went_on(&name, &taken, asked_at);
         let now = Instant::now();
+        let token = taken.token;
         let held = Held {
             key: claim.key().clone(),
             claim: claim.id(),
             token,
+            noted: taken.note.claim,
             label: claim.label().map(str::to_owned),
             since: now,
             until: now + claim.lease(),
@@ -356,16 +372,18 @@ impl<W: Wire> Desk<W> {
         Ok(Attempt::Granted(Grant::new(Some(token), claim.lease())))
     }
 
-    async fn ask_to_take(&mut self, claim: &Claim) -> Result<Option<FencingToken>, Failure> {
+    async fn ask_to_take(&mut self, name: &[u8], claim: &Claim) -> Result<Option<Taken>, Failure> {
         let limit = self.wire.answer_limit();
         let connection = match &mut self.connection {
             Some(connection) => connection,
             none => {
+                self.runs.clear();
                 let connected = self.wire.connect().await;
                 none.insert(connected.map_err(|error| Failure::Answered(error.as_refused()))?)
             }
         };
-        let taken = timeout(limit, self.wire.take(connection, claim)).await;
+        let terms = self.runs.terms(name, claim, Instant::now());
+        let taken = timeout(limit, self.wire.take(connection, claim, &terms)).await;
         taken.unwrap_or_else(|_| Err(Failure::Broken(self.wire.silent())))
     }
 
@@ -399,17 +417,26 @@ impl<W: Wire> Desk<W> {
     }
 
     async fn keep(&mut self, claim: &Claim) -> Result<bool, BackendError> {
+        let name = self.wire.name(claim.key());
         self.end_overdue().await;
-        let held = self.held.get(&self.wire.name(claim.key()));
+        let held = self.held.get_mut(&name);
         let (Some(held), Some(connection)) = (held, &mut self.connection) else { return Ok(false) };
         if held.claim != claim.id() {
             return Ok(false);
         }
-        if held.since.elapsed() < KEPT_ANYWAY {
+        // The fence keeps the row from being changed, which stops nobody who would not change it.
+        if !mutated(Mutant::SessionForgetsFences) {
+            self.runs.forget(&name);
+        }
+        if held.noted == claim.id() && held.since.elapsed() < KEPT_ANYWAY {
             return Ok(true);
         }
-        let kept = timeout(self.wire.answer_limit(), self.wire.keep(connection, claim, held.token));
-        let kept = kept.await.unwrap_or_else(|_| Err(Failure::Broken(self.wire.silent())));
+        let kept = self.wire.keep(connection, claim, held.token, held.noted);
+        let kept = timeout(self.wire.answer_limit(), kept).await;
+        let kept = kept.unwrap_or_else(|_| Err(Failure::Broken(self.wire.silent())));
+        if kept.is_ok() {
+            held.noted = claim.id();
+        }
         self.sort(kept).map(|()| true)
     }
 
@@ -481,6 +508,7 @@ impl<W: Wire> Desk<W> {
         // Closed before anybody is told: by then the server can know.
         self.connection = None;
         self.look_at = None;
+        self.runs.clear();
         let held = std::mem::take(&mut self.held);
         self.hints.look_at(held.values().map(|held| &held.key));
     }

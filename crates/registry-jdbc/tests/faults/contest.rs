@@ -7,7 +7,7 @@ use std::time::Duration;
 use registry_core::{
     BackendErrorKind, DistributedLock, FencingToken, LockError, LockOptions, LockRegistry, Registry,
 };
-use registry_testkit::history::{History, Recorder, host_clock};
+use registry_testkit::history::{Event, History, Recorder, host_clock};
 use registry_testkit::witness::{Witness, WitnessedGuard};
 use registry_testkit::{error_text, eventually, within};
 use tokio::sync::watch;
@@ -23,7 +23,7 @@ pub(crate) const LEASE: Duration = Duration::from_secs(2);
 const LOOK_EACH: Duration = Duration::from_millis(25);
 /// How many clients there are unless a test says otherwise.
 const CLIENTS: usize = 3;
-const KEYS: [&str; 3] = ["a", "b", "c"];
+pub(crate) const KEYS: [&str; 3] = ["a", "b", "c"];
 /// The key of those who do not let go soon.
 const STEADY: &str = "steady";
 
@@ -122,7 +122,12 @@ impl Contest {
     }
 
     /// Ends the contest when all is well again, and sees to it that nothing is left: everything is given back, and a newcomer gets every key.
-    pub(crate) async fn end(mut self, server: &Server) -> Outcome {
+    pub(crate) async fn end(self, server: &Server) -> Outcome {
+        self.end_with(server, Vec::new()).await
+    }
+
+    /// As [`end`](Self::end), with what clients in other processes have recorded.
+    pub(crate) async fn end_with(mut self, server: &Server, elsewhere: Vec<Event>) -> Outcome {
         self.goes_on().await;
         self.ring.stop.send_replace(true);
         while let Some(ended) = within(LONG, self.workers.join_next()).await {
@@ -147,7 +152,8 @@ impl Contest {
         let wrong = self.ring.wrong.lock().unwrap_or_else(PoisonError::into_inner).clone();
         assert!(wrong.is_empty(), "errors that no outage explains: {wrong:#?}");
         let losses = self.losses();
-        Outcome { history: History::from_events(self.ring.recorder.events()).unwrap(), losses }
+        let events = self.ring.recorder.events().into_iter().chain(elsewhere);
+        Outcome { history: History::from_events(events).unwrap(), losses }
     }
 }
 

@@ -30,9 +30,11 @@ macro_rules! on_both_servers {
 }
 
 mod accounts;
+mod again;
 mod clocks;
 mod contest;
 mod durable;
+mod elsewhere;
 mod modes;
 mod poison;
 mod pool;

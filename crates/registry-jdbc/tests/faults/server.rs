@@ -131,6 +131,23 @@ impl Server {
         }
     }
 
+    /// Ends the connection that has a session's lock of the key `orders/42`.
+    pub(crate) async fn cut_session(&self) {
+        match self {
+            Self::Postgres(server) => {
+                let holder = "SELECT pg_terminate_backend(pid, 5000) FROM pg_locks \
+                    WHERE locktype = 'advisory' AND granted AND mode = 'ExclusiveLock'";
+                assert_eq!(server.sql(holder).await.unwrap(), "t");
+            }
+            Self::MariaDb(server) => {
+                // The SHA-256 of 00 00 00 00 00 00 00 07 "default" "orders/42".
+                let name = "03c4a6d03c53a5b0798ba12d99188f66cdd4889a81a1eee70b87671214fd83ff";
+                let holder = server.sql(&format!("SELECT IS_USED_LOCK('{name}')")).await.unwrap();
+                server.sql(&format!("KILL CONNECTION {holder}")).await.unwrap();
+            }
+        }
+    }
+
     /// How many transactions are open.
     pub(crate) async fn open_transactions(&self) -> String {
         let question = match self {

@@ -79,6 +79,19 @@ impl Outcome {
         overlaps
     }
 
+    /// Clients were killed, each at its moment: what they held then, they hold no more.
+    pub(crate) fn with_deaths(mut self, deaths: &[(u32, u64)]) -> Self {
+        for grant in &mut self.history.grants {
+            let death = deaths.iter().find(|(client, _)| *client == grant.client);
+            if let Some((_, at)) = death
+                && grant.release.is_none()
+            {
+                grant.lost = Some(grant.lost.map_or(*at, |lost| lost.min(*at)));
+            }
+        }
+        self
+    }
+
     /// Forgives answers of "busy" in `windows`: a crash, or a failover, may take a release back. The lock is free when its lease is over.
     pub(crate) fn with_releases_taken_back(mut self, windows: &[(u64, u64)]) -> Self {
         let is_outside =

@@ -58,7 +58,7 @@ async fn whoever_may_only_use_the_tables_needs_no_more() {
         grant(&backend, &claim).await;
         backend.release(&claim).await.unwrap();
         if n % 100 == 0 {
-            let age = "UPDATE lock_registry_locks SET until = until - 3600000000";
+            let age = "UPDATE lock_registry_locks SET since = since - 3600000000, until = until - 3600000000";
             server.sql(age).await.unwrap();
         }
     }

@@ -1,15 +1,19 @@
 //! Three members: one is enough to lose, two are not.
 
+use std::time::Duration;
+
 use futures_util::future::{join_all, try_join_all};
 use registry_core::{LockGuard, LockRegistry as _, LostReason};
 use registry_testkit::contest::LONG;
+use registry_testkit::proxy::{FaultProxy, Mode};
 use registry_testkit::zookeeper::{ZooKeeperEnsemble, ZooKeeperOptions};
 use registry_testkit::{eventually, within};
 use registry_zk::ZkBackend;
 use tokio::time::sleep;
 
 use crate::lab::{
-    LONG_SESSION, SESSION, backend, config, contest, end, operator, over, registry, secs,
+    LONG_SESSION, SESSION, backend, config, contest, contest_by, end, operator, over, registry,
+    secs,
 };
 
 /// How many times each of the members is killed.
@@ -144,13 +148,26 @@ async fn a_leader_without_a_majority_proves_nothing() {
 /// It takes connections, and says nothing.
 #[tokio::test]
 async fn a_silent_member_keeps_nobody_out_and_ends_no_session() {
+    with_a_silent_member(LONG_SESSION * 2).await;
+}
+
+/// What is waited for is a part of what was granted.
+#[tokio::test]
+async fn nor_does_it_where_shorter_sessions_are_granted_than_were_asked_for() {
+    with_a_silent_member(LONG_SESSION * 6).await;
+}
+
+async fn with_a_silent_member(session: Duration) {
     const CLIENTS: usize = 12;
-    let session = LONG_SESSION * 2;
-    let ensemble = ZooKeeperEnsemble::start().await.unwrap();
+    let granted = LONG_SESSION * 2;
+    let limit = format!("maxSessionTimeout={}", granted.as_millis());
+    let options = ZooKeeperOptions::new().settings(&[&limit]);
+    let ensemble = ZooKeeperEnsemble::start_with(3, &options).await.unwrap();
     let (url, members) = (ensemble.url(), ensemble.members());
     let leader = ensemble.leader().await.unwrap();
     let silent = (leader + 1) % 3;
     let clients = join_all((0..CLIENTS).map(|_| backend(&url, session))).await;
+    assert!(clients.iter().all(|client| client.session_timeout() == granted));
     let guards = try_join_all(clients.iter().enumerate().map(async |(number, client)| {
         let registry = over(client);
         let guard = registry.obtain(&format!("k/{number}")).lock().await?;
@@ -178,4 +195,52 @@ async fn a_silent_member_keeps_nobody_out_and_ends_no_session() {
     assert_eq!(now, sessions);
     assert!(guards.iter().all(|(_, guard): &(_, LockGuard)| guard.is_held()));
     members[silent].resume().unwrap();
+}
+
+/// Connections of all clients break and fall silent, to all members, two and three things at a time; so sessions move between members.
+///
+/// Members do not crash meanwhile: after that ZooKeeper 3.8.0 may show nodes on one of them that the others do not have.
+#[tokio::test]
+async fn what_goes_wrong_together_breaks_no_promise() {
+    let seed = fastrand::u64(..);
+    println!("seed {seed}");
+    let mut random = fastrand::Rng::with_seed(seed);
+    let ensemble = ZooKeeperEnsemble::start().await.unwrap();
+    let url = ensemble.url();
+    // Each client has a way of its own to each member.
+    let way =
+        |_| ensemble.members().iter().map(|to| FaultProxy::start(to.addr()).unwrap()).collect();
+    let ways: Vec<Vec<FaultProxy>> = (0..3).map(way).collect();
+    let urls = ways.iter().map(|way| {
+        let addresses: Vec<_> = way.iter().map(|proxy| proxy.addr().to_string()).collect();
+        format!("zk://{}", addresses.join(","))
+    });
+    let contest = contest_by(&urls.collect::<Vec<_>>(), SESSION).await;
+    for _ in 0..10 {
+        for _ in 0..random.u8(1..5) {
+            let mode = match random.u8(..8) {
+                0 => Mode::BlackHole,
+                1 => Mode::HoldReplies,
+                2 => Mode::DropReplies,
+                3 => Mode::ResetAfterRequest,
+                4 => Mode::CutAfter { reply_bytes: random.u64(..600) },
+                5 => Mode::Delay(Duration::from_millis(random.u64(..200))),
+                6 => Mode::Refuse,
+                _ => Mode::Pass,
+            };
+            let way = &ways[random.usize(..3)];
+            for proxy in way {
+                proxy.set_mode(mode).await.unwrap();
+            }
+            if random.bool() {
+                way[random.usize(..3)].cut_all().await;
+            }
+            sleep(Duration::from_millis(random.u64(..1_500))).await;
+        }
+        for proxy in ways.iter().flatten() {
+            proxy.set_mode(Mode::Pass).await.unwrap();
+        }
+        contest.goes_on().await;
+    }
+    end(contest, &url).await.assert_flawless();
 }

@@ -11,6 +11,9 @@ use registry_testkit::contest::LONG;
 use registry_testkit::proxy::{FaultProxy, Mode};
 use registry_testkit::zookeeper::{ZooKeeperOptions, ZooKeeperServer};
 use registry_testkit::{eventually, within};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::task::JoinSet;
 use zookeeper_client::{Acls, Client, CreateMode};
 
 use crate::lab::{LONG_SESSION, SESSION, backend, contest_by, end, operator, registry, secs};
@@ -215,6 +218,57 @@ async fn connections_that_break_at_each_try_are_told_as_trouble() {
     }
     println!("{told} times trouble");
     assert!(told > 10, "{told}");
+}
+
+/// Carries all to the server but what makes a node: there the connection ends.
+async fn carry_no_creation(mut from: TcpStream, to: SocketAddr) -> std::io::Result<()> {
+    const CREATE: [u8; 4] = 15_i32.to_be_bytes();
+    let mut server = TcpStream::connect(to).await?;
+    let (mut requests, mut replies) = from.split();
+    let (mut answers, mut asked) = server.split();
+    let there = async {
+        // What comes first is the session, which has no number.
+        for number in 0.. {
+            let length = requests.read_u32().await?;
+            let mut request = vec![0; length as usize];
+            requests.read_exact(&mut request).await?;
+            if number > 0 && request[4..8] == CREATE {
+                break;
+            }
+            asked.write_all(&[&length.to_be_bytes()[..], &request].concat()).await?;
+        }
+        Ok::<_, std::io::Error>(())
+    };
+    tokio::select! {
+        ended = there => ended?,
+        ended = tokio::io::copy(&mut answers, &mut replies) => drop(ended?),
+    }
+    // In good order, and not with a reset.
+    from.shutdown().await?;
+    tokio::io::copy(&mut from, &mut tokio::io::sink()).await.map(drop)
+}
+
+#[tokio::test]
+async fn a_node_that_cannot_be_made_is_trouble_and_not_somebody_else_s_lock() {
+    let server = ZooKeeperServer::start().await.unwrap();
+    let operator = operator(&server).await;
+    let path = format!("{BASE}/k");
+    operator.mkdir(&path, &CreateMode::Persistent.with_acls(Acls::anyone_all())).await.unwrap();
+    let (to, listener) = (server.addr(), TcpListener::bind("127.0.0.1:0").await.unwrap());
+    let way = listener.local_addr().unwrap();
+    let mut carrying = JoinSet::new();
+    carrying.spawn(async move {
+        let mut connections = JoinSet::new();
+        while let Ok((client, _)) = listener.accept().await {
+            connections.spawn(carry_no_creation(client, to));
+        }
+    });
+    let ours = backend(&url(way), LONG_SESSION).await;
+    let claim = Claim::new(Key::new("k").unwrap(), secs(5));
+    let error = within(LONG, ours.try_acquire(&claim)).await.unwrap_err();
+    println!("{error:?}");
+    assert!(error.is_retryable() && !error.refused(), "{error:?}");
+    assert!(error.to_string().contains("cannot be made"), "{error:?}");
 }
 
 #[tokio::test]

@@ -1,0 +1,276 @@
+//! A session that is granted the same key again and again does not write each grant down. What is promised of tokens and fences holds all the same.
+
+use registry_core::{LockGuard, LockOptions, LockRegistry, Registry};
+use registry_jdbc::sqlx::mysql::MySqlConnection;
+use registry_jdbc::sqlx::postgres::PgConnection;
+use registry_jdbc::sqlx::{Connection, Executor, MySql, Postgres, Transaction};
+use registry_jdbc::{Fence, FenceError};
+use registry_testkit::clock::ClockShim;
+use registry_testkit::{eventually, within};
+use std::time::Duration;
+
+use crate::server::{Kind, LONG, Mode, Server, registry_in};
+
+const KEY: &str = "orders/42";
+const LEASE: Duration = Duration::from_secs(20);
+const HOUR: i64 = 3_600;
+
+async fn session(server: &Server) -> Registry {
+    registry_in(&server.url(), LEASE, Mode::Session).await
+}
+
+async fn lock(registry: &Registry) -> LockGuard {
+    within(LONG, registry.obtain(KEY).lock()).await.unwrap()
+}
+
+fn token(guard: &LockGuard) -> i64 {
+    guard.fencing_token().unwrap().into()
+}
+
+/// Sees to it that tokens grow.
+#[derive(Debug, Default)]
+struct Tokens {
+    last: i64,
+}
+
+impl Tokens {
+    fn grow(&mut self, guard: &LockGuard) {
+        let token = token(guard);
+        assert!(self.last < token, "{token} after {}", self.last);
+        self.last = token;
+    }
+
+    /// Locks and unlocks so many times.
+    async fn pairs(&mut self, registry: &Registry, pairs: u32) {
+        for _ in 0..pairs {
+            let guard = lock(registry).await;
+            self.grow(&guard);
+            guard.unlock().await.unwrap();
+        }
+    }
+
+    /// A grant that nothing was written for.
+    async fn unwritten(&mut self, server: &Server, registry: &Registry) -> LockGuard {
+        let last = &mut self.last;
+        let mut tokens = Self { last: *last };
+        let guard = eventually(LONG, async || {
+            tokens.pairs(registry, 100).await;
+            let guard = lock(registry).await;
+            tokens.grow(&guard);
+            if noted(server).await < token(&guard) {
+                return Some(guard);
+            }
+            guard.unlock().await.unwrap();
+            None
+        });
+        let guard = guard.await;
+        *last = tokens.last;
+        guard
+    }
+}
+
+/// The token that the row has.
+async fn noted(server: &Server) -> i64 {
+    server.sql("SELECT token FROM lock_registry_locks").await.unwrap().parse().unwrap()
+}
+
+async fn tokens_of_sessions_that_alternate_grow(kind: Kind) {
+    let server = kind.start().await;
+    let sessions = [session(&server).await, session(&server).await, session(&server).await];
+    let mut tokens = Tokens::default();
+    for _ in 0..60 {
+        let pairs = fastrand::u32(1..30);
+        tokens.pairs(&sessions[fastrand::usize(..sessions.len())], pairs).await;
+    }
+    for session in &sessions {
+        drop(tokens.unwritten(&server, session).await);
+        session.idle().await;
+    }
+}
+
+/// A lease, or a row that is locked, comes in between.
+async fn what_other_modes_do_in_between_is_seen(kind: Kind) {
+    let server = kind.start().await;
+    let ours = session(&server).await;
+    let mut tokens = Tokens::default();
+    for mode in [Mode::Lease, Mode::Row] {
+        let other = registry_in(&server.url(), LEASE, mode).await;
+        tokens.unwritten(&server, &ours).await.unlock().await.unwrap();
+        let held = lock(&other).await;
+        tokens.grow(&held);
+        let lock = ours.obtain(KEY);
+        // In this mode a locked row is trouble that may pass.
+        assert!(!matches!(lock.try_lock().await, Ok(Some(_))), "{mode:?}");
+        held.unlock().await.unwrap();
+        tokens.pairs(&ours, 1).await;
+    }
+}
+
+async fn tokens_grow_over_crashes(kind: Kind) {
+    let mut server = kind.start().await;
+    let mut tokens = Tokens::default();
+    for _ in 0..3 {
+        let ours = session(&server).await;
+        drop(tokens.unwritten(&server, &ours).await);
+        server.kill();
+        server.start_again().await;
+        let other = session(&server).await;
+        tokens.pairs(&other, 1).await;
+        let again = || eventually(LONG, async || ours.obtain(KEY).lock().await);
+        let guard = again().await;
+        tokens.grow(&guard);
+    }
+}
+
+/// Rows of free keys do not look like leases that are yet to run out.
+async fn rows_keep_nobody_out_when_the_clock_is_put_back(kind: Kind) {
+    let clock = ClockShim::new().unwrap();
+    let server = kind.start_by(&clock).await;
+    let mut tokens = Tokens::default();
+    for mode in [Mode::Row, Mode::Session, Mode::Lease] {
+        let registry = registry_in(&server.url(), LEASE, mode).await;
+        tokens.pairs(&registry, 2).await;
+        clock.jump_wall(-HOUR).unwrap();
+        tokens.pairs(&registry, 2).await;
+    }
+}
+
+async fn tokens_grow_over_a_clock_that_is_put_back(kind: Kind) {
+    let clock = ClockShim::new().unwrap();
+    let server = kind.start_by(&clock).await;
+    let (ours, other) = (session(&server).await, session(&server).await);
+    let mut tokens = Tokens::default();
+    for _ in 0..2 {
+        tokens.unwritten(&server, &ours).await.unlock().await.unwrap();
+        clock.jump_wall(-HOUR).unwrap();
+        tokens.pairs(&ours, 2).await;
+        tokens.pairs(&other, 2).await;
+        tokens.pairs(&ours, 2).await;
+        clock.jump_wall(2 * HOUR).unwrap();
+    }
+}
+
+/// A connection of the application.
+enum Data {
+    Postgres(PgConnection),
+    MySql(MySqlConnection),
+}
+
+/// Its transaction.
+enum Open<'c> {
+    Postgres(Transaction<'c, Postgres>),
+    MySql(Transaction<'c, MySql>),
+}
+
+impl Data {
+    async fn connect(server: &Server) -> Self {
+        match server {
+            Server::Postgres(server) => {
+                Self::Postgres(PgConnection::connect(&server.url()).await.unwrap())
+            }
+            Server::MariaDb(server) => {
+                Self::MySql(MySqlConnection::connect(&server.url()).await.unwrap())
+            }
+        }
+    }
+
+    async fn begin(&mut self) -> Open<'_> {
+        match self {
+            Self::Postgres(connection) => Open::Postgres(connection.begin().await.unwrap()),
+            Self::MySql(connection) => Open::MySql(connection.begin().await.unwrap()),
+        }
+    }
+}
+
+impl Open<'_> {
+    async fn fence(&mut self, guard: &LockGuard) -> Result<(), FenceError> {
+        match self {
+            Self::Postgres(transaction) => guard.fence(transaction).await,
+            Self::MySql(transaction) => guard.fence(transaction).await,
+        }
+    }
+
+    async fn sell(self) {
+        const SELL: &str = "INSERT INTO sale VALUES (1)";
+        match self {
+            Self::Postgres(mut transaction) => {
+                transaction.execute(SELL).await.unwrap();
+                transaction.commit().await.unwrap();
+            }
+            Self::MySql(mut transaction) => {
+                transaction.execute(SELL).await.unwrap();
+                transaction.commit().await.unwrap();
+            }
+        }
+    }
+
+    async fn rollback(self) {
+        match self {
+            Self::Postgres(transaction) => transaction.rollback().await.unwrap(),
+            Self::MySql(transaction) => transaction.rollback().await.unwrap(),
+        }
+    }
+}
+
+/// Nobody is granted the key.
+async fn is_kept_out(registry: &Registry) {
+    let options = LockOptions::new().wait(Duration::from_millis(500));
+    let got = registry.obtain(KEY).lock_with(options).await;
+    assert!(!matches!(got, Ok(Some(_))), "{got:?}");
+}
+
+async fn a_fence_keeps_everybody_out_the_same_session_too(kind: Kind) {
+    let server = kind.start().await;
+    let (ours, other) = (session(&server).await, session(&server).await);
+    server.sql("CREATE TABLE sale (n int)").await.unwrap();
+    let (mut data, mut tokens) = (Data::connect(&server).await, Tokens::default());
+    for _ in 0..3 {
+        let guard = tokens.unwritten(&server, &ours).await;
+        let mut transaction = data.begin().await;
+        transaction.fence(&guard).await.unwrap();
+        // Once more changes nothing.
+        transaction.fence(&guard).await.unwrap();
+        guard.unlock().await.unwrap();
+        is_kept_out(&ours).await;
+        is_kept_out(&other).await;
+        transaction.sell().await;
+        tokens.pairs(&ours, 1).await;
+    }
+    assert_eq!(server.sql("SELECT count(*) FROM sale").await.unwrap(), "3");
+}
+
+async fn a_fence_outlasts_the_session_and_comes_too_late_after_it(kind: Kind) {
+    let server = kind.start().await;
+    let (ours, other) = (session(&server).await, session(&server).await);
+    server.sql("CREATE TABLE sale (n int)").await.unwrap();
+    let (mut data, mut tokens) = (Data::connect(&server).await, Tokens::default());
+    let guard = tokens.unwritten(&server, &ours).await;
+    let mut transaction = data.begin().await;
+    transaction.fence(&guard).await.unwrap();
+    server.cut_session().await;
+    is_kept_out(&other).await;
+    transaction.sell().await;
+    within(LONG, guard.lost()).await;
+    tokens.pairs(&other, 1).await;
+
+    // The other way round: first somebody else is granted the key.
+    let guard = tokens.unwritten(&server, &ours).await;
+    server.cut_session().await;
+    let successor = lock(&other).await;
+    tokens.grow(&successor);
+    let mut transaction = data.begin().await;
+    let fenced = transaction.fence(&guard).await;
+    assert!(matches!(fenced, Err(FenceError::Lost { .. } | FenceError::Backend { .. })));
+    transaction.rollback().await;
+    assert_eq!(server.sql("SELECT count(*) FROM sale").await.unwrap(), "1");
+}
+
+on_both_servers! {
+    tokens_of_sessions_that_alternate_grow,
+    what_other_modes_do_in_between_is_seen,
+    tokens_grow_over_crashes,
+    tokens_grow_over_a_clock_that_is_put_back,
+    rows_keep_nobody_out_when_the_clock_is_put_back,
+    a_fence_keeps_everybody_out_the_same_session_too,
+    a_fence_outlasts_the_session_and_comes_too_late_after_it,
+}

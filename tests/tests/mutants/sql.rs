@@ -1,0 +1,243 @@
+//! The same for the statements of the stores in database servers: on a real server each bug breaks a promise that is looked at here.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use registry_core::{
+    Attempt, Claim, FencingToken, GuaranteeClass, Key, LockBackend, LockGuard, LockRegistry,
+    Registry, Renewal,
+};
+use registry_jdbc::sqlx::Connection;
+use registry_jdbc::sqlx::mysql::MySqlConnection;
+use registry_jdbc::sqlx::postgres::PgConnection;
+use registry_jdbc::{
+    Fence, Mutant, MySqlBackend, MySqlConfig, MySqlSessionBackend, PostgresBackend, PostgresConfig,
+    PostgresSessionBackend, switch_mutant,
+};
+use registry_testkit::eventually;
+use registry_testkit::mariadb::MariaDbServer;
+use registry_testkit::postgres::PostgresServer;
+
+const LEASE: Duration = Duration::from_secs(30);
+/// Long enough for any machine; reached only by a test that fails.
+const LONG: Duration = Duration::from_secs(60);
+/// So many pairs are enough for a session to reserve tokens.
+const PAIRS: u32 = 60;
+const ROUNDS: u32 = 10;
+
+type Store = Arc<dyn LockBackend>;
+
+#[derive(Debug)]
+enum Server {
+    Postgres(PostgresServer),
+    MariaDb(MariaDbServer),
+}
+
+impl Server {
+    async fn leases(&self) -> Store {
+        let patience = Duration::from_millis(200);
+        match self {
+            Self::Postgres(server) => {
+                let config = PostgresConfig::from_url(&server.url()).unwrap();
+                Arc::new(PostgresBackend::open(config.with_busy_timeout(patience)).await.unwrap())
+            }
+            Self::MariaDb(server) => {
+                let config = MySqlConfig::from_url(&server.url()).unwrap();
+                Arc::new(MySqlBackend::open(config.with_busy_timeout(patience)).await.unwrap())
+            }
+        }
+    }
+
+    async fn session(&self) -> Store {
+        match self {
+            Self::Postgres(server) => {
+                let config = PostgresConfig::from_url(&server.url()).unwrap();
+                Arc::new(PostgresSessionBackend::open(config).await.unwrap())
+            }
+            Self::MariaDb(server) => {
+                let config = MySqlConfig::from_url(&server.url()).unwrap();
+                Arc::new(MySqlSessionBackend::open(config).await.unwrap())
+            }
+        }
+    }
+
+    /// Looks at all promises, and stops at the first that is broken.
+    async fn verdict(&self) -> Result<(), &'static str> {
+        only_its_owner_releases_a_lock(self).await?;
+        clients_agree_on_the_time(self).await?;
+        no_renewal_revives_a_lease(self).await?;
+        tokens_grow(self).await?;
+        tokens_of_sessions_grow(self).await?;
+        a_fence_keeps_others_out(self, self.leases().await, "fenced").await?;
+        a_fence_keeps_others_out(self, self.session().await, "fenced session").await
+    }
+
+    /// Whether this token was written down together with a reserve, one that lasts for a while.
+    async fn is_reserve(&self, token: FencingToken) -> bool {
+        let rows = format!(
+            "SELECT count(*) FROM lock_registry_locks WHERE token = {token} AND block > 400000"
+        );
+        self.sql(&rows).await == "1"
+    }
+
+    /// Leaves nothing behind, least of all tokens that are ahead of the clock.
+    async fn forget(&self) {
+        self.sql("DELETE FROM lock_registry_locks").await;
+        self.sql("UPDATE lock_registry_meta SET floor = 0").await;
+    }
+
+    async fn sql(&self, statement: &str) -> String {
+        match self {
+            Self::Postgres(server) => server.sql(statement).await.unwrap(),
+            Self::MariaDb(server) => server.sql(statement).await.unwrap(),
+        }
+    }
+}
+
+fn claim(key: &str, lease: Duration) -> Claim {
+    Claim::new(Key::new(key).unwrap(), lease)
+}
+
+async fn granted(store: &Store, claim: &Claim) -> Option<FencingToken> {
+    match store.try_acquire(claim).await {
+        Ok(Attempt::Granted(grant)) => grant.token,
+        _ => None,
+    }
+}
+
+fn holds(promise: &'static str, is_kept: bool) -> Result<(), &'static str> {
+    if is_kept { Ok(()) } else { Err(promise) }
+}
+
+async fn only_its_owner_releases_a_lock(server: &Server) -> Result<(), &'static str> {
+    let store = server.leases().await;
+    let (ours, other) = (claim("owned", LEASE), claim("owned", LEASE));
+    granted(&store, &ours).await.unwrap();
+    let _ = store.release(&other).await.unwrap();
+    let taken = granted(&store, &other).await;
+    holds("only its owner releases a lock", taken.is_none())
+}
+
+async fn clients_agree_on_the_time(server: &Server) -> Result<(), &'static str> {
+    let (first, second) = (server.leases().await, server.leases().await);
+    granted(&first, &claim("timed", LEASE)).await.unwrap();
+    let taken = granted(&second, &claim("timed", LEASE)).await;
+    holds("clients agree on the time", taken.is_none())
+}
+
+async fn no_renewal_revives_a_lease(server: &Server) -> Result<(), &'static str> {
+    let store = server.leases().await;
+    let short = claim("short", Duration::from_millis(100));
+    granted(&store, &short).await.unwrap();
+    eventually(LONG, async || store.inspect(short.key()).await.unwrap().is_none()).await;
+    let renewed = store.renew(&[short.with_lease(LEASE)]).await.remove(0);
+    holds("no renewal revives a lease", matches!(renewed, Ok(Renewal::Gone)))
+}
+
+async fn tokens_grow(server: &Server) -> Result<(), &'static str> {
+    let store = server.leases().await;
+    let mut last = None;
+    for _ in 0..3 {
+        let claim = claim("counted", LEASE);
+        let token = granted(&store, &claim).await;
+        store.release(&claim).await.unwrap();
+        holds("tokens grow", last < token)?;
+        last = token;
+    }
+    Ok(())
+}
+
+async fn tokens_of_sessions_grow(server: &Server) -> Result<(), &'static str> {
+    let (first, second) = (server.session().await, server.session().await);
+    let mut last = None;
+    for round in 0..ROUNDS {
+        // What the second is granted comes while the first one has tokens in reserve.
+        for (session, pairs) in [(&first, PAIRS + round), (&second, 1), (&first, 1)] {
+            for _ in 0..pairs {
+                let claim = claim("alternating", LEASE).with_token_block(16);
+                let token = granted(session, &claim).await;
+                session.release(&claim).await.unwrap();
+                holds("tokens of sessions grow", last < token)?;
+                last = token;
+            }
+        }
+    }
+    Ok(())
+}
+
+async fn a_fence_keeps_others_out(
+    server: &Server,
+    store: Store,
+    key: &str,
+) -> Result<(), &'static str> {
+    match server {
+        Server::Postgres(postgres) => {
+            let mut data = PgConnection::connect(&postgres.url()).await.unwrap();
+            fenced(server, store, key, &mut data).await
+        }
+        Server::MariaDb(mariadb) => {
+            let mut data = MySqlConnection::connect(&mariadb.url()).await.unwrap();
+            fenced(server, store, key, &mut data).await
+        }
+    }
+}
+
+/// As long as the transaction is open, nobody is granted the key, although it was let go.
+async fn fenced<C>(
+    server: &Server,
+    store: Store,
+    key: &str,
+    data: &mut C,
+) -> Result<(), &'static str>
+where
+    C: Connection,
+    LockGuard: Fence<C::Database>,
+{
+    let registry = Registry::builder(Arc::clone(&store)).build().unwrap();
+    let lock = registry.obtain(key);
+    let is_session = store.capabilities().class == GuaranteeClass::C;
+    let guard = eventually(LONG, async || {
+        let guard = lock.lock().await.unwrap();
+        if is_session && !server.is_reserve(guard.fencing_token().unwrap()).await {
+            guard.unlock().await.unwrap();
+            return None;
+        }
+        Some(guard)
+    })
+    .await;
+    let mut transaction = data.begin().await.unwrap();
+    guard.fence(&mut transaction).await.unwrap();
+    // On MariaDB not even its holder can let go of a lease that is fenced.
+    let _ = guard.unlock().await;
+    let _ = store.force_release(&Key::new(key).unwrap()).await;
+    let taken = granted(&store, &claim(key, LEASE)).await;
+    transaction.rollback().await.unwrap();
+    holds("a fence keeps others out", taken.is_none())
+}
+
+#[test]
+fn every_bug_of_the_statements_is_found_and_nothing_else() {
+    let _alone = super::alone();
+    tokio::runtime::Runtime::new().unwrap().block_on(every_bug_is_found());
+}
+
+async fn every_bug_is_found() {
+    let postgres = Server::Postgres(PostgresServer::start().await.unwrap());
+    let mariadb = Server::MariaDb(MariaDbServer::start().await.unwrap());
+    for server in [postgres, mariadb] {
+        assert_eq!(server.verdict().await, Ok(()), "without a bug, nothing is found");
+        let mut missed = Vec::new();
+        for mutant in Mutant::ALL {
+            server.forget().await;
+            switch_mutant(Some(mutant));
+            match server.verdict().await {
+                Ok(()) => missed.push(mutant),
+                Err(promise) => println!("{mutant:?}: found by: {promise}"),
+            }
+        }
+        switch_mutant(None);
+        assert!(missed.is_empty(), "{missed:#?}");
+        server.forget().await;
+        assert_eq!(server.verdict().await, Ok(()), "without a bug, nothing is found");
+    }
+}
