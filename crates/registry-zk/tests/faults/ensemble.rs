@@ -12,8 +12,8 @@ use registry_zk::ZkBackend;
 use tokio::time::sleep;
 
 use crate::lab::{
-    LONG_SESSION, SESSION, backend, config, contest, contest_by, end, operator, over, registry,
-    secs,
+    LONG_SESSION, PATIENT_SESSION, SESSION, backend, config, contest, contest_by, end, operator,
+    over, registry, secs,
 };
 
 /// How many times each of the members is killed.
@@ -23,7 +23,7 @@ const ROUNDS: usize = 2;
 async fn members_that_crash_one_at_a_time_end_no_hold() {
     let mut ensemble = ZooKeeperEnsemble::start().await.unwrap();
     let url = ensemble.url();
-    let contest = contest(&url, LONG_SESSION).await;
+    let contest = contest(&url, PATIENT_SESSION).await;
     for _ in 0..ROUNDS {
         let leader = ensemble.leader().await.unwrap();
         let follower = (leader + 1) % 3;

@@ -13,6 +13,8 @@ use zookeeper_client::Client;
 pub(crate) const SESSION: Duration = Duration::from_secs(4);
 /// So long that no trouble of a moment ends it, on a machine that has other things to do.
 pub(crate) const LONG_SESSION: Duration = Duration::from_secs(20);
+/// So long that a server may take half a minute to start again without ending a hold, however busy the machine is.
+pub(crate) const PATIENT_SESSION: Duration = Duration::from_secs(60);
 /// How long a question may stay unanswered.
 const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 /// How many clients there are.
@@ -58,7 +60,8 @@ pub(crate) async fn contest_by(ways: &[String], session: Duration) -> Contest {
 pub(crate) async fn end(contest: Contest, url: &str) -> Outcome {
     let newcomer = registry(url, SESSION).await;
     // What somebody has left behind lives no longer than its session.
-    let outcome = contest.end(newcomer, LONG_SESSION + Duration::from_secs(20), Vec::new()).await;
+    let outcome =
+        contest.end(newcomer, PATIENT_SESSION + Duration::from_secs(20), Vec::new()).await;
     println!("{outcome}");
     outcome
 }

@@ -10,7 +10,7 @@ use registry_testkit::witness::Witness;
 use registry_testkit::zookeeper::ZooKeeperServer;
 
 use crate::elsewhere;
-use crate::lab::{LONG_SESSION, SESSION, backend, end, over, registry};
+use crate::lab::{LONG_SESSION, PATIENT_SESSION, SESSION, backend, end, over, registry};
 
 #[tokio::test]
 async fn a_server_that_stands_still_for_longer_than_a_session_makes_no_second_holder() {
@@ -33,7 +33,7 @@ async fn a_server_that_stands_still_for_longer_than_a_session_makes_no_second_ho
 #[tokio::test]
 async fn a_server_that_crashes_and_keeps_its_data_ends_no_hold() {
     let mut server = ZooKeeperServer::start().await.unwrap();
-    let contest = crate::lab::contest(&server.url(), LONG_SESSION).await;
+    let contest = crate::lab::contest(&server.url(), PATIENT_SESSION).await;
     for _ in 0..3 {
         contest.goes_on().await;
         server.kill();
