@@ -6,6 +6,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use lock_registry_benches::in_a_task;
 use prost::Message;
 use registry_core::{LockRegistry, Registry};
 use registry_etcd::{EtcdBackend, EtcdConfig};
@@ -16,6 +17,9 @@ use tonic::codegen::http::uri::PathAndQuery;
 use tonic::transport::{Channel, Endpoint};
 use tonic_prost::ProstCodec;
 
+/// Long enough to stand in the queue and to listen. After it all is as idle for the write as for the release.
+const PAUSE: Duration = Duration::from_millis(10);
+
 fn main() {
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
@@ -24,29 +28,9 @@ fn main() {
         let channel = Endpoint::from_shared(server.url()).unwrap().connect().await.unwrap();
         let granted: Granted =
             call(&channel, "/etcdserverpb.Lease/LeaseGrant", Grant { ttl: 3_600 }).await;
-        let key = format!("bare/{:x}", granted.id).into_bytes();
-        let pair = async || {
-            let answer: TxnAnswer =
-                call(&channel, "/etcdserverpb.KV/Txn", join(&key, granted.id)).await;
-            let created = answer.header.unwrap().revision;
-            assert!(answer.succeeded);
-            let answer: TxnAnswer =
-                call(&channel, "/etcdserverpb.KV/Txn", leave(&key, created)).await;
-            assert!(answer.succeeded);
-        };
-        let served = async || {
-            let lock = Lock { name: b"served".to_vec(), lease: granted.id };
-            let locked: Locked = call(&channel, "/v3lockpb.Lock/Lock", lock).await;
-            let _: Nothing =
-                call(&channel, "/v3lockpb.Lock/Unlock", Unlock { key: locked.key }).await;
-        };
+        let bare = Bare { channel: channel.clone(), lease: granted.id };
         let registry = open(&server).await;
-        let lock = registry.obtain("orders/42");
-        let ours = async || lock.lock().await.unwrap().unlock().await.unwrap();
-        let group = "uncontended pair on etcd";
-        lock_registry_benches::in_turns(group, &pair, "lock and unlock", &ours).await;
-        let group = "uncontended pair on etcd, beside its own locks";
-        lock_registry_benches::in_turns(group, &served, "lock and unlock", &ours).await;
+        pairs(&registry, &bare).await;
 
         // From the call that lets go to the guard of the next one, in units of a write on the same channel.
         let other = open(&server).await;
@@ -59,16 +43,17 @@ fn main() {
                 let guard = next.lock().await.unwrap();
                 (Instant::now(), guard)
             });
-            // Long enough to stand in the queue and to listen.
-            tokio::time::sleep(Duration::from_millis(10)).await;
+            tokio::time::sleep(PAUSE).await;
             let begun = Instant::now();
             guard.unlock().await.unwrap();
             let (ended, guard) = waiting.await.unwrap();
             hand_overs.push(ended - begun);
             guard.unlock().await.unwrap();
+            tokio::time::sleep(PAUSE).await;
             let begun = Instant::now();
-            pair().await;
-            writes.push(begun.elapsed() / 2);
+            let created = bare.join().await;
+            writes.push(begun.elapsed());
+            bare.leave(created).await;
         }
         let (hand_over, write) = (middle(hand_overs), middle(writes));
         let times = hand_over.as_secs_f64() / write.as_secs_f64();
@@ -76,6 +61,77 @@ fn main() {
         registry.close(Duration::from_secs(1)).await;
         other.close(Duration::from_secs(1)).await;
     });
+}
+
+async fn pairs(registry: &Registry, bare: &Bare) {
+    const OURS: &str = "lock and unlock";
+    let lock = registry.obtain("orders/42");
+    let ours = move |pairs| {
+        let lock = lock.clone();
+        async move {
+            for _ in 0..pairs {
+                lock.lock().await.unwrap().unlock().await.unwrap();
+            }
+        }
+    };
+    let two = {
+        let bare = bare.clone();
+        move |pairs| {
+            let bare = bare.clone();
+            async move {
+                for _ in 0..pairs {
+                    let created = bare.join().await;
+                    bare.leave(created).await;
+                }
+            }
+        }
+    };
+    in_a_task("uncontended pairs on etcd", two, OURS, ours.clone()).await;
+    let bare = bare.clone();
+    let served = move |pairs| {
+        let bare = bare.clone();
+        async move {
+            for _ in 0..pairs {
+                bare.served().await;
+            }
+        }
+    };
+    in_a_task("uncontended pairs on etcd, beside its own locks", served, OURS, ours).await;
+}
+
+/// Locks with one lease that lasts.
+#[derive(Clone)]
+struct Bare {
+    channel: Channel,
+    lease: i64,
+}
+
+impl Bare {
+    fn key(&self) -> Vec<u8> {
+        format!("bare/{:x}", self.lease).into_bytes()
+    }
+
+    /// The transaction by which the recipe takes a lock; in which revision.
+    async fn join(&self) -> i64 {
+        let join = join(&self.key(), self.lease);
+        let answer: TxnAnswer = call(&self.channel, "/etcdserverpb.KV/Txn", join).await;
+        assert!(answer.succeeded);
+        answer.header.unwrap().revision
+    }
+
+    async fn leave(&self, created: i64) {
+        let leave = leave(&self.key(), created);
+        let answer: TxnAnswer = call(&self.channel, "/etcdserverpb.KV/Txn", leave).await;
+        assert!(answer.succeeded);
+    }
+
+    /// Lock and unlock as the servers offer it.
+    async fn served(&self) {
+        let lock = Lock { name: b"served".to_vec(), lease: self.lease };
+        let locked: Locked = call(&self.channel, "/v3lockpb.Lock/Lock", lock).await;
+        let unlock = Unlock { key: locked.key };
+        let _: Nothing = call(&self.channel, "/v3lockpb.Lock/Unlock", unlock).await;
+    }
 }
 
 fn middle(mut times: Vec<Duration>) -> Duration {

@@ -42,16 +42,16 @@ fn main() {
             RedisBackend::open(RedisConfig::from_url(&server.url()).unwrap()).await.unwrap();
         let registry = Registry::builder(Arc::new(backend)).build().unwrap();
         let lock = registry.obtain("orders/42");
-        let ours = async || lock.lock().await.unwrap().unlock().await.unwrap();
+        let ours = || async { lock.lock().await.unwrap().unlock().await.unwrap() };
         let group = "uncontended pair on Redis";
-        let bare = async || pair("orders/42").await;
+        let bare = || async { pair("orders/42").await };
         lock_registry_benches::in_turns(group, bare, "lock and unlock", ours).await;
 
         // As many at once as a busy service has.
         let keys: Vec<String> = (0..64).map(|key| format!("orders/{key}")).collect();
         let locks: Vec<_> = keys.iter().map(|key| registry.obtain(key)).collect();
-        let bare = async || _ = join_all(keys.iter().map(|key| pair(key))).await;
-        let ours = async || {
+        let bare = || async { _ = join_all(keys.iter().map(|key| pair(key))).await };
+        let ours = || async {
             let pairs =
                 locks.iter().map(async |lock| lock.lock().await.unwrap().unlock().await.unwrap());
             join_all(pairs).await;

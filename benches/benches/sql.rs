@@ -42,14 +42,14 @@ async fn postgres() {
     }
     let pairs = &pairs;
 
-    let same = async || pairs[0].once(Flush::Grants).await;
-    in_turns("uncontended pair on PostgreSQL", same, OURS, async || ours.once().await).await;
-    let flushed = async || pairs[0].once(Flush::All).await;
+    let same = || async { pairs[0].once(Flush::Grants).await };
+    in_turns("uncontended pair on PostgreSQL", same, OURS, || async { ours.once().await }).await;
+    let flushed = || async { pairs[0].once(Flush::All).await };
     let group = "uncontended pair on PostgreSQL, both of the reference's statements flushed";
-    in_turns(group, flushed, OURS, async || ours.once().await).await;
-    let same = async || together(pairs.iter().map(|pair| pair.once(Flush::Grants))).await;
+    in_turns(group, flushed, OURS, || async { ours.once().await }).await;
+    let same = || async { together(pairs.iter().map(|pair| pair.once(Flush::Grants))).await };
     let group = "16 uncontended pairs at once on PostgreSQL";
-    in_turns(group, same, OURS, async || ours.all_at_once().await).await;
+    in_turns(group, same, OURS, || async { ours.all_at_once().await }).await;
     ours.registry.close(Duration::from_secs(1)).await;
 }
 
@@ -64,11 +64,11 @@ async fn mariadb() {
     }
     let pairs = &pairs;
 
-    let same = async || pairs[0].once().await;
-    in_turns("uncontended pair on MariaDB", same, OURS, async || ours.once().await).await;
-    let same = async || together(pairs.iter().map(MariaDbPair::once)).await;
+    let same = || async { pairs[0].once().await };
+    in_turns("uncontended pair on MariaDB", same, OURS, || async { ours.once().await }).await;
+    let same = || async { together(pairs.iter().map(MariaDbPair::once)).await };
     let group = "16 uncontended pairs at once on MariaDB";
-    in_turns(group, same, OURS, async || ours.all_at_once().await).await;
+    in_turns(group, same, OURS, || async { ours.all_at_once().await }).await;
     ours.registry.close(Duration::from_secs(1)).await;
 }
 

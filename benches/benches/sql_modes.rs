@@ -39,23 +39,24 @@ async fn postgres() {
     let bare = Mutex::new(options.connect().await.unwrap());
     let advisory = PgAdvisoryLock::new("orders/42");
 
-    let same = async || {
+    let same = || async {
         let mut connection = bare.lock().await;
         let held = advisory.acquire(&mut *connection).await.unwrap();
         held.release_now().await.unwrap();
     };
     let group = "uncontended pair of a session on PostgreSQL, against sqlx's PgAdvisoryLock";
-    in_turns(group, same, OURS, async || session.once().await).await;
+    in_turns(group, same, OURS, || async { session.once().await }).await;
     prepare(&bare).await;
     let group = "uncontended pair of a session on PostgreSQL, against one that writes a token";
-    in_turns(group, async || with_token(&bare).await, OURS, async || session.once().await).await;
-    let same = async || {
+    in_turns(group, || async { with_token(&bare).await }, OURS, || async { session.once().await })
+        .await;
+    let same = || async {
         let mut connection = bare.lock().await;
         connection.execute("BEGIN; SELECT FROM lock_row WHERE id = 1 FOR UPDATE").await.unwrap();
         connection.execute("COMMIT").await.unwrap();
     };
     let group = "uncontended pair of a row on PostgreSQL, against BEGIN, SELECT FOR UPDATE, COMMIT";
-    in_turns(group, same, OURS, async || row.once().await).await;
+    in_turns(group, same, OURS, || async { row.once().await }).await;
     session.registry.close(Duration::from_secs(1)).await;
     row.registry.close(Duration::from_secs(1)).await;
 }
@@ -93,24 +94,24 @@ async fn mariadb() {
     let options: MySqlConnectOptions = server.url().parse().unwrap();
     let bare = Mutex::new(options.connect().await.unwrap());
 
-    let same = async || {
+    let same = || async {
         let mut connection = bare.lock().await;
         assert_eq!(named(&mut connection, "SELECT GET_LOCK(?, 0)").await, 1);
         assert_eq!(named(&mut connection, "SELECT RELEASE_LOCK(?)").await, 1);
     };
     let group = "uncontended pair of a session on MariaDB, against GET_LOCK and RELEASE_LOCK";
-    in_turns(group, same, OURS, async || session.once().await).await;
+    in_turns(group, same, OURS, || async { session.once().await }).await;
     let table = "CREATE TABLE lock_row (id INT PRIMARY KEY, token BIGINT) ENGINE = InnoDB";
     bare.lock().await.execute(table).await.unwrap();
     bare.lock().await.execute("INSERT INTO lock_row VALUES (1, 0)").await.unwrap();
-    let same = async || {
+    let same = || async {
         let mut connection = bare.lock().await;
         connection.execute(sqlx::raw_sql("START TRANSACTION")).await.unwrap();
         connection.execute("SELECT id FROM lock_row WHERE id = 1 FOR UPDATE").await.unwrap();
         connection.execute(sqlx::raw_sql("COMMIT")).await.unwrap();
     };
     let group = "uncontended pair of a row on MariaDB, against START TRANSACTION, SELECT FOR UPDATE, COMMIT";
-    in_turns(group, same, OURS, async || row.once().await).await;
+    in_turns(group, same, OURS, || async { row.once().await }).await;
     session.registry.close(Duration::from_secs(1)).await;
     row.registry.close(Duration::from_secs(1)).await;
 }

@@ -52,7 +52,7 @@ fn main() {
         let registry = Registry::builder(Arc::new(backend)).build().unwrap();
         let lock = registry.obtain("orders/42");
         let clock = AtomicI64::new(0);
-        let statements = async || {
+        let statements = || async {
             let mut connection = connection.lock().await;
             // A pair takes less, and tokens must grow by as much as a grant reserves.
             let now = clock.fetch_add(100, Ordering::Relaxed);
@@ -83,7 +83,7 @@ fn main() {
                 .unwrap();
             assert_eq!(freed.rows_affected(), 1);
         };
-        let ours = async || lock.lock().await.unwrap().unlock().await.unwrap();
+        let ours = || async { lock.lock().await.unwrap().unlock().await.unwrap() };
         lock_registry_benches::in_turns(
             "uncontended pair on SQLite",
             statements,

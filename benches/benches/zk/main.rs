@@ -12,7 +12,7 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
-use lock_registry_benches::in_turns;
+use lock_registry_benches::in_a_task;
 use registry_core::{LockRegistry, Registry};
 use registry_testkit::process::HelperProcess;
 use registry_testkit::zookeeper::ZooKeeperServer;
@@ -25,8 +25,6 @@ use bare::Bare;
 /// How long anything may take beside what is measured.
 const LIMIT: Duration = Duration::from_secs(120);
 const SESSION: Duration = Duration::from_secs(30);
-/// Pairs in a row: so that the words to Curator do not count, and what one does behind its own back costs itself and not the other.
-const PAIRS: usize = 20;
 
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
@@ -47,58 +45,79 @@ fn main() {
 }
 
 async fn pairs(server: &ZooKeeperServer, in_earnest: bool) {
+    const OURS: &str = "lock and unlock";
     let registry = ours(&server.addr().to_string()).await;
     let lock = registry.obtain("orders/42");
-    let ours = async || lock.lock().await.unwrap().unlock().await.unwrap();
-    const OURS: &str = "lock and unlock";
-
-    let bare = Mutex::new(Bare::connect(&server.addr().to_string(), "/bare").await);
-    let reference = async || {
-        let mut bare = bare.lock().await;
-        bare.lock().await;
-        bare.unlock().await;
+    let ours = move |pairs| {
+        let lock = lock.clone();
+        async move {
+            for _ in 0..pairs {
+                lock.lock().await.unwrap().unlock().await.unwrap();
+            }
+        }
     };
-    let group = "uncontended pair on ZooKeeper, beside create, list and delete";
-    in_turns(group, reference, OURS, ours).await;
-    let reference = async || {
-        let mut bare = bare.lock().await;
-        bare.lock_at_once().await;
-        bare.unlock().await;
+
+    let bare = Bare::connect(&server.addr().to_string(), "/bare").await;
+    let bare = Arc::new(Mutex::new(bare));
+    let one_by_one = {
+        let bare = Arc::clone(&bare);
+        move |pairs| {
+            let bare = Arc::clone(&bare).lock_owned();
+            async move {
+                let mut bare = bare.await;
+                for _ in 0..pairs {
+                    bare.lock().await;
+                    bare.unlock().await;
+                }
+            }
+        }
+    };
+    let group = "uncontended pairs on ZooKeeper, beside create, list and delete";
+    in_a_task(group, one_by_one, OURS, ours.clone()).await;
+    let at_once = move |pairs| {
+        let bare = Arc::clone(&bare).lock_owned();
+        async move {
+            let mut bare = bare.await;
+            for _ in 0..pairs {
+                bare.lock_at_once().await;
+                bare.unlock().await;
+            }
+        }
     };
     let group = "the same, create and list sent at once";
-    in_turns(group, reference, OURS, ours).await;
+    in_a_task(group, at_once, OURS, ours.clone()).await;
 
     let client = connect(&server.addr().to_string()).await;
-    let directory = CreateMode::Container.with_acls(Acls::anyone_all());
-    let theirs = async || {
-        for _ in 0..PAIRS {
-            let options = LockOptions::new(Acls::anyone_all());
-            let options = options.with_ancestor_options(directory.clone()).unwrap();
-            let prefix = LockPrefix::new_curator("/theirs/orders", "lock-").unwrap();
-            let lock = client.lock(prefix, b"", options).await.unwrap();
-            // What it does by itself when it is dropped nobody can wait for; it does it nevertheless.
-            client.delete(lock.lock_path(), None).await.unwrap();
-        }
-    };
-    let many = async || {
-        for _ in 0..PAIRS {
-            ours().await;
-        }
-    };
-    let group = format!("{PAIRS} pairs beside the lock of zookeeper-client, deleted explicitly");
-    in_turns(&group, theirs, OURS, many).await;
+    let theirs = move |pairs| lock_of_the_client(client.clone(), pairs);
+    let group = "uncontended pairs beside the lock of zookeeper-client, deleted explicitly";
+    in_a_task(group, theirs, OURS, ours.clone()).await;
 
     let warm = if in_earnest { 3_000 } else { 10 };
-    let curator = Mutex::new(curator(&server.url(), warm).await);
-    let theirs = async || {
-        let mut curator = curator.lock().await;
-        curator.write_line(&PAIRS.to_string()).unwrap();
-        let done = curator.expect_line(|line| line.parse::<u64>().is_ok(), LIMIT).await;
-        done.unwrap();
+    let curator = Arc::new(Mutex::new(curator(&server.url(), warm).await));
+    let theirs = move |pairs: usize| {
+        let curator = Arc::clone(&curator).lock_owned();
+        async move {
+            let mut curator = curator.await;
+            curator.write_line(&pairs.to_string()).unwrap();
+            let done = curator.expect_line(|line| line.parse::<u64>().is_ok(), LIMIT).await;
+            done.unwrap();
+        }
     };
-    let group = format!("{PAIRS} pairs beside Curator's InterProcessMutex");
-    in_turns(&group, theirs, OURS, many).await;
+    let group = "uncontended pairs beside Curator's InterProcessMutex";
+    in_a_task(group, theirs, OURS, ours).await;
     registry.close(LIMIT).await;
+}
+
+async fn lock_of_the_client(client: Client, pairs: usize) {
+    let directory = CreateMode::Container.with_acls(Acls::anyone_all());
+    for _ in 0..pairs {
+        let options = LockOptions::new(Acls::anyone_all());
+        let options = options.with_ancestor_options(directory.clone()).unwrap();
+        let prefix = LockPrefix::new_curator("/theirs/orders", "lock-").unwrap();
+        let lock = client.lock(prefix, b"", options).await.unwrap();
+        // What it does by itself when it is dropped nobody can wait for; it does it nevertheless.
+        client.delete(lock.lock_path(), None).await.unwrap();
+    }
 }
 
 /// Curator, warmed up.

@@ -136,6 +136,8 @@ async fn enter(
     let data = note(claim);
     let created = client.create(&path, &data, &options);
     let listed = client.list_children(&place.dir);
+    // Of two answers that come in their order the second is awaited first: so who waits is woken once.
+    let listed = session.bounded(listed).await;
     match session.bounded(created).await? {
         Ok((stat, number)) => {
             stake.in_doubt = false;
@@ -163,7 +165,7 @@ async fn enter(
             return Err(explain(&error));
         }
     }
-    match session.bounded(listed).await? {
+    match listed? {
         Ok(children) => Ok(Some(children)),
         Err(error) => Err(explain(&error).as_unknown()),
     }
