@@ -151,10 +151,43 @@ async fn ten_thousand_waiters_hold_one_place_at_the_store() {
     ours.idle().await;
     assert_eq!(backend.at_once.most.load(Ordering::SeqCst), 1, "requests at once");
     assert_eq!(backend.waiting_at_once.most.load(Ordering::SeqCst), 1, "waits at once");
-    // Handed over from caller to caller: one acquire and one release for 33 of them.
+    // Handed over from caller to caller: one acquire and one release for each 65 of them.
     let requests = backend.requests.lock().unwrap().len();
     assert!(requests < CROWD / 10, "{requests} requests for {CROWD} callers");
     assert_eq!((ours.slots(), ours.held()), (0, 0));
+}
+
+/// Others wait for as long as the work takes, and the store costs the more the shorter it is.
+#[tokio::test(start_paused = true)]
+async fn short_work_is_handed_over_more_often_in_a_row_than_long_work() {
+    for (work, handoff, at_once) in [
+        (Duration::ZERO, None, 65),
+        (Duration::from_millis(2), None, 33),
+        (Duration::ZERO, Some(40), 41),
+        (Duration::from_millis(2), Some(40), 41),
+    ] {
+        let backend = Arc::new(WatchedBackend::over(MemoryBackend::new()));
+        let mut registry = Registry::builder(Arc::clone(&backend) as _).poll(POLL);
+        if let Some(handoff) = handoff {
+            registry = registry.handoff(handoff);
+        }
+        let registry = registry.build().unwrap();
+        let mut callers = JoinSet::new();
+        for _ in 0..at_once * 3 {
+            let lock = registry.obtain("k");
+            callers.spawn(async move {
+                let guard = lock.lock().await.unwrap();
+                if !work.is_zero() {
+                    tokio::time::sleep(work).await;
+                }
+                guard.unlock().await.unwrap();
+            });
+        }
+        callers.join_all().await;
+        registry.idle().await;
+        let requests = backend.requests.lock().unwrap().len();
+        assert_eq!(requests, 3 * 2, "{work:?}, handoff {handoff:?}");
+    }
 }
 
 #[cfg(target_os = "linux")]

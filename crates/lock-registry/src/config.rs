@@ -26,7 +26,7 @@ use crate::store_url::{Store, UrlText};
 /// | `lease` | how long a key stays taken if its holder dies, `100ms` (etcd: `2s`) to `1day`; in ZooKeeper it is the session that ends then, twice as long | `30s`; ZooKeeper `15s` |
 /// | `renew` | whether a held lock's lease is renewed | `true` |
 /// | `poll` | how often a waiter looks by itself, wake-ups or not, `1ms` to `1h` | `250ms`; in a database with `layout=spring` `100ms`; ZooKeeper `2s` |
-/// | `handoff` | how often in a row a lock may pass within this process before others get their turn, `0` (never) to `10000` | `32` |
+/// | `handoff` | how often in a row a lock may pass within this process before others get their turn, `0` (never) to `10000` | `32`, and up to 64 within 20 ms of the grant |
 /// | `timeout` | how long one operation of the store may stay unanswered, `10ms` to `1h` | `3s` |
 /// | `label` | what others see when they ask who holds a lock | nothing |
 /// | `layout` | how the store lays out its records: `native`, or that of a peer, `spring` (Redis, PostgreSQL, MariaDB, MySQL), `redisson` (Redis), `curator` (ZooKeeper) or `etcdctl` (etcd) | `native` |

@@ -173,7 +173,7 @@ impl Contest<'_> {
         Claim::new(key.clone(), self.terms.lease.length)
             .with_label(self.terms.label.clone())
             .with_queue(engine.capabilities.fair && !self.is_over(self.began))
-            .with_token_block(engine.defaults.handoffs_max.saturating_add(1))
+            .with_token_block(engine.defaults.handoffs.max.saturating_add(1))
     }
 
     /// Waits until another attempt makes sense.

@@ -268,12 +268,11 @@ impl HeldClaim {
         let held_for = now.since(self.granted_at);
         !state.gone
             && !state.lease.is_in_doubt()
-            && state.handovers < engine.defaults.handoffs_max
+            && engine.defaults.handoffs.allow_another(state.handovers, held_for)
             && !engine.capabilities.fair
             && self.terms.lease.max_hold.is_none()
             && self.terms.lease.renews
             && state.lease.length() == self.terms.lease.length
-            && held_for < HANDOVER_SPAN
             && held_for >= self.terms.min_hold
             // Enough of the lease must be left for the next one to get going before the keeper's next try.
             && self.valid_until().since(now) > self.terms.lease.length / 3
@@ -559,6 +558,3 @@ impl fmt::Debug for HeldClaim {
             .finish_non_exhaustive()
     }
 }
-
-/// How long a claim may be passed around locally before other processes get their turn.
-const HANDOVER_SPAN: Duration = Duration::from_secs(1);

@@ -118,8 +118,7 @@ pub(crate) struct Defaults {
     pub(crate) renew: bool,
     /// How often a waiter looks by itself, wake-ups or not.
     pub(crate) poll: Duration,
-    /// How many times in a row a claim may pass to the next local caller.
-    pub(crate) handoffs_max: u32,
+    pub(crate) handoffs: Handoffs,
     /// How long a store operation may stay unanswered before its outcome counts as unknown.
     pub(crate) answer_limit: Duration,
     pub(crate) label: Option<Arc<str>>,
@@ -129,8 +128,35 @@ impl Defaults {
     /// Long enough to ride out a failover, short enough to wait for after a crash; the field's usual value (Redisson, madelson).
     pub(crate) const LEASE: Duration = Duration::from_secs(30);
     pub(crate) const POLL: Duration = Duration::from_millis(250);
-    pub(crate) const HANDOFFS_MAX: u32 = 32;
+    pub(crate) const HANDOFFS: Handoffs = Handoffs { max: 64, slow_max: 32 };
     pub(crate) const ANSWER_LIMIT: Duration = Duration::from_secs(3);
+}
+
+/// How many times in a row a claim may pass to the next local caller.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Handoffs {
+    pub(crate) max: u32,
+    /// Once they have taken longer than [`SHORT`](Self::SHORT). What bounds the wait of other processes is the time; and the shorter the
+    /// work is, the more of it a request to the store costs.
+    slow_max: u32,
+}
+
+impl Handoffs {
+    /// As often as somebody has asked for.
+    pub(crate) fn exactly(times: u32) -> Self {
+        Self { max: times, slow_max: times }
+    }
+
+    /// Whether there may be another one after `times` of them, `held_for` after the grant.
+    pub(crate) fn allow_another(self, times: u32, held_for: Duration) -> bool {
+        let max = if held_for < Self::SHORT { self.max } else { self.slow_max };
+        times < max && held_for < Self::SPAN
+    }
+
+    /// So short that other processes do not wait for longer than they would for a slow holder.
+    const SHORT: Duration = Duration::from_millis(20);
+    /// How long a claim may be passed around before other processes get their turn, however often.
+    const SPAN: Duration = Duration::from_secs(1);
 }
 
 /// What a waiter must agree on with the holder before a claim can pass between them as it is.

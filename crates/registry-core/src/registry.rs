@@ -20,7 +20,7 @@ use crate::keeper::Keeper;
 use crate::key::Key;
 use crate::lock::DistributedLock;
 use crate::memory::MemoryBackend;
-use crate::options::{Defaults, LockOptions, Terms};
+use crate::options::{Defaults, Handoffs, LockOptions, Terms};
 use crate::signal::Signal;
 use crate::slot::{Slot, SlotTable};
 
@@ -131,7 +131,7 @@ impl Registry {
                 lease,
                 renew: true,
                 poll: Defaults::POLL,
-                handoffs_max: Defaults::HANDOFFS_MAX,
+                handoffs: Defaults::HANDOFFS,
                 answer_limit: Defaults::ANSWER_LIMIT,
                 label: None,
             },
@@ -380,9 +380,9 @@ impl RegistryBuilder {
     }
 
     /// How many times in a row a claim may pass to the next caller of this process without asking the store. Zero switches
-    /// it off. Default: 32. At most [`HANDOFF_MAX`](Self::HANDOFF_MAX).
+    /// it off. Default: 32, and up to 64 within 20 ms of the grant. At most [`HANDOFF_MAX`](Self::HANDOFF_MAX).
     pub fn handoff(mut self, times: u32) -> Self {
-        self.defaults.handoffs_max = times;
+        self.defaults.handoffs = Handoffs::exactly(times);
         self
     }
 
@@ -415,10 +415,10 @@ impl RegistryBuilder {
         let capabilities = backend.capabilities();
         check_range("poll", defaults.poll, Self::POLL_MIN, Self::POLL_MAX)?;
         check_range("timeout", defaults.answer_limit, Self::TIMEOUT_MIN, Self::TIMEOUT_MAX)?;
-        if defaults.handoffs_max > Self::HANDOFF_MAX {
+        if defaults.handoffs.max > Self::HANDOFF_MAX {
             return Err(ConfigError::Invalid(format!(
                 "handoff of {} is larger than {}",
-                defaults.handoffs_max,
+                defaults.handoffs.max,
                 Self::HANDOFF_MAX
             )));
         }
