@@ -8,6 +8,7 @@ use tokio::time::{Instant, sleep};
 use super::options::ZooKeeperOptions;
 use super::server::ZooKeeperServer;
 use crate::ports::Port;
+use crate::proxy::{FaultProxy, Mode};
 
 /// How long the members may take to agree on a leader. Usually it takes a second.
 const ELECTION_LIMIT: Duration = Duration::from_secs(90);
@@ -17,7 +18,17 @@ const ELECTION_LIMIT: Duration = Duration::from_secs(90);
 pub struct ZooKeeperEnsemble {
     members: Vec<ZooKeeperServer>,
     /// By which they speak to each other: two for each.
-    _ports: Vec<[Port; 2]>,
+    ports: Vec<[Port; 2]>,
+    /// What goes from one to another, if it can be cut.
+    links: Vec<Link>,
+}
+
+/// By which one member follows another.
+#[derive(Debug)]
+struct Link {
+    from: usize,
+    to: usize,
+    proxy: FaultProxy,
 }
 
 impl ZooKeeperEnsemble {
@@ -40,22 +51,86 @@ impl ZooKeeperEnsemble {
     /// # Cancel safety
     /// Dropping the future kills the members.
     pub async fn start_with(members: usize, options: &ZooKeeperOptions) -> io::Result<Self> {
-        let ports = (0..members).map(|_| Ok([Port::reserve()?, Port::reserve()?]));
-        let ports = ports.collect::<io::Result<Vec<_>>>()?;
-        let all = (1..).zip(&ports).map(|(id, [peers, election])| {
-            format!("server.{id}=127.0.0.1:{}:{}\n", peers.number(), election.number())
-        });
-        let all: String = all.collect();
-        let mut started = Self { members: Vec::new(), _ports: ports };
-        for id in 1..=members {
+        Self::launch(&vec![options.clone(); members], ports(members)?, Vec::new()).await
+    }
+
+    /// As [`start`](Self::start), with a member for each of these options. Members can be [cut off](Self::cut_off) from the others.
+    ///
+    /// # Errors
+    /// As for [`ZooKeeperServer::start`].
+    ///
+    /// # Cancel safety
+    /// Dropping the future kills the members.
+    pub async fn start_apart(options: &[ZooKeeperOptions]) -> io::Result<Self> {
+        let ports = ports(options.len())?;
+        let mut links = Vec::new();
+        for from in 0..ports.len() {
+            for (to, [peers, _]) in ports.iter().enumerate().filter(|(to, _)| *to != from) {
+                links.push(Link { from, to, proxy: FaultProxy::start(peers.addr())? });
+            }
+        }
+        Self::launch(options, ports, links).await
+    }
+
+    async fn launch(
+        options: &[ZooKeeperOptions],
+        ports: Vec<[Port; 2]>,
+        links: Vec<Link>,
+    ) -> io::Result<Self> {
+        let mut started = Self { members: Vec::new(), ports, links };
+        for (from, options) in options.iter().enumerate() {
             let mut member = ZooKeeperServer::prepare(options.clone(), Port::reserve()?)?;
-            fs::write(member.data().join("myid"), id.to_string())?;
-            member.configure(&all)?;
+            fs::write(member.data().join("myid"), (from + 1).to_string())?;
+            member.configure(&started.as_seen_by(from))?;
             member.launch_again().await?;
             started.members.push(member);
         }
         started.serving().await?;
         Ok(started)
+    }
+
+    /// All members, by the ways that lead from one of them to the others.
+    fn as_seen_by(&self, from: usize) -> String {
+        let all = self.ports.iter().enumerate().map(|(to, [peers, election])| {
+            let link = self.links.iter().find(|link| (link.from, link.to) == (from, to));
+            let peers = link.map_or_else(|| peers.addr(), |link| link.proxy.addr());
+            format!("server.{}={peers}:{}\n", to + 1, election.number())
+        });
+        all.collect()
+    }
+
+    /// Cuts a member off from the others in silence: what they have to say to each other waits, as bytes do that a network loses. Only
+    /// votes are passed on, which a leader does not listen to: it goes on alone for `syncLimit`, and the others elect another one when
+    /// theirs is over.
+    ///
+    /// # Errors
+    /// The operating system's.
+    ///
+    /// # Panics
+    /// If the members were not started [apart](Self::start_apart).
+    ///
+    /// # Cancel safety
+    /// It may be cut off from some of them.
+    pub async fn cut_off(&self, member: usize) -> io::Result<()> {
+        assert!(!self.links.is_empty(), "these members cannot be cut off");
+        for link in self.links.iter().filter(|link| link.from == member || link.to == member) {
+            link.proxy.set_mode(Mode::BlackHole).await?;
+        }
+        Ok(())
+    }
+
+    /// Lets all members hear of each other again, and first of all what was said meanwhile.
+    ///
+    /// # Errors
+    /// The operating system's.
+    ///
+    /// # Cancel safety
+    /// Some of them may be cut off still.
+    pub async fn join_again(&self) -> io::Result<()> {
+        for link in &self.links {
+            link.proxy.set_mode(Mode::Pass).await?;
+        }
+        Ok(())
     }
 
     /// Waits until all members that run and are not paused serve.
@@ -113,4 +188,8 @@ impl ZooKeeperEnsemble {
     pub fn members_mut(&mut self) -> &mut [ZooKeeperServer] {
         &mut self.members
     }
+}
+
+fn ports(members: usize) -> io::Result<Vec<[Port; 2]>> {
+    (0..members).map(|_| Ok([Port::reserve()?, Port::reserve()?])).collect()
 }
