@@ -217,7 +217,7 @@ async fn find_again(
 /// Whether the one directly before one that waits is certainly still there. All who ask at about the same time share one question,
 /// however long the line is. Now and then nobody is believed, so that one whose own node was removed by somebody finds out.
 async fn stands_as_before(session: &Arc<Session>, stake: &Stake) -> Result<bool, BackendError> {
-    let Some(Ahead { watch: Some(watch), looked_at }) = &stake.ahead else { return Ok(false) };
+    let Some(Ahead { watch: Some(watch), looked_at, .. }) = &stake.ahead else { return Ok(false) };
     if watch.has_fired() || looked_at.after(session.timeout() / LOOK_EVERY) <= Moment::now() {
         return Ok(false);
     }
