@@ -4,7 +4,7 @@
 //! own. So the row is made, and looked at, by the store's own connections; the caller's only ever locks it when it looks free, and never waits.
 //!
 //! The caller's statements up to that lock open no snapshot: with `REPEATABLE READ` the transaction would go on reading what was there before it had
-//! the lock.
+//! the lock. One that has a snapshot from before is refused.
 
 use std::time::Duration;
 
@@ -95,6 +95,10 @@ async fn take(
     let Some(row) = lock.await.map_err(sort)? else { return Ok(None) };
     // Since the look at it. Its holder cannot renew until this transaction ends, so better at once.
     if row.try_get::<i64, _>(0).map_err(sort)? != 0 {
+        return Err(LockInError::conflict(key, None));
+    }
+    if row.try_get::<i64, _>(2).map_err(sort)? == 0 {
+        // It began to read before the lock was let go, and would go on reading what the one before has overwritten.
         return Err(LockInError::conflict(key, None));
     }
     let token: i64 = row.try_get(1).map_err(sort)?;

@@ -39,9 +39,8 @@ impl Way {
         let can = match self {
             Self::ByLease => |need: &Need| *need != Need::TellsLosses,
             Self::AsSpring(_) => |need: &Need| !matches!(need, Need::TellsLosses | Need::Wakes),
-            Self::BySession | Self::ByRow => {
-                |need: &Need| !matches!(need, Need::Inspect | Need::Labels)
-            }
+            Self::BySession => |need: &Need| !matches!(need, Need::Inspect | Need::Labels),
+            Self::ByRow => |_: &Need| true,
         };
         // A lock of a connection is nobody else's to ask for again, to renew or to release.
         let is_own = clause.name.ends_with("_through_another_client")
