@@ -110,7 +110,9 @@ pub enum FenceError {
     OtherDatabase,
     /// Another transaction was in the way, or this one goes on seeing what was there before the lock was granted. Roll back and begin again; in SQLite with
     /// `BEGIN IMMEDIATE` if it reads before it fences.
-    #[error("another transaction is in the way of the fence, or this one began to read before the lock was granted")]
+    #[error(
+        "another transaction is in the way of the fence, or this one began to read before the lock was granted"
+    )]
     #[non_exhaustive]
     Busy {
         /// What the database said, if it was the one that found it.

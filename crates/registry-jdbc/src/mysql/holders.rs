@@ -38,14 +38,45 @@ impl MySqlBackend {
 
     /// Frees `key`, whoever holds it: ends a lease, or the connection that has the row locked for a claim.
     pub(super) async fn free_by_force(&self, key: &Key) -> Result<Release, BackendError> {
-        let make = || self.statements.force_release(key);
-        let done = self.link.change(Errand::Release, Repeat::Never, make).await?;
-        let released = match freed(&done) {
-            Release::Freed => Release::Freed,
-            Release::NotHeld => self.end_connection(key).await?,
+        let released = match self.holding(key).await? {
+            Some(holding) => self.end_connection(key, &holding).await?,
+            None => self.end_lease(key).await?,
         };
         self.wakes.look_soon(key);
         Ok(released)
+    }
+
+    async fn end_lease(&self, key: &Key) -> Result<Release, BackendError> {
+        // Looked at first: a change waits for whoever has the row locked, although there may be nothing to be changed.
+        if self.ask(|by| self.statements.holder(key, by)).await?.is_empty() {
+            if self.is_kept_by_a_transaction(key).await? {
+                return Err(error::is_a_callers(self.link.place()));
+            }
+            return Ok(Release::NotHeld);
+        }
+        let make = || self.statements.force_release(key);
+        let done = self.link.change(Errand::Release, Repeat::Never, make).await?;
+        Ok(freed(&done))
+    }
+
+    async fn end_connection(&self, key: &Key, holding: &Holding) -> Result<Release, BackendError> {
+        let kill = || query("KILL CONNECTION ?").bind(holding.connection).persistent(false);
+        let killed = self.link.change(Errand::Release, Repeat::Never, kill).await;
+        // One that has just gone is no trouble.
+        if let Err(error) = killed
+            && !error::tells_of_no_such_connection(&error)
+        {
+            return Err(error::not_ended(error, self.link.place()));
+        }
+        // The server only tells the connection to end.
+        let began = Instant::now();
+        while self.holding(key).await?.as_ref() == Some(holding) {
+            if began.elapsed() > END_WAIT {
+                return Err(error::still_there(self.link.place()));
+            }
+            sleep(END_PAUSE).await;
+        }
+        Ok(Release::Freed)
     }
 
     /// Where there are no named locks, of leases alone.
@@ -59,32 +90,6 @@ impl MySqlBackend {
             }
             answer => answer,
         }
-    }
-
-    async fn end_connection(&self, key: &Key) -> Result<Release, BackendError> {
-        let Some(holding) = self.holding(key).await? else {
-            if self.is_kept_by_a_transaction(key).await? {
-                return Err(error::is_a_callers(self.link.place()));
-            }
-            return Ok(Release::NotHeld);
-        };
-        let kill = || query("KILL CONNECTION ?").bind(holding.connection).persistent(false);
-        let killed = self.link.change(Errand::Release, Repeat::Never, kill).await;
-        // One that has just gone is no trouble.
-        if let Err(error) = killed
-            && !error::tells_of_no_such_connection(&error)
-        {
-            return Err(error::not_ended(error, self.link.place()));
-        }
-        // The server only tells the connection to end.
-        let began = Instant::now();
-        while self.holding(key).await?.as_ref() == Some(&holding) {
-            if began.elapsed() > END_WAIT {
-                return Err(error::still_there(self.link.place()));
-            }
-            sleep(END_PAUSE).await;
-        }
-        Ok(Release::Freed)
     }
 
     /// Which connection has the row locked for a claim.
@@ -124,12 +129,8 @@ struct Holding {
 }
 
 /// What is locked for longer than these together is somebody's.
-const LOOK_PAUSES: [Duration; 4] = [
-    Duration::from_millis(1),
-    Duration::from_millis(2),
-    Duration::from_millis(4),
-    Duration::ZERO,
-];
+const LOOK_PAUSES: [Duration; 4] =
+    [Duration::from_millis(1), Duration::from_millis(2), Duration::from_millis(4), Duration::ZERO];
 
 /// How long one waits until a connection that was told to end has ended, and how often one looks.
 const END_WAIT: Duration = Duration::from_secs(1);

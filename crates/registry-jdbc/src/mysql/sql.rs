@@ -64,6 +64,7 @@ pub(super) struct Texts {
     pub(super) is_free: Text,
     pub(super) make_row: Text,
     pub(super) lock_row: Text,
+    pub(super) row_seen_in: Text,
     pub(super) raise_token: Text,
     pub(super) session_note: Text,
     pub(super) session_look: Text,
@@ -116,6 +117,7 @@ impl Texts {
             is_free: one(IS_FREE),
             make_row: one(MAKE_ROW),
             lock_row: one(LOCK_ROW),
+            row_seen_in: one(ROW_SEEN_IN),
             raise_token: one(RAISE_TOKEN),
             session_note: one(&ACQUIRE.replace("{end}", "0")),
             session_look: one(&slipped(SESSION_LOOK, &[SESSION_TRUSTS_ITS_MEMORY])),
@@ -259,7 +261,8 @@ fn holders(who: &str, holding: &str) -> String {
 /// The claim that is noted in the row, and the number of the connection that has the row locked for it.
 ///
 /// id
-const HOLDING: &str = "SELECT claim, CAST({holding} AS SIGNED) FROM {locks} WHERE id = ? AND claim IS NOT NULL";
+const HOLDING: &str =
+    "SELECT claim, CAST({holding} AS SIGNED) FROM {locks} WHERE id = ? AND claim IS NOT NULL";
 
 /// Which connection has the row locked for its claim, if any.
 const HOLDING_CONNECTION: &str = "IS_USED_LOCK(CONCAT('lock_registry_row_', LOWER(HEX(claim))))";
@@ -324,7 +327,7 @@ const FENCE: &str = "\
 
 /// Whether what a locking select has found as `l` is seen by one that locks nothing.
 const IS_SEEN: &str = "\
-    CAST(EXISTS (SELECT 1 FROM {locks} AS seen WHERE seen.id = l.id AND seen.claim <=> l.claim AND seen.token = l.token) AS SIGNED)";
+    CAST(EXISTS (SELECT 1 FROM {locks} AS seen WHERE seen.id = l.id AND seen.claim = l.claim AND seen.token = l.token) AS SIGNED)";
 
 /// Whether nobody holds a lease on the key; nothing if there is no row.
 ///
@@ -340,12 +343,19 @@ const MAKE_ROW: &str = "\
     SELECT ?, ?, ?, NULL, GREATEST(clock.now, clock.floor + 1), 1, NULL, clock.now, clock.now \
     FROM (SELECT {now} AS now, floor FROM {meta} WHERE id = 1) AS clock";
 
-/// Locks the row if nobody else has, and tells whether there is a lease on it, the next token, and whether the transaction sees the row as it is; see [`FENCE`].
+/// Locks the row if nobody else has, and tells whether there is a lease on it, the next token, and the newest grant.
 ///
 /// id
 const LOCK_ROW: &str = "\
-    SELECT CAST(l.claim IS NOT NULL AND l.until > {now} AS SIGNED), CAST(GREATEST({now}, l.token + l.block) AS SIGNED), {is_seen} \
-    FROM {locks} AS l WHERE l.id = ? FOR UPDATE SKIP LOCKED";
+    SELECT CAST(claim IS NOT NULL AND until > {now} AS SIGNED), CAST(GREATEST({now}, token + block) AS SIGNED), claim, token \
+    FROM {locks} WHERE id = ? FOR UPDATE SKIP LOCKED";
+
+/// Whether a transaction that has the row locked also reads it as it is, or goes on reading what was there before; and which tables these are. A statement of its own: one that
+/// locked the row with the same breath would begin to read even if the row is not to be had.
+///
+/// id, claim, token
+const ROW_SEEN_IN: &str = "\
+    SELECT store, CAST(EXISTS (SELECT 1 FROM {locks} WHERE id = ? AND claim <=> ? AND token = ?) AS SIGNED) FROM {meta} WHERE id = 1";
 
 /// Writes the token of a grant that is as long as the transaction; for others, there is a free row behind it.
 ///

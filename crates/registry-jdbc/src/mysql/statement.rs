@@ -159,6 +159,10 @@ impl Statements {
         self.of_key(&self.texts.lock_row, key)
     }
 
+    pub(super) fn row_seen_in(&self, key: &Key, claim: Option<Vec<u8>>, token: i64) -> Statement {
+        self.of_key(&self.texts.row_seen_in, key).bind(claim).bind(token)
+    }
+
     pub(super) fn raise_token(&self, key: &Key, token: i64) -> Statement {
         query(self.texts.raise_token.safe()).bind(token).bind(id_bytes(self.row(key)))
     }

@@ -49,8 +49,7 @@ impl PostgresBackend {
         }
         let patience = END_WAIT.min(self.config.response_timeout / 2).as_millis();
         let patience = Value::Number(i64::try_from(patience).unwrap_or(i64::MAX));
-        let statement =
-            Statement::new(&self.texts.end_row_holder, [bytes(id.bytes()), patience]);
+        let statement = Statement::new(&self.texts.end_row_holder, [bytes(id.bytes()), patience]);
         let rows = self.link.rows(Errand::Release, &statement, Repeat::Never).await;
         let rows = rows.map_err(error::not_ended)?;
         match rows.first() {

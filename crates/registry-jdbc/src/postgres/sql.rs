@@ -68,7 +68,9 @@ impl Texts {
             acquire: text(&slipped(ACQUIRE, &[TOKEN_STANDS_STILL])),
             look: text(LOOK),
             holder: text(&HOLDERS.replace("{who}", "id = $1::bytea").replace("{marked}", MARKED)),
-            list: text(&HOLDERS.replace("{who}", "namespace = $1::bytea").replace("{marked}", MARKED)),
+            list: text(
+                &HOLDERS.replace("{who}", "namespace = $1::bytea").replace("{marked}", MARKED),
+            ),
             renew: text(&slipped(RENEW, &[RENEWAL_REVIVES])),
             release: text(&slipped(RELEASE, &[RELEASE_WITHOUT_OWNER])),
             force_release: text(FORCE_RELEASE),

@@ -3,8 +3,7 @@
 use std::time::Duration;
 
 use registry_core::{
-    BackendErrorKind, Holder, LockError, LockGuard, LockOptions, LockRegistry, LostReason,
-    Registry,
+    BackendErrorKind, Holder, LockError, LockGuard, LockOptions, LockRegistry, LostReason, Registry,
 };
 use registry_testkit::{eventually, within};
 

@@ -208,9 +208,7 @@ async fn tokens_grow_over_a_row_that_is_deleted_while_it_is_waited_for() {
         let (session, next) = (Arc::clone(&second), claim("orders/42"));
         let asked = next.clone();
         let taking = tokio::spawn(async move { session.try_acquire(&asked).await });
-        while !taking.is_finished()
-            && !watch.fetch_one(waiting).await.unwrap().get::<bool, _>(0)
-        {}
+        while !taking.is_finished() && !watch.fetch_one(waiting).await.unwrap().get::<bool, _>(0) {}
         run(&mut purge, "COMMIT").await;
         // On a slow machine it may have waited for too long.
         let Attempt::Granted(grant) = taking.await.unwrap()? else { panic!("busy") };

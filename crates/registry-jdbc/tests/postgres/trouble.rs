@@ -328,11 +328,9 @@ async fn doctor_tells_when_listening_leads_to_where_nothing_is_heard() {
     let url = server.url();
     let (before, after) = url.rsplit_once("/postgres").unwrap();
     let elsewhere = format!("{before}/elsewhere{after}");
-    for (listen, is_heard) in
-        [(server.url(), true), (bouncer.url(), false), (elsewhere, false)]
-    {
+    for (listen, is_heard) in [(server.url(), true), (bouncer.url(), false), (elsewhere, false)] {
         let config = config(&server).with_listen(&listen).unwrap();
-        let findings = crate::lab::backend(config).await.diagnose().await.unwrap();
+        let findings = backend(config).await.diagnose().await.unwrap();
         let told = findings.iter().any(|f| f.message.contains("are not heard of"));
         assert_eq!(told, !is_heard, "{listen}: {findings:?}");
     }
