@@ -114,6 +114,15 @@ impl fmt::Display for Failure {
                 f.write_str(message)
             }
             Self::Config(error) => fmt::Display::fmt(error, f),
+            // The engine knows of one kind of lock for each store.
+            Self::Lock(LockError::Unsupported {
+                capability: "inspect",
+                store: store @ ("postgres" | "mysql"),
+                ..
+            }) => write!(
+                f,
+                "{store} with mode=session: the server does not know who holds a lock, so none can be shown, listed or broken; leases and mode=row can"
+            ),
             Self::Lock(error) => fmt::Display::fmt(error, f),
             Self::Folder { folder, .. } => {
                 write!(f, "cannot make the folder {folder:?} for the default store")

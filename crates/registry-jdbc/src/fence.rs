@@ -54,11 +54,16 @@ pub trait Fence<DB: Database> {
     /// between ([`FenceError::Busy`]). Only what is written to the same file is protected, not to databases attached to it.
     ///
     /// In PostgreSQL this locks one row `FOR KEY SHARE`: other locks, and this one's renewals, go on. With the isolation levels
-    /// `REPEATABLE READ` and `SERIALIZABLE` fence first, or the server may find that a renewal came after what was read
-    /// ([`FenceError::Busy`]).
+    /// `REPEATABLE READ` and `SERIALIZABLE` fence first, or the server may find that a renewal came after what was read, or the
+    /// transaction not see yet that the lock was granted ([`FenceError::Busy`]).
     ///
     /// In MariaDB and MySQL this locks one row `FOR UPDATE`: other locks go on, but this one's renewals cannot, so the transaction must be
-    /// over well before the lease is. A row is locked even if the lock turns out to be lost. Roll back at once then, by
+    /// over well before the lease is. With `REPEATABLE READ`, which is what these servers begin transactions with unless they are told otherwise, fence first: a
+    /// transaction that has read goes on reading the past, and lets itself overwrite what it does not see. Where the lock's row shows that the past is from before the
+    /// grant, the fence refuses ([`FenceError::Busy`]); where the lock was handed over within this process it does not.
+    ///
+    /// In all three a lock is gone, too, that a transaction takes after a savepoint which it is rolled back to. So fence the outermost transaction, or what is rolled back must be all that
+    /// the fence is for. A row is locked even if the lock turns out to be lost. Roll back at once then, by
     /// [`Transaction::rollback`]: one that is merely dropped is rolled back when its connection is used again or returns to its pool.
     ///
     /// A lock that ends with a connection, of a session or of a row's transaction, is fenced by its row too: whoever is granted the key next has to change the row
@@ -103,12 +108,15 @@ pub enum FenceError {
         "the transaction is on another database than the lock; open the one that the lock is in, as the main database"
     )]
     OtherDatabase,
-    /// Another transaction was in the way. Roll back and begin again; in SQLite with `BEGIN IMMEDIATE` if it reads before it fences.
-    #[error("another transaction is in the way of the fence")]
+    /// Another transaction was in the way, or this one goes on seeing what was there before the lock was granted. Roll back and begin again; in SQLite with
+    /// `BEGIN IMMEDIATE` if it reads before it fences.
+    #[error(
+        "another transaction is in the way of the fence, or this one began to read before the lock was granted"
+    )]
     #[non_exhaustive]
     Busy {
-        /// What the database said.
-        source: sqlx::Error,
+        /// What the database said, if it was the one that found it.
+        source: Option<sqlx::Error>,
     },
     /// What the store has to do beside the transaction failed.
     #[error("the store could not prepare the fence of lock {key:?}")]

@@ -45,6 +45,8 @@ pub trait LockIn<DB: Database> {
     /// In MariaDB and MySQL the caller looks again and again, every few milliseconds at first and at least ten times a second: the server has no
     /// limit for a wait that would be the statement's alone. A lease that is wanted while a transaction has the lock waits for the row
     /// (`busy_timeout`), and is then told of trouble that may pass, as the server does not say why the row is locked; in PostgreSQL it is told "busy".
+    /// With `REPEATABLE READ` a transaction that began to read before the lock's row was changed last, or made, is refused as in PostgreSQL
+    /// ([`LockInError::Conflict`]): it would go on reading what others have overwritten since.
     ///
     /// The locks may be leases or rows that transactions lock. In PostgreSQL they may be those of sessions, too: then the transaction takes the
     /// advisory lock as well, and one that finds it taken looks again twice a second and whenever a release is heard of. The named locks of MariaDB and MySQL

@@ -34,6 +34,8 @@ pub(crate) struct Stake {
     pub(crate) own: Option<OwnWatch>,
     /// Watches the one directly before.
     pub(crate) ahead: Option<Ahead>,
+    /// Those before that only our server shows. A majority does not have them.
+    pub(crate) ghosts: Vec<String>,
     /// When it was last asked for.
     attended_at: Moment,
     lease: Duration,
@@ -59,9 +61,12 @@ pub(crate) struct OwnWatch {
 }
 
 pub(crate) struct Ahead {
+    pub(crate) name: String,
     /// None if there was no [room](Room) for it.
     pub(crate) watch: Option<Watch>,
     pub(crate) looked_at: Moment,
+    /// When a majority had it last, or when it was seen for the first time.
+    pub(crate) confirmed_at: Moment,
 }
 
 impl Place {
@@ -73,6 +78,7 @@ impl Place {
             held_until: None,
             own: None,
             ahead: None,
+            ghosts: Vec::new(),
             attended_at: Moment::now(),
             lease: claim.lease(),
         };
@@ -121,6 +127,12 @@ impl Stake {
     pub(crate) fn attend(&mut self, claim: &Claim) {
         self.attended_at = Moment::now();
         self.lease = claim.lease();
+    }
+
+    /// Since when `name` stands directly before, as far as it is known to be there.
+    pub(crate) fn waits_since(&self, name: &str) -> Moment {
+        let known = self.ahead.as_ref().filter(|ahead| ahead.name == name);
+        known.map_or_else(Moment::now, |ahead| ahead.confirmed_at)
     }
 
     /// Forgets the node, which is gone.

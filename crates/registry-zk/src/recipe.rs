@@ -78,6 +78,7 @@ async fn contend(
         } else {
             look(session, place).await?
         };
+        let children = without_ghosts(stake, children);
         let queue = line_up(session, &place.dir, children).await?;
         let Some(node) = &stake.node else { continue };
         let (ahead, is_next) = match queue.place_of(node.name()) {
@@ -94,10 +95,20 @@ async fn contend(
             return Ok(Attempt::Busy(Busy::new()));
         }
         let path = format!("{}/{ahead}", place.dir);
+        let mut confirmed_at = stake.waits_since(ahead);
+        if is_next && confirmed_at.after(session.timeout()) <= Moment::now() {
+            confirmed_at = Moment::now();
+            if !session.check(&path).await? {
+                stake.ghosts.push(ahead.to_owned());
+                (stake.ahead, was_behind) = (None, true);
+                continue;
+            }
+        }
         // By data and not by existence: no watch is left behind on what is not there.
         match session.bounded(watch_data(session, &path)).await? {
             Ok((data, stat, watch)) => {
-                stake.ahead = Some(Ahead { watch, looked_at: Moment::now() });
+                let (name, looked_at) = (ahead.to_owned(), Moment::now());
+                stake.ahead = Some(Ahead { name, watch, looked_at, confirmed_at });
                 let busy = Busy::new();
                 return Ok(Attempt::Busy(if is_next {
                     busy.with_holder(holder(&place.key, &data, stat.czxid))
@@ -208,12 +219,23 @@ async fn find_again(
 /// Whether the one directly before one that waits is certainly still there. All who ask at about the same time share one question,
 /// however long the line is. Now and then nobody is believed, so that one whose own node was removed by somebody finds out.
 async fn stands_as_before(session: &Arc<Session>, stake: &Stake) -> Result<bool, BackendError> {
-    let Some(Ahead { watch: Some(watch), looked_at }) = &stake.ahead else { return Ok(false) };
+    let Some(Ahead { watch: Some(watch), looked_at, .. }) = &stake.ahead else { return Ok(false) };
     if watch.has_fired() || looked_at.after(session.timeout() / LOOK_EVERY) <= Moment::now() {
         return Ok(false);
     }
     session.round(By::Leader).await?;
     Ok(!watch.has_fired())
+}
+
+/// Leaves out whom only our server shows. What a server has kept that the others have deleted would be waited for without end, so whoever is
+/// directly behind the head of the line asks a majority about it, once in the time-out of a session. Its answer is that by which all writes
+/// are decided, those of a holder as well; and a name that it does not have never comes again, for there is a number in it.
+fn without_ghosts(stake: &mut Stake, mut children: Vec<String>) -> Vec<String> {
+    if !stake.ghosts.is_empty() {
+        stake.ghosts.retain(|ghost| children.contains(ghost));
+        children.retain(|child| !stake.ghosts.contains(child));
+    }
+    children
 }
 
 /// All children, as the leader knows them. A server that lags behind could show a node of ours that is gone.

@@ -114,18 +114,34 @@ impl MySqlBackend {
         rows.first().map(|row| self.held(row)).transpose()
     }
 
+    /// Reads key, claim, token, label and times.
     fn held(&self, row: &MySqlRow) -> Result<Held, BackendError> {
-        let key = String::from_utf8(self.column(row, 0)?).ok();
-        let key = key.and_then(|key| Key::new(&key).ok());
-        let key = key.ok_or_else(|| self.damaged("a row's key is not one that can be locked"))?;
-        let label: Option<Vec<u8>> = self.column(row, 3)?;
         let lease_left = span(self.column(row, 5)?);
         let token = self.fencing_token(self.column(row, 2)?)?;
-        let holder = Holder::new(key)
-            .with_label(label.map(|label| String::from_utf8_lossy(&label).into_owned()))
-            .with_token(Some(token))
-            .with_times(Some(span(self.column(row, 4)?)), Some(lease_left));
+        let holder = self.told_of(self.key_in(row)?, row, 2)?;
         Ok(Held { claim: self.column(row, 1)?, token, lease_left, holder })
+    }
+
+    /// The key in the first column.
+    pub(super) fn key_in(&self, row: &MySqlRow) -> Result<Key, BackendError> {
+        let key = String::from_utf8(self.column(row, 0)?).ok();
+        let key = key.and_then(|key| Key::new(&key).ok());
+        key.ok_or_else(|| self.damaged("a row's key is not one that can be locked"))
+    }
+
+    /// Reads token, label and times, which stand side by side from column `first` on.
+    pub(super) fn told_of(
+        &self,
+        key: Key,
+        row: &MySqlRow,
+        first: usize,
+    ) -> Result<Holder, BackendError> {
+        let label: Option<Vec<u8>> = self.column(row, first + 1)?;
+        let left: Option<i64> = self.column(row, first + 3)?;
+        Ok(Holder::new(key)
+            .with_label(label.map(|label| String::from_utf8_lossy(&label).into_owned()))
+            .with_token(Some(self.fencing_token(self.column(row, first)?)?))
+            .with_times(Some(span(self.column(row, first + 2)?)), left.map(span)))
     }
 
     pub(super) fn column<'r, T>(&self, row: &'r MySqlRow, index: usize) -> Result<T, BackendError>
@@ -227,19 +243,15 @@ impl LockBackend for MySqlBackend {
     }
 
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
-        Ok(self.look(key).await?.map(|held| held.holder))
+        self.holder(key).await
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
-        let rows = self.link.rows(Errand::Acquire, || self.statements.list()).await?;
-        rows.iter().map(|row| Ok(self.held(row)?.holder)).collect()
+        self.holders().await
     }
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
-        let make = || self.statements.force_release(key);
-        let done = self.link.change(Errand::Release, Repeat::Never, make).await?;
-        self.wakes.look_soon(key);
-        Ok(freed(&done))
+        self.free_by_force(key).await
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
@@ -252,7 +264,7 @@ impl LockBackend for MySqlBackend {
     }
 }
 
-fn freed(done: &MySqlQueryResult) -> Release {
+pub(super) fn freed(done: &MySqlQueryResult) -> Release {
     if done.rows_affected() == 0 { Release::NotHeld } else { Release::Freed }
 }
 

@@ -100,6 +100,46 @@ pub(super) fn row_is_locked(place: &str) -> BackendError {
     .as_refused()
 }
 
+/// Why the connection of somebody who has a row locked was not ended.
+pub(super) fn not_ended(error: BackendError, place: &str) -> BackendError {
+    if number_behind(&error) != Some(KILL_DENIED) {
+        return error;
+    }
+    let says = format!(
+        "mysql at {place}: the key is held by another user's connection, which this user may not end: that takes the right CONNECTION ADMIN (CONNECTION_ADMIN in MySQL)"
+    );
+    BackendError::new(Denied, says).with_source(error).as_refused()
+}
+
+/// Whether a connection that was to be ended is not there.
+pub(super) fn tells_of_no_such_connection(error: &BackendError) -> bool {
+    number_behind(error) == Some(NO_SUCH_THREAD)
+}
+
+/// Whether the server has no named locks: nodes of some clusters have none.
+pub(super) fn tells_of_no_named_locks(error: &BackendError) -> bool {
+    matches!(number_behind(error), Some(NOT_SUPPORTED_YET | UNKNOWN_ERROR))
+}
+
+fn number_behind(error: &BackendError) -> Option<u16> {
+    std::error::Error::source(error).and_then(|source| source.downcast_ref()).and_then(number_of)
+}
+
+/// A connection was told to end, and has not yet.
+pub(super) fn still_there(place: &str) -> BackendError {
+    BackendError::transient(format!(
+        "mysql at {place}: the server was told to end the connection that holds the key, and has not done so yet"
+    ))
+}
+
+/// What nobody but its owner ends.
+pub(super) fn is_a_callers(place: &str) -> BackendError {
+    BackendError::transient(format!(
+        "mysql at {place}: the key is held by a transaction of an application, and is free when that ends; it cannot be broken from here"
+    ))
+    .as_refused()
+}
+
 /// A server that would write for this user, and should not. What was asked of its predecessor may have been done there.
 pub(super) fn read_only(place: &str) -> BackendError {
     BackendError::transient(format!("mysql at {place}: {READ_ONLY}"))
@@ -147,6 +187,10 @@ struct Verdict {
 const CHECK_READ: u16 = 1020;
 const BAD_DB: u16 = 1049;
 const BAD_FIELD: u16 = 1054;
+const NO_SUCH_THREAD: u16 = 1094;
+const KILL_DENIED: u16 = 1095;
+const UNKNOWN_ERROR: u16 = 1105;
+const NOT_SUPPORTED_YET: u16 = 1235;
 const NO_SUCH_TABLE: u16 = 1146;
 const LOCK_WAIT_TIMEOUT: u16 = 1205;
 const DEADLOCK: u16 = 1213;

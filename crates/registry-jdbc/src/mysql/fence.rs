@@ -28,9 +28,13 @@ impl Fence<MySql> for LockGuard {
         let Some(Fenced { statement, meta, store }) = fenced else {
             return Err(FenceError::unsupported(self, "MySQL"));
         };
-        let found = statement.fetch_all(&mut **transaction).await.map_err(sort)?;
-        if found.is_empty() {
+        let found: Vec<MySqlRow> = statement.fetch_all(&mut **transaction).await.map_err(sort)?;
+        let Some(found) = found.first() else {
             return Err(why_not_found(self, meta, store, transaction).await);
+        };
+        if found.try_get::<i64, _>(0).map_err(sort)? == 0 {
+            // It began to read before the lock was granted. What it reads behind the fence would be what the holder before has overwritten.
+            return Err(FenceError::Busy { source: None });
         }
         // From here on nobody else can be granted the lock. But while the statement waited for its turn the guard may have been
         // told of its loss, and a holder that knows must not write.
@@ -90,7 +94,7 @@ fn sort(source: sqlx::Error) -> FenceError {
     if error::is_no_such_table(&source) {
         FenceError::OtherDatabase
     } else if error::is_busy(&source) {
-        FenceError::Busy { source }
+        FenceError::Busy { source: Some(source) }
     } else {
         FenceError::Database { source }
     }

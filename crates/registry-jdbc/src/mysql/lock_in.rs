@@ -4,7 +4,7 @@
 //! own. So the row is made, and looked at, by the store's own connections; the caller's only ever locks it when it looks free, and never waits.
 //!
 //! The caller's statements up to that lock open no snapshot: with `REPEATABLE READ` the transaction would go on reading what was there before it had
-//! the lock.
+//! the lock. One that has a snapshot from before is refused.
 
 use std::time::Duration;
 
@@ -17,7 +17,6 @@ use super::backend::MySqlBackend;
 use super::error;
 use super::link::Repeat;
 use super::row::MySqlRowBackend;
-use super::statement::Statement;
 use crate::lock_in::{LockIn, LockInError, Patience, TransactionLock};
 use crate::server::Errand;
 
@@ -73,7 +72,6 @@ async fn attempt(
             return Ok(None);
         }
         if let Some(token) = take(backend, connection, key).await? {
-            check_store(backend, backend.statements.meta(), connection, key).await?;
             return Ok(Some(token));
         }
         if backend.is_locked(key).await.map_err(|source| LockInError::backend(key, source))? {
@@ -81,7 +79,9 @@ async fn attempt(
         }
     }
     // A plain read would open the snapshot that the caller reads from when the lock is its own, and not see what is written until then.
-    check_store(backend, backend.statements.meta_now(), connection, key).await?;
+    let meta = backend.statements.meta_now().fetch_optional(&mut *connection).await;
+    let meta = meta.map_err(|error| sort(key, error))?;
+    check_store(backend, meta.as_ref(), 1, key)?;
     Ok(None)
 }
 
@@ -97,6 +97,14 @@ async fn take(
     if row.try_get::<i64, _>(0).map_err(sort)? != 0 {
         return Err(LockInError::conflict(key, None));
     }
+    let (claim, newest) = (row.try_get(2).map_err(sort)?, row.try_get(3).map_err(sort)?);
+    let seen = backend.statements.row_seen_in(key, claim, newest).fetch_optional(&mut *connection);
+    let seen = seen.await.map_err(sort)?;
+    check_store(backend, seen.as_ref(), 0, key)?;
+    if seen.is_some_and(|seen| seen.try_get::<i64, _>(1).is_ok_and(|is_seen| is_seen == 0)) {
+        // It began to read before the key was granted last, and would go on reading what whoever had it has overwritten.
+        return Err(LockInError::conflict(key, None));
+    }
     let token: i64 = row.try_get(1).map_err(sort)?;
     let written = FencingToken::try_from(token);
     let written = written.map_err(|error| sort(sqlx::Error::Decode(error.into())))?;
@@ -104,16 +112,14 @@ async fn take(
     Ok(Some(written))
 }
 
-/// Refuses the transaction if it is not where the store is.
-async fn check_store(
+/// Refuses the transaction if it is not where the store is, whose id is in this column of what it reads.
+fn check_store(
     backend: &MySqlBackend,
-    meta: Statement,
-    connection: &mut MySqlConnection,
+    row: Option<&MySqlRow>,
+    column: usize,
     key: &Key,
 ) -> Result<(), LockInError> {
-    let rows = meta.fetch_all(connection).await;
-    let rows: Vec<MySqlRow> = rows.map_err(|error| sort(key, error))?;
-    let store: Option<Vec<u8>> = rows.first().and_then(|row| row.try_get(1).ok());
+    let store: Option<Vec<u8>> = row.and_then(|row| row.try_get(column).ok());
     if store.as_deref() == Some(backend.store.as_slice()) {
         Ok(())
     } else {

@@ -18,6 +18,8 @@ mod wake;
 // Locks that live as long as a connection: one for all of them, one for each.
 mod session;
 mod row;
+// Who holds what, and ending it.
+mod holders;
 // The other half of a token.
 mod fence;
 // As long as the caller's transaction.

@@ -7,10 +7,10 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, FencingToken, Finding,
-    GuaranteeClass, Key, LockBackend, LossHints, Reach, Release, Renewal,
+    GuaranteeClass, Holder, Key, LockBackend, LossHints, Reach, Release, Renewal,
 };
 use sqlx::mysql::MySqlRow;
-use sqlx::{Executor as _, MySql, MySqlConnection, Row, raw_sql};
+use sqlx::{AssertSqlSafe, Executor as _, MySql, MySqlConnection, Row, raw_sql};
 use tokio::time::{Instant, sleep, timeout};
 
 use super::backend::MySqlBackend;
@@ -18,6 +18,7 @@ use super::config::{MySqlConfig, unusable};
 use super::error::{self, Fate};
 use super::link::Link;
 use super::session::MySqlSessionBackend;
+use super::sql;
 use super::statement::{Statement, Statements};
 use crate::server::{Errand, Failure, Place, Places, Sessions, Taken, Terms, Wire};
 
@@ -41,6 +42,10 @@ use crate::server::{Errand, Failure, Place, Places, Sessions, Taken, Terms, Wire
 /// But when the *server* ends the connection (`KILL`, a restart, a failover, a firewall that cuts connections), the lock is free at
 /// once, while its holder learns of it up to a third of a second later, or when its lease is over if no word gets through. For that moment there can be two
 /// holders, which is why this store is of class C. Tokens grow all the same, so fenced writes stay safe, those of a [`Fence`](crate::Fence) included.
+///
+/// Who holds such a lock is told like the holder of a lease, but for the time that is left: the connection says so by a named lock. That a transaction of a caller has
+/// the key is told without a name. To [break](LockBackend::force_release) such a lock ends the connection that holds it, for which the user must be the holder's, or have the right
+/// `CONNECTION ADMIN` (`CONNECTION_ADMIN` in MySQL). A transaction of a caller is not ended.
 ///
 /// A server that is set `read_only` grants nothing. Galera nodes lock no rows for each other: let all use the same one.
 pub struct MySqlRowBackend {
@@ -91,6 +96,8 @@ impl LockBackend for MySqlRowBackend {
             .with_fencing()
             .with_wakes()
             .with_tells_losses()
+            .with_labels()
+            .with_inspect()
             .with_leases(Capabilities::LEASE_MIN, Self::SILENCE)
     }
 
@@ -123,6 +130,18 @@ impl LockBackend for MySqlRowBackend {
 
     fn tell_losses(&self, hints: LossHints) {
         self.sessions.tell_losses(hints);
+    }
+
+    async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
+        self.rows.holder(key).await
+    }
+
+    async fn list(&self) -> Result<Vec<Holder>, BackendError> {
+        self.rows.holders().await
+    }
+
+    async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
+        self.rows.free_by_force(key).await
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
@@ -158,8 +177,16 @@ struct RowWire {
 struct Connected {
     connection: MySqlConnection,
     place: Place,
-    /// The server's number for the connection, if a transaction is open.
-    locked_by: Option<u64>,
+    /// What has the row locked, if anything.
+    transaction: Option<Transaction>,
+}
+
+/// The open transaction of a connection.
+struct Transaction {
+    /// The server's number for the connection.
+    connection: u64,
+    /// Whether others can see whose it is.
+    is_named: bool,
 }
 
 impl RowWire {
@@ -243,10 +270,21 @@ impl RowWire {
         begin.map_err(|error| self.broken(error))?;
         let lock = self.statements.row_lock(claim).fetch_all(&mut connected.connection).await;
         let rows = lock.map_err(|error| self.broken(error))?;
-        let end = if rows.is_empty() { "ROLLBACK" } else { KEEP };
-        connected.connection.execute(raw_sql(end)).await.map_err(|error| self.broken(error))?;
-        let Some(row) = rows.first() else { return Ok(false) };
-        connected.locked_by = Some(self.column(row, 0)?);
+        let Some(row) = rows.first() else {
+            let end = connected.connection.execute(raw_sql("ROLLBACK")).await;
+            end.map_err(|error| self.broken(error))?;
+            return Ok(false);
+        };
+        let number = self.column(row, 0)?;
+        let keep = format!("{KEEP}; DO GET_LOCK('{}', 0)", sql::row_name(claim.id()));
+        let kept = connected.connection.execute(raw_sql(AssertSqlSafe(keep))).await;
+        let is_named = match kept {
+            Ok(_) => true,
+            // Some clusters have no named locks. Then nobody is told who holds the row.
+            Err(error) if error::fate(&error) == Fate::Answered => false,
+            Err(error) => return Err(self.broken(error)),
+        };
+        connected.transaction = Some(Transaction { connection: number, is_named });
         Ok(true)
     }
 }
@@ -257,14 +295,14 @@ impl Wire for RowWire {
     async fn connect(&self) -> Result<Connected, BackendError> {
         let (place, idle) = self.places.enter().map_err(|full| full.told("mysql"))?;
         if let Some(connection) = idle {
-            return Ok(Connected { connection, place, locked_by: None });
+            return Ok(Connected { connection, place, transaction: None });
         }
         let begin = super::session::connect(&self.config, MySqlRowBackend::SILENCE);
         let begun = timeout(self.config.connect_timeout, begin).await;
         let begun = begun
             .map_err(|_| error::silent(self.link.place(), self.config.connect_timeout))?
             .map_err(|error| self.link.explain(error))?;
-        Ok(Connected { connection: begun, place, locked_by: None })
+        Ok(Connected { connection: begun, place, transaction: None })
     }
 
     async fn take(
@@ -284,9 +322,11 @@ impl Wire for RowWire {
     }
 
     async fn give_back(&self, connected: &mut Connected, _: &Key) -> Result<(), Failure> {
-        let end = connected.connection.execute(raw_sql("COMMIT")).await;
+        let is_named = connected.transaction.as_ref().is_some_and(|held| held.is_named);
+        let end = if is_named { "COMMIT; DO RELEASE_ALL_LOCKS()" } else { "COMMIT" };
+        let end = connected.connection.execute(raw_sql(end)).await;
         end.map_err(|error| self.broken(error))?;
-        connected.locked_by = None;
+        connected.transaction = None;
         Ok(())
     }
 
@@ -296,7 +336,8 @@ impl Wire for RowWire {
         let rows = rows.map_err(|error| self.broken(error))?;
         let says = || error::damaged(self.link.place(), "nothing was answered");
         let row = rows.last().ok_or_else(|| Failure::Broken(says()))?;
-        if Some(self.column::<u64>(row, 0)?) != connected.locked_by {
+        let held_by = connected.transaction.as_ref().map(|held| held.connection);
+        if Some(self.column::<u64>(row, 0)?) != held_by {
             return Err(Failure::Broken(unusable(
                 "row locks do not work through a proxy that gives each statement another connection; connect past it, or use leases",
             )));
@@ -319,8 +360,8 @@ impl Wire for RowWire {
     }
 
     fn spare(&self, connected: Connected) -> Option<Connected> {
-        let Connected { connection, place, locked_by } = connected;
-        if locked_by.is_none() {
+        let Connected { connection, place, transaction } = connected;
+        if transaction.is_none() {
             self.places.leave(place, connection);
         }
         None

@@ -16,6 +16,7 @@
 
 use std::sync::{Arc, LazyLock};
 
+use registry_core::ClaimId;
 use sqlx::{AssertSqlSafe, SqlSafeStr as _, SqlStr};
 
 use crate::mutant::{self, Mutant, Slip, slipped};
@@ -49,7 +50,11 @@ pub(super) struct Texts {
     pub(super) meta_now: Text,
     pub(super) acquire: Text,
     pub(super) look: Text,
+    pub(super) holder: Text,
+    pub(super) holder_by_lease: Text,
     pub(super) list: Text,
+    pub(super) list_by_lease: Text,
+    pub(super) holding: Text,
     pub(super) renew: [Text; SIZES.len()],
     pub(super) lasting: [Text; SIZES.len()],
     pub(super) held: [Text; SIZES.len()],
@@ -59,6 +64,7 @@ pub(super) struct Texts {
     pub(super) is_free: Text,
     pub(super) make_row: Text,
     pub(super) lock_row: Text,
+    pub(super) row_seen_in: Text,
     pub(super) raise_token: Text,
     pub(super) session_note: Text,
     pub(super) session_look: Text,
@@ -82,6 +88,8 @@ impl Texts {
             let text = template
                 .replace("{free}", FREE)
                 .replace("{items}", &vec!["?"; items].join(", "))
+                .replace("{is_seen}", IS_SEEN)
+                .replace("{holding}", HOLDING_CONNECTION)
                 .replace("{locks}", &format!("{database}.{prefix}_locks"))
                 .replace("{meta}", &format!("{database}.{prefix}_meta"))
                 .replace("{writable}", WRITABLE)
@@ -95,7 +103,11 @@ impl Texts {
             meta_now: one(&format!("{META} LOCK IN SHARE MODE")),
             acquire: one(&slipped(&ACQUIRE, &[TOKEN_STANDS_STILL]).replace("{end}", "{now} + ?")),
             look: one(LOOK),
-            list: one(LIST),
+            holder: one(&holders("id = ?", HOLDING_CONNECTION)),
+            holder_by_lease: one(&holders("id = ?", "NULL")),
+            list: one(&holders("namespace = ?", HOLDING_CONNECTION)),
+            list_by_lease: one(&holders("namespace = ?", "NULL")),
+            holding: one(HOLDING),
             renew: sized(&slipped(RENEW, &[RENEWAL_REVIVES])),
             lasting: sized(&slipped(LASTING, &[RENEWAL_REVIVES])),
             held: sized(HELD),
@@ -105,6 +117,7 @@ impl Texts {
             is_free: one(IS_FREE),
             make_row: one(MAKE_ROW),
             lock_row: one(LOCK_ROW),
+            row_seen_in: one(ROW_SEEN_IN),
             raise_token: one(RAISE_TOKEN),
             session_note: one(&ACQUIRE.replace("{end}", "0")),
             session_look: one(&slipped(SESSION_LOOK, &[SESSION_TRUSTS_ITS_MEMORY])),
@@ -234,13 +247,30 @@ const LOOK: &str = "\
     FROM {locks} \
     WHERE id = ? AND claim IS NOT NULL AND until > {now}";
 
-/// Like [`LOOK`], for every held key of a namespace.
+/// Who holds one key or those of a namespace, by a lease, or by a connection that has the row locked and has said so; see [`row_name`].
 ///
-/// namespace
-const LIST: &str = "\
-    SELECT lock_key, claim, token, label, {now} - since, until - {now} \
-    FROM {locks} \
-    WHERE namespace = ? AND claim IS NOT NULL AND until > {now}";
+/// id or namespace
+fn holders(who: &str, holding: &str) -> String {
+    format!(
+        "SELECT lock_key, token, label, {{now}} - since, IF(until > {{now}}, until - {{now}}, NULL) \
+         FROM {{locks}} \
+         WHERE {who} AND claim IS NOT NULL AND (until > {{now}} OR {holding} IS NOT NULL)"
+    )
+}
+
+/// The claim that is noted in the row, and the number of the connection that has the row locked for it.
+///
+/// id
+const HOLDING: &str =
+    "SELECT claim, CAST({holding} AS SIGNED) FROM {locks} WHERE id = ? AND claim IS NOT NULL";
+
+/// Which connection has the row locked for its claim, if any.
+const HOLDING_CONNECTION: &str = "IS_USED_LOCK(CONCAT('lock_registry_row_', LOWER(HEX(claim))))";
+
+/// What a connection says with which a row is locked for this claim: it has a named lock of this name, which is nobody else's.
+pub(super) fn row_name(claim: ClaimId) -> String {
+    format!("lock_registry_row_{claim}")
+}
 
 /// Prolongs the grants that are still alive.
 ///
@@ -287,12 +317,17 @@ const RELEASE: &str =
 const FORCE_RELEASE: &str = "\
     UPDATE {locks} SET claim = NULL, until = {now} WHERE id = ? AND claim IS NOT NULL AND until > {now}";
 
-/// Finds the grant as it was made, and keeps its row as it is until the caller's transaction ends.
+/// Finds the grant as it was made, and keeps its row as it is until the caller's transaction ends. Tells whether that is also what the transaction reads, or whether
+/// it goes on reading what was there before: the inner select is one that locks nothing. It depends on the outer one, so that it does not make the transaction begin to read while that waits.
 ///
 /// id, claim, token, token
 const FENCE: &str = "\
-    SELECT 1 FROM {locks} \
-    WHERE id = ? AND claim = ? AND token <= ? AND ? < token + block AND until > {now} FOR UPDATE";
+    SELECT {is_seen} FROM {locks} AS l \
+    WHERE l.id = ? AND l.claim = ? AND l.token <= ? AND ? < l.token + l.block AND l.until > {now} FOR UPDATE";
+
+/// Whether what a locking select has found as `l` is seen by one that locks nothing.
+const IS_SEEN: &str = "\
+    CAST(EXISTS (SELECT 1 FROM {locks} AS seen WHERE seen.id = l.id AND seen.claim = l.claim AND seen.token = l.token) AS SIGNED)";
 
 /// Whether nobody holds a lease on the key; nothing if there is no row.
 ///
@@ -308,12 +343,19 @@ const MAKE_ROW: &str = "\
     SELECT ?, ?, ?, NULL, GREATEST(clock.now, clock.floor + 1), 1, NULL, clock.now, clock.now \
     FROM (SELECT {now} AS now, floor FROM {meta} WHERE id = 1) AS clock";
 
-/// Locks the row if nobody else has, and tells whether there is a lease on it, and the next token.
+/// Locks the row if nobody else has, and tells whether there is a lease on it, the next token, and the newest grant.
 ///
 /// id
 const LOCK_ROW: &str = "\
-    SELECT CAST(claim IS NOT NULL AND until > {now} AS SIGNED), CAST(GREATEST({now}, token + block) AS SIGNED) \
+    SELECT CAST(claim IS NOT NULL AND until > {now} AS SIGNED), CAST(GREATEST({now}, token + block) AS SIGNED), claim, token \
     FROM {locks} WHERE id = ? FOR UPDATE SKIP LOCKED";
+
+/// Whether a transaction that has the row locked also reads it as it is, or goes on reading what was there before; and which tables these are. A statement of its own: one that
+/// locked the row with the same breath would begin to read even if the row is not to be had.
+///
+/// id, claim, token
+const ROW_SEEN_IN: &str = "\
+    SELECT store, CAST(EXISTS (SELECT 1 FROM {locks} WHERE id = ? AND claim <=> ? AND token = ?) AS SIGNED) FROM {meta} WHERE id = 1";
 
 /// Writes the token of a grant that is as long as the transaction; for others, there is a free row behind it.
 ///
@@ -352,7 +394,8 @@ const SESSION_KEEP: &str = "\
 ///
 /// id, claim, token, token
 const FENCE_HELD: &str = "\
-    SELECT 1 FROM {locks} WHERE id = ? AND claim = ? AND token <= ? AND ? < token + block LOCK IN SHARE MODE";
+    SELECT {is_seen} FROM {locks} AS l \
+    WHERE l.id = ? AND l.claim = ? AND l.token <= ? AND ? < l.token + l.block LOCK IN SHARE MODE";
 
 /// Notes a claim and a larger token in the row, unless somebody holds a lease on it or a transaction has locked it; whether it did, the *last
 /// insert id* tells. Waits for nobody. What is left is a free row, for those who want a lease. How the row is found is as in [`RENEW`].

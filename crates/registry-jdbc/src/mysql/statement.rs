@@ -19,6 +19,13 @@ pub(super) struct Statements {
     pub(super) namespace: String,
 }
 
+/// By what somebody may hold a key that is asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum By {
+    Whatever,
+    Lease,
+}
+
 impl Statements {
     pub(super) fn row(&self, key: &Key) -> RowId {
         RowId::of(&self.namespace, key)
@@ -57,8 +64,18 @@ impl Statements {
         self.of_key(&self.texts.look, key)
     }
 
-    pub(super) fn list(&self) -> Statement {
-        query(self.texts.list.safe()).bind(self.namespace.clone().into_bytes())
+    pub(super) fn holder(&self, key: &Key, by: By) -> Statement {
+        let text = if by == By::Lease { &self.texts.holder_by_lease } else { &self.texts.holder };
+        self.of_key(text, key)
+    }
+
+    pub(super) fn holding(&self, key: &Key) -> Statement {
+        self.of_key(&self.texts.holding, key)
+    }
+
+    pub(super) fn list(&self, by: By) -> Statement {
+        let text = if by == By::Lease { &self.texts.list_by_lease } else { &self.texts.list };
+        query(text.safe()).bind(self.namespace.clone().into_bytes())
     }
 
     pub(super) fn release(&self, claim: &Claim) -> Statement {
@@ -140,6 +157,10 @@ impl Statements {
 
     pub(super) fn lock_row(&self, key: &Key) -> Statement {
         self.of_key(&self.texts.lock_row, key)
+    }
+
+    pub(super) fn row_seen_in(&self, key: &Key, claim: Option<Vec<u8>>, token: i64) -> Statement {
+        self.of_key(&self.texts.row_seen_in, key).bind(claim).bind(token)
     }
 
     pub(super) fn raise_token(&self, key: &Key, token: i64) -> Statement {

@@ -185,19 +185,23 @@ impl PostgresBackend {
         self.link.rows(Errand::Acquire, &statement, Repeat::Harmless).await
     }
 
+    /// What a release says: channel, message, mark.
+    pub(super) fn news(&self, id: RowId) -> [Value; 3] {
+        news(&self.channel, id)
+    }
+
     /// What those who wait for the lock are told.
     pub(super) fn message(id: RowId) -> Value {
         bytes(&id.short())
     }
 
-    /// Busy, if it is a transaction [with this lock](crate::LockIn) that keeps the row.
-    async fn locked_in(&self, claim: &Claim, mark: u64) -> Result<Option<Attempt>, BackendError> {
-        let id = self.row_id(claim.key());
-        let statement = Statement::new(&self.texts.locked_in, [Value::Number(id.mark())]);
+    /// Whether a transaction has marked itself as one [with this lock](crate::LockIn).
+    pub(super) async fn is_locked_in(&self, key: &Key) -> Result<bool, BackendError> {
+        let mark = Value::Number(self.row_id(key).mark());
+        let statement = Statement::new(&self.texts.locked_in, [mark]);
         let rows = self.link.rows(Errand::Acquire, &statement, Repeat::Harmless).await?;
         let row = rows.first().ok_or_else(|| damaged("a statement was not answered"))?;
-        let is_there: bool = column(row, 0)?;
-        Ok(is_there.then(|| Attempt::Busy(Busy::new().with_mark(mark))))
+        column(row, 0)
     }
 
     /// Reads the row of all, when an attempt was answered with nothing several times: without that row nothing is ever granted.
@@ -220,9 +224,13 @@ pub(super) struct ForSession {
 impl ForSession {
     /// What a release says: channel, message, mark.
     pub(super) fn news(&self, id: RowId) -> [Value; 3] {
-        let mark = Value::Number(self.channel.mark(id.short()));
-        [Value::Word(self.channel.name().to_owned()), PostgresBackend::message(id), mark]
+        news(&self.channel, id)
     }
+}
+
+fn news(channel: &Channel, id: RowId) -> [Value; 3] {
+    let mark = Value::Number(channel.mark(id.short()));
+    [Value::Word(channel.name().to_owned()), PostgresBackend::message(id), mark]
 }
 
 #[async_trait]
@@ -248,8 +256,8 @@ impl LockBackend for PostgresBackend {
                     let is_locked = error::tells_of_locked_row(&error);
                     // What was faster than an attempt may have been the same attempt, on a connection that had broken.
                     let error = if turn > 0 { error.as_unknown() } else { error };
-                    if is_locked {
-                        return self.locked_in(claim, mark).await?.ok_or(error);
+                    if is_locked && self.is_locked_in(claim.key()).await? {
+                        return Ok(Attempt::Busy(Busy::new().with_mark(mark)));
                     }
                     return Err(error);
                 }
@@ -269,16 +277,9 @@ impl LockBackend for PostgresBackend {
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         let id = self.row_id(claim.key());
-        let statement = Statement::new(
-            &self.texts.release,
-            [
-                bytes(id.bytes()),
-                claim_id(claim),
-                Value::Word(self.channel.name().to_owned()),
-                Self::message(id),
-                Value::Number(self.channel.mark(id.short())),
-            ],
-        );
+        let [channel, message, mark] = self.news(id);
+        let values = [bytes(id.bytes()), claim_id(claim), channel, message, mark];
+        let statement = Statement::new(&self.texts.release, values);
         // Asked twice, it would say that the claim held nothing. Who repeats it must know that.
         let rows = self.link.rows(Errand::Release, &statement, Repeat::Never).await?;
         self.purge_by_chance(claim).await;
@@ -290,32 +291,15 @@ impl LockBackend for PostgresBackend {
     }
 
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
-        let rows = self.look_at(self.row_id(key)).await?;
-        rows.first().map(|row| told_of(Holder::new(key.clone()), row, 1)).transpose()
+        self.holder(key).await
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
-        let statement = Statement::new(&self.texts.list, [bytes(self.config.namespace.as_bytes())]);
-        let rows = self.link.rows(Errand::Acquire, &statement, Repeat::Harmless).await?;
-        rows.iter()
-            .map(|row| {
-                let key = String::from_utf8(column(row, 0)?).ok();
-                let key = key.and_then(|key| Key::new(&key).ok());
-                let key =
-                    key.ok_or_else(|| damaged("a row's key is not one that can be locked"))?;
-                told_of(Holder::new(key), row, 1)
-            })
-            .collect()
+        self.holders().await
     }
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
-        let id = self.row_id(key);
-        let statement = Statement::new(
-            &self.texts.force_release,
-            [bytes(id.bytes()), Value::Word(self.channel.name().to_owned()), Self::message(id)],
-        );
-        let rows = self.link.rows(Errand::Release, &statement, Repeat::Never).await?;
-        Ok(freed(&rows))
+        self.free_by_force(key).await
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
@@ -331,14 +315,14 @@ impl LockBackend for PostgresBackend {
 }
 
 /// Reads token, label and times, which stand side by side from column `first` on.
-fn told_of(holder: Holder, row: &PgRow, first: usize) -> Result<Holder, BackendError> {
+pub(super) fn told_of(holder: Holder, row: &PgRow, first: usize) -> Result<Holder, BackendError> {
     let label: Option<Vec<u8>> = column(row, first + 1)?;
     let label = label.map(|label| String::from_utf8_lossy(&label).into_owned());
-    let (held_for, left): (i64, i64) = (column(row, first + 2)?, column(row, first + 3)?);
+    let (held_for, left): (i64, Option<i64>) = (column(row, first + 2)?, column(row, first + 3)?);
     Ok(holder
         .with_label(label)
         .with_token(Some(fencing_token(column(row, first)?)?))
-        .with_times(Some(span(held_for)), Some(span(left))))
+        .with_times(Some(span(held_for)), left.map(span)))
 }
 
 pub(super) fn column<'r, T>(row: &'r PgRow, index: usize) -> Result<T, BackendError>
@@ -372,7 +356,7 @@ pub(super) fn span(micros: i64) -> Duration {
     Duration::from_micros(u64::try_from(micros).unwrap_or(0))
 }
 
-fn freed(rows: &[PgRow]) -> Release {
+pub(super) fn freed(rows: &[PgRow]) -> Release {
     if rows.is_empty() { Release::NotHeld } else { Release::Freed }
 }
 

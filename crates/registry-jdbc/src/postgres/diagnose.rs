@@ -10,7 +10,7 @@ use super::config::{Listen, PostgresConfig};
 use super::error::damaged;
 use super::link::{Link, Repeat};
 use super::sql::Text;
-use super::statement::Statement;
+use super::statement::{Statement, Value};
 use crate::server::Errand;
 
 /// A server's clock that differs by more than this is worth a note.
@@ -20,14 +20,31 @@ impl PostgresBackend {
     /// Everything that [`diagnose`](registry_core::LockBackend::diagnose) finds.
     pub(super) async fn look_for_trouble(&self) -> Result<Vec<Finding>, BackendError> {
         let mut findings = look_around(&self.link, &self.config).await?;
-        if let Some(ears) = &self.ears
-            && let Err(error) = ears.try_out().await
-        {
-            findings.push(Finding::warning(format!(
-                "releases are not heard of, so those who wait look by themselves; listening: {error}"
-            )));
-        }
+        findings.extend(self.listen_for_trouble().await);
         Ok(findings)
+    }
+
+    /// Whether a release would be heard of.
+    async fn listen_for_trouble(&self) -> Option<Finding> {
+        let ears = self.ears.as_ref()?;
+        let word = format!("try_{:016x}", fastrand::u64(..));
+        let text = Text::new(TELL);
+        let values = [Value::Word(self.channel().to_owned()), Value::Word(word.clone())];
+        let statement = Statement::new(&text, values);
+        let tell = async {
+            let told = self.link.rows(Errand::Acquire, &statement, Repeat::Harmless).await;
+            told.map(drop)
+        };
+        let why = match ears.try_out(&word, tell).await {
+            Ok(true) => return None,
+            Ok(false) => {
+                "a word that was said here was not heard; is it through a pooler, or in another database, that `listen` leads?".to_owned()
+            }
+            Err(error) => format!("listening: {error}"),
+        };
+        Some(Finding::warning(format!(
+            "releases are not heard of, so those who wait look by themselves; {why}"
+        )))
     }
 }
 
@@ -129,6 +146,9 @@ fn settings(row: &PgRow) -> Result<Vec<Finding>, BackendError> {
     }
     Ok(findings)
 }
+
+/// channel, word
+const TELL: &str = "SELECT pg_notify($1::text, $2::text) IS NULL";
 
 /// How many connections there may be, and how many row locks are old. Of other users' transactions the server tells nothing.
 const ROOM: &str = "\

@@ -10,6 +10,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::fmt::Write as _;
+use std::future::Future;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -125,13 +126,28 @@ impl Ears {
         }
     }
 
-    /// Whether one can listen.
-    pub(super) async fn try_out(&self) -> Result<(), BackendError> {
-        match timeout(ANSWER_LIMIT, connect(&self.server, &self.channel)).await {
-            Ok(Ok(_)) => Ok(()),
-            Ok(Err(error)) => Err(error::not_connected(error)),
-            Err(_) => Err(error::unreachable_in_time()),
-        }
+    /// Listens, has `word` told, and says whether it was heard. It is not where one listens through a pooler that mixes connections up, or in another database.
+    pub(super) async fn try_out(
+        &self,
+        word: &str,
+        tell: impl Future<Output = Result<(), BackendError>>,
+    ) -> Result<bool, BackendError> {
+        let listening = timeout(TRY_OUT_LIMIT, connect(&self.server, &self.channel)).await;
+        let mut listener = match listening {
+            Ok(Ok(listener)) => listener,
+            Ok(Err(error)) => return Err(error::not_connected(error)),
+            Err(_) => return Err(error::unreachable_in_time()),
+        };
+        tell.await?;
+        let heard = timeout(TRY_OUT_LIMIT, async {
+            while let Ok(Some(message)) = listener.try_recv().await {
+                if message.payload() == word {
+                    return true;
+                }
+            }
+            false
+        });
+        Ok(heard.await.unwrap_or(false))
     }
 
     /// Ends the connection. It is made anew for those who wait, in other registries over the same store, and for those who come.
@@ -349,6 +365,9 @@ const HEARTBEAT: Duration = Duration::from_secs(5);
 
 /// After how many of those without anybody who waits it is closed.
 const IDLE_BEATS_MAX: u32 = 6;
+
+/// How long listening, and then hearing, may take when it is tried out: less than the questions of an engine may.
+const TRY_OUT_LIMIT: Duration = Duration::from_secs(1);
 
 /// How long the server may take to answer.
 const ANSWER_LIMIT: Duration = Duration::from_secs(5);

@@ -145,6 +145,31 @@ pub(super) fn row_is_locked() -> BackendError {
     BackendError::transient("postgres: another transaction has locked this lock's row").as_refused()
 }
 
+/// Why the connection of somebody who has a row locked was not ended.
+pub(super) fn not_ended(error: BackendError) -> BackendError {
+    let source = std::error::Error::source(&error).and_then(|source| source.downcast_ref());
+    if !source.is_some_and(is_denied) {
+        return error;
+    }
+    let says = "postgres: the key is held by another user's connection, which this user may not end: that takes membership in that user's role, or in pg_signal_backend";
+    BackendError::new(Denied, says).with_source(error).as_refused()
+}
+
+/// A connection was told to end, and has not yet.
+pub(super) fn still_there() -> BackendError {
+    BackendError::transient(
+        "postgres: the server was told to end the connection that holds the key, and has not done so yet",
+    )
+}
+
+/// What nobody but its owner ends.
+pub(super) fn is_a_callers() -> BackendError {
+    BackendError::transient(
+        "postgres: the key is held by a transaction of an application, and is free when that ends; it cannot be broken from here",
+    )
+    .as_refused()
+}
+
 /// A row, or the table of all, holds what this program does not write.
 pub(super) fn damaged(says: &str) -> BackendError {
     BackendError::new(Protocol, format!("postgres: {says}; was it edited by hand?"))

@@ -73,7 +73,7 @@ fn fenced(guard: &LockGuard, token: FencingToken) -> Option<Fenced<'_>> {
     native.or_else(|| spring().map(|backend| backend.fenced(guard.claim(), token)))
 }
 
-/// The row is not there: because the lock was lost, or because this is another database with lock tables.
+/// The row is not there: because the lock was lost, or because this is another database with lock tables, or because the transaction looks at the past.
 async fn why_not_found(
     guard: &LockGuard,
     fenced: &Fenced<'_>,
@@ -85,10 +85,15 @@ async fn why_not_found(
         Err(error) => return sort(error),
     };
     let store: Option<String> = rows.first().and_then(|row| row.try_get(1).ok());
-    if store.as_deref() == Some(fenced.store) {
-        FenceError::lost(guard)
+    if store.as_deref() != Some(fenced.store) {
+        return FenceError::OtherDatabase;
+    }
+    // The grant, or the note of it that was made for this fence, may have come after what the transaction sees. Whether it was lost the next one sees.
+    let sees_the_past = rows.first().is_some_and(|row| row.try_get(2).unwrap_or(false));
+    if sees_the_past && guard.is_held() {
+        FenceError::Busy { source: None }
     } else {
-        FenceError::OtherDatabase
+        FenceError::lost(guard)
     }
 }
 
@@ -96,7 +101,7 @@ fn sort(source: sqlx::Error) -> FenceError {
     if error::is_no_such_table(&source) {
         FenceError::OtherDatabase
     } else if error::is_busy(&source) {
-        FenceError::Busy { source }
+        FenceError::Busy { source: Some(source) }
     } else {
         FenceError::Database { source }
     }

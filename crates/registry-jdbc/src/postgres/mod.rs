@@ -18,6 +18,8 @@ mod ears;
 // Locks that live as long as a connection: one for all of them, one for each.
 mod session;
 mod row;
+// Who holds what, and ending it.
+mod holders;
 // In the caller's own transaction.
 mod fence;
 mod lock_in;

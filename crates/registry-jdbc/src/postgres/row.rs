@@ -6,7 +6,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, FencingToken, Finding,
-    GuaranteeClass, Key, LockBackend, LossHints, Reach, Release, Renewal,
+    GuaranteeClass, Holder, Key, LockBackend, LossHints, Reach, Release, Renewal,
 };
 use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{AssertSqlSafe, Executor as _, raw_sql};
@@ -38,6 +38,10 @@ use crate::server::{Failure, Place, Places, RowId, Sessions, Taken, Terms, Wire}
 /// But when the *server* ends the connection (`pg_terminate_backend`, a restart, a failover, a firewall that cuts connections), the lock is free at
 /// once, while its holder learns of it up to a third of a second later, or when its lease is over if no word gets through. For that moment there can be two
 /// holders, which is why this store is of class C. Tokens grow all the same, so fenced writes stay safe, those of a [`Fence`](crate::Fence) included.
+///
+/// Who holds such a lock is told like the holder of a lease, but for the time that is left; so is, without a name, that a transaction of a caller has the key. To
+/// [break](LockBackend::force_release) such a lock ends the connection that holds it, for which the user must be the holder's, or have the rights of
+/// `pg_signal_backend`. A transaction of a caller is not ended.
 ///
 /// A transaction that stays open keeps the server from cleaning up dead rows, in all tables of the database: hold such locks for seconds or
 /// minutes. Through a pooler they work in every mode, as a transaction keeps its connection; each held lock takes one of the pooler's too.
@@ -78,6 +82,8 @@ impl LockBackend for PostgresRowBackend {
         let capabilities = Capabilities::new("postgres", GuaranteeClass::C, Reach::Network)
             .with_fencing()
             .with_tells_losses()
+            .with_labels()
+            .with_inspect()
             .with_leases(Capabilities::LEASE_MIN, Self::SILENCE);
         if self.rows.hears() { capabilities.with_wakes() } else { capabilities }
     }
@@ -106,6 +112,18 @@ impl LockBackend for PostgresRowBackend {
 
     fn tell_losses(&self, hints: LossHints) {
         self.sessions.tell_losses(hints);
+    }
+
+    async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
+        self.rows.holder(key).await
+    }
+
+    async fn list(&self) -> Result<Vec<Holder>, BackendError> {
+        self.rows.holders().await
+    }
+
+    async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
+        self.rows.free_by_force(key).await
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
@@ -211,7 +229,13 @@ impl RowWire {
         let silence = Value::Word(format!("{}s", PostgresRowBackend::SILENCE.as_secs()));
         let statement = Statement::new(
             &self.rows.texts.row_lock,
-            [bytes(id.bytes()), claim_id(claim), Value::Number(id.mark()), silence],
+            [
+                bytes(id.bytes()),
+                claim_id(claim),
+                Value::Number(id.mark()),
+                silence,
+                Value::Number(mark(claim.id())),
+            ],
         );
         // One message. What is set ends with the transaction.
         let patience = self.config.busy_timeout.as_millis().max(1);
@@ -337,6 +361,13 @@ impl Wire for RowWire {
     fn answer_limit(&self) -> Duration {
         self.config.response_timeout
     }
+}
+
+/// What the transaction marks itself with that holds the lock for this claim; two with the same mark cost a mistaken name.
+fn mark(claim: ClaimId) -> i64 {
+    let mut mark = [0; 8];
+    mark.copy_from_slice(&claim.to_bytes()[..8]);
+    i64::from_be_bytes(mark)
 }
 
 /// Outside of a transaction.

@@ -29,10 +29,12 @@ pub(super) struct Texts {
     pub(super) meta: Text,
     pub(super) acquire: Text,
     pub(super) look: Text,
+    pub(super) holder: Text,
     pub(super) list: Text,
     pub(super) renew: Text,
     pub(super) release: Text,
     pub(super) force_release: Text,
+    pub(super) end_row_holder: Text,
     pub(super) fence: Text,
     pub(super) lock_in: Text,
     pub(super) session_take: Text,
@@ -55,6 +57,7 @@ impl Texts {
         let now = mutant::clock(NOW);
         let text = |template: &str| {
             let text = template
+                .replace("{claim_mark}", CLAIM_MARK)
                 .replace("{locks}", &tables.locks())
                 .replace("{meta}", &tables.meta())
                 .replace("{now}", &now);
@@ -64,10 +67,14 @@ impl Texts {
             meta: text(META),
             acquire: text(&slipped(ACQUIRE, &[TOKEN_STANDS_STILL])),
             look: text(LOOK),
-            list: text(LIST),
+            holder: text(&HOLDERS.replace("{who}", "id = $1::bytea").replace("{marked}", MARKED)),
+            list: text(
+                &HOLDERS.replace("{who}", "namespace = $1::bytea").replace("{marked}", MARKED),
+            ),
             renew: text(&slipped(RENEW, &[RENEWAL_REVIVES])),
             release: text(&slipped(RELEASE, &[RELEASE_WITHOUT_OWNER])),
             force_release: text(FORCE_RELEASE),
+            end_row_holder: text(&END_ROW_HOLDER.replace("{marked}", MARKED)),
             fence: text(&slipped(FENCE, &[FENCE_WITHOUT_LOCK])),
             lock_in: text(&lock_in("", "meta WHERE NOT EXISTS (SELECT FROM held)", "false")),
             lock_in_session: text(&lock_in(
@@ -131,7 +138,8 @@ impl Text {
 /// Microseconds since 1970. Not by `extract`, whose decimal numbers cost more than the rest of an expression.
 const NOW: &str = "(date_part('epoch', clock_timestamp()) * 1000000)::bigint";
 
-const META: &str = "SELECT version, store::text FROM {meta} WHERE id = 1";
+/// The last part: whether a transaction goes on seeing what was there when it began to read.
+const META: &str = "SELECT version, store::text, current_setting('transaction_isolation') <> 'read committed' FROM {meta} WHERE id = 1";
 
 /// Grants the key, unless somebody holds it, the claim itself included; then it says nothing, see [`LOOK`].
 ///
@@ -169,13 +177,22 @@ const LOOK: &str = "\
     SELECT claim, token, label, now - since, until - now FROM {locks}, clock \
     WHERE id = $1::bytea AND claim IS NOT NULL AND until > now";
 
-/// Like [`LOOK`], for every held key of a namespace.
+/// Who holds one key or those of a namespace, by a lease, or by a transaction that has marked itself as that of the claim; see [`ROW_LOCK`].
 ///
-/// namespace
-const LIST: &str = "\
+/// id or namespace
+const HOLDERS: &str = "\
     WITH clock AS MATERIALIZED (SELECT {now} AS now) \
-    SELECT key, token, label, now - since, until - now FROM {locks}, clock \
-    WHERE namespace = $1::bytea AND claim IS NOT NULL AND until > now";
+    SELECT key, token, label, now - since, CASE WHEN until > now THEN until - now END FROM {locks}, clock \
+    WHERE {who} AND claim IS NOT NULL AND (until > now OR {claim_mark} IN (SELECT mark FROM ({marked}) AS marked))";
+
+/// What transactions have marked themselves with, and the server's processes that they are in.
+const MARKED: &str = "\
+    SELECT (classid::bigint << 32) | objid::bigint AS mark, pid FROM pg_locks \
+    WHERE locktype = 'advisory' AND objsubid = 1 AND granted \
+        AND database = (SELECT oid FROM pg_database WHERE datname = current_database())";
+
+/// What a transaction marks itself with that holds the lock for the claim in the row; see [`ROW_LOCK`].
+const CLAIM_MARK: &str = "('x' || encode(substr(claim, 1, 8), 'hex'))::bit(64)::bigint";
 
 /// Prolongs the grants that are still alive, and tells of each that was asked for how long it lasts now, and whether it was there at all.
 ///
@@ -217,6 +234,14 @@ const FORCE_RELEASE: &str = "\
     UPDATE {locks} SET claim = NULL, until = {now} \
     WHERE id = $1::bytea AND claim IS NOT NULL AND until > {now} \
     RETURNING pg_notify($2::text, encode($3::bytea, 'hex')) IS NULL";
+
+/// Ends the server's process whose transaction holds the key for the claim that is noted in the row, and waits for its end: whether it came in time.
+///
+/// id, milliseconds
+const END_ROW_HOLDER: &str = "\
+    WITH holder AS MATERIALIZED ( \
+        SELECT marked.pid FROM {locks} JOIN ({marked}) AS marked ON marked.mark = {claim_mark} WHERE id = $1::bytea AND claim IS NOT NULL) \
+    SELECT pg_terminate_backend(pid, $2::bigint) FROM holder";
 
 /// Finds the grant as it was made, and keeps the row from becoming anybody else's until the caller's transaction ends.
 ///
@@ -277,6 +302,9 @@ const LOCK_IN: &str = "\
 /// Takes an advisory lock for the session, unless it has it, and notes a larger token in the row, which is a free one for those who want a lease. No token is
 /// told if somebody holds a lease: then the lock must be given back, and so it must after an error, which takes back everything else.
 ///
+/// As in [`ACQUIRE`] the token is above those of the row as it was seen: it may be deleted while the statement waits for it, and the floor that it was seen with
+/// does not cover it yet.
+///
 /// Nothing waits for the disk, unless the token is ahead of the clock: a session does not survive a crash, and any other token that was lost in one is
 /// below the clock.
 ///
@@ -287,8 +315,8 @@ const SESSION_TAKE: &str = "\
     clock AS MATERIALIZED (SELECT {now} AS now FROM tried WHERE got), \
     taken AS ( \
         INSERT INTO {locks} AS l (id, namespace, key, claim, token, block, label, since, until) \
-        SELECT $1::bytea, $2::bytea, $3::bytea, $4::bytea, greatest(now, floor + 1), $5::bigint, $6::bytea, now, 0 \
-        FROM clock, {meta} AS meta WHERE meta.id = 1 \
+        SELECT $1::bytea, $2::bytea, $3::bytea, $4::bytea, greatest(now, floor + 1, seen.token + seen.block), $5::bigint, $6::bytea, now, 0 \
+        FROM clock CROSS JOIN {meta} AS meta LEFT JOIN {locks} AS seen ON seen.id = $1::bytea WHERE meta.id = 1 \
         ON CONFLICT (id) DO UPDATE SET \
             id = excluded.id, \
             claim = excluded.claim, \
@@ -405,12 +433,12 @@ const ROW_NOTE: &str = "\
         CASE WHEN token <= {now} THEN set_config('synchronous_commit', 'off', true) END \
     FROM granted";
 
-/// Locks the row for a transaction, if the claim is noted in it, and marks the transaction as one with this lock; for the second of two
+/// Locks the row for a transaction, if the claim is noted in it, and marks the transaction as one with this lock, and as that of the claim; for the second of two
 /// statements, of which the first one begins it. Tells which transaction of which process it is, and nothing if nothing was locked.
 ///
 /// From then on the server ends the transaction if it hears nothing for too long, but not because of its age.
 ///
-/// id, claim, mark, silence
+/// id, claim, mark, silence, mark of the claim
 const ROW_LOCK: &str = "\
     WITH ease AS MATERIALIZED ( \
         SELECT set_config('idle_in_transaction_session_timeout', $4::text, true), set_config('tcp_user_timeout', $4::text, true), \
@@ -419,7 +447,8 @@ const ROW_LOCK: &str = "\
             CASE WHEN current_setting('transaction_timeout', true) IS NOT NULL THEN set_config('transaction_timeout', '0', true) END), \
     mine AS MATERIALIZED ( \
         SELECT l.id FROM {locks} AS l WHERE l.id = $1::bytea AND l.claim = $2::bytea FOR NO KEY UPDATE SKIP LOCKED), \
-    marked AS MATERIALIZED (SELECT pg_try_advisory_xact_lock_shared($3::bigint) FROM mine, ease) \
+    marked AS MATERIALIZED ( \
+        SELECT pg_try_advisory_xact_lock_shared($3::bigint), pg_try_advisory_xact_lock_shared($5::bigint) FROM mine, ease) \
     SELECT pg_backend_pid(), pg_current_xact_id()::text FROM marked";
 
 /// Tells those who listen, if there are any, when the transaction is committed; see [`Channel`](super::ears::Channel).

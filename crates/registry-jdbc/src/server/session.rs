@@ -334,6 +334,10 @@ impl<W: Wire> Desk<W> {
     async fn take(&mut self, claim: &Claim) -> Result<Attempt, BackendError> {
         let name = self.wire.name(claim.key());
         self.end_overdue().await;
+        if self.held.get(&name).is_some_and(|held| held.claim != claim.id()) {
+            // Somebody may have ended it just now, to free the key.
+            self.look().await;
+        }
         if let Some(held) = self.held.get(&name) {
             let left = held.until.saturating_duration_since(Instant::now());
             return Ok(if held.claim == claim.id() {

@@ -56,7 +56,7 @@ fn sort(source: sqlx::Error) -> FenceError {
     if error::is_no_such_table(&source) {
         FenceError::OtherDatabase
     } else if error::is_busy(&source) {
-        FenceError::Busy { source }
+        FenceError::Busy { source: Some(source) }
     } else {
         FenceError::Database { source }
     }

@@ -1,19 +1,18 @@
 //! A session that is granted the same key again and again does not write each grant down. What is promised of tokens and fences holds all the same.
 
 use registry_core::{LockGuard, LockOptions, LockRegistry, Registry};
-use registry_jdbc::sqlx::mysql::MySqlConnection;
-use registry_jdbc::sqlx::postgres::PgConnection;
-use registry_jdbc::sqlx::{Connection, Executor, MySql, Postgres, Transaction};
-use registry_jdbc::{Fence, FenceError};
+use registry_jdbc::FenceError;
 use registry_testkit::clock::ClockShim;
 use registry_testkit::{eventually, within};
 use std::time::Duration;
 
+use crate::data::Data;
 use crate::server::{Kind, LONG, Mode, Server, registry_in};
 
 const KEY: &str = "orders/42";
 const LEASE: Duration = Duration::from_secs(20);
 const HOUR: i64 = 3_600;
+const SELL: &str = "INSERT INTO sale VALUES (1)";
 
 async fn session(server: &Server) -> Registry {
     registry_in(&server.url(), LEASE, Mode::Session).await
@@ -150,68 +149,6 @@ async fn tokens_grow_over_a_clock_that_is_put_back(kind: Kind) {
     }
 }
 
-/// A connection of the application.
-enum Data {
-    Postgres(PgConnection),
-    MySql(MySqlConnection),
-}
-
-/// Its transaction.
-enum Open<'c> {
-    Postgres(Transaction<'c, Postgres>),
-    MySql(Transaction<'c, MySql>),
-}
-
-impl Data {
-    async fn connect(server: &Server) -> Self {
-        match server {
-            Server::Postgres(server) => {
-                Self::Postgres(PgConnection::connect(&server.url()).await.unwrap())
-            }
-            Server::MariaDb(server) => {
-                Self::MySql(MySqlConnection::connect(&server.url()).await.unwrap())
-            }
-        }
-    }
-
-    async fn begin(&mut self) -> Open<'_> {
-        match self {
-            Self::Postgres(connection) => Open::Postgres(connection.begin().await.unwrap()),
-            Self::MySql(connection) => Open::MySql(connection.begin().await.unwrap()),
-        }
-    }
-}
-
-impl Open<'_> {
-    async fn fence(&mut self, guard: &LockGuard) -> Result<(), FenceError> {
-        match self {
-            Self::Postgres(transaction) => guard.fence(transaction).await,
-            Self::MySql(transaction) => guard.fence(transaction).await,
-        }
-    }
-
-    async fn sell(self) {
-        const SELL: &str = "INSERT INTO sale VALUES (1)";
-        match self {
-            Self::Postgres(mut transaction) => {
-                transaction.execute(SELL).await.unwrap();
-                transaction.commit().await.unwrap();
-            }
-            Self::MySql(mut transaction) => {
-                transaction.execute(SELL).await.unwrap();
-                transaction.commit().await.unwrap();
-            }
-        }
-    }
-
-    async fn rollback(self) {
-        match self {
-            Self::Postgres(transaction) => transaction.rollback().await.unwrap(),
-            Self::MySql(transaction) => transaction.rollback().await.unwrap(),
-        }
-    }
-}
-
 /// Nobody is granted the key.
 async fn is_kept_out(registry: &Registry) {
     let options = LockOptions::new().wait(Duration::from_millis(500));
@@ -233,7 +170,8 @@ async fn a_fence_keeps_everybody_out_the_same_session_too(kind: Kind) {
         guard.unlock().await.unwrap();
         is_kept_out(&ours).await;
         is_kept_out(&other).await;
-        transaction.sell().await;
+        transaction.run(SELL).await;
+        transaction.commit().await;
         tokens.pairs(&ours, 1).await;
     }
     assert_eq!(server.sql("SELECT count(*) FROM sale").await.unwrap(), "3");
@@ -249,7 +187,8 @@ async fn a_fence_outlasts_the_session_and_comes_too_late_after_it(kind: Kind) {
     transaction.fence(&guard).await.unwrap();
     server.cut_session().await;
     is_kept_out(&other).await;
-    transaction.sell().await;
+    transaction.run(SELL).await;
+    transaction.commit().await;
     within(LONG, guard.lost()).await;
     tokens.pairs(&other, 1).await;
 

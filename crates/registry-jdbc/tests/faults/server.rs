@@ -265,3 +265,15 @@ pub(crate) async fn registry_in(url: &str, lease: Duration, mode: Mode) -> Regis
     let builder = Registry::builder(backend_in(url, mode).await).lease(lease).handoff(HAND_OVERS);
     builder.timeout(ANSWER_LIMIT).build().unwrap()
 }
+
+/// Of another user, by leases. The server wants no password.
+pub(crate) async fn registry_of(url: &str, user: &str, lease: Duration) -> Registry {
+    let backend: Arc<dyn LockBackend> = if url.starts_with("postgres") {
+        let config = PostgresConfig::from_url(url).unwrap().with_login(user, None);
+        Arc::new(PostgresBackend::open(config).await.unwrap())
+    } else {
+        let config = MySqlConfig::from_url(url).unwrap().with_login(user, None);
+        Arc::new(MySqlBackend::open(config).await.unwrap())
+    };
+    Registry::builder(backend).lease(lease).build().unwrap()
+}

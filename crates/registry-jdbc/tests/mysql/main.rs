@@ -31,7 +31,7 @@ fn locks_of_a_session_keep_the_promises_that_they_can() {
 
 #[test]
 fn locks_of_transactions_keep_the_promises_that_they_can() {
-    keeps_its_promises(Way::ByRow, 186, 35);
+    keeps_its_promises(Way::ByRow, 207, 14);
 }
 
 /// Nobody is told of releases there.

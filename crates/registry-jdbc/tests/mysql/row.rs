@@ -253,7 +253,12 @@ async fn what_is_promised_is_told() {
     let capabilities = backend.capabilities();
     assert_eq!(capabilities.class, GuaranteeClass::C);
     assert_eq!(capabilities.lease_max, MySqlRowBackend::SILENCE);
-    assert!(capabilities.tells_losses && capabilities.fencing && !capabilities.inspect);
+    assert!(
+        capabilities.tells_losses
+            && capabilities.fencing
+            && capabilities.inspect
+            && capabilities.labels
+    );
     let findings = backend.diagnose().await.unwrap();
     assert!(!findings.iter().any(|finding| finding.message.contains("row")), "{findings:?}");
     let many = row(config(&server).with_row_locks(1_000)).await;

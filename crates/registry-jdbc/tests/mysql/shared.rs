@@ -1,6 +1,5 @@
 //! Runs the whole suite over one server, each clause in a namespace of its own; only those that restart or empty the server get their own.
 
-use std::hash::{Hash, Hasher};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError};
@@ -39,9 +38,8 @@ impl Way {
         let can = match self {
             Self::ByLease => |need: &Need| *need != Need::TellsLosses,
             Self::AsSpring(_) => |need: &Need| !matches!(need, Need::TellsLosses | Need::Wakes),
-            Self::BySession | Self::ByRow => {
-                |need: &Need| !matches!(need, Need::Inspect | Need::Labels)
-            }
+            Self::BySession => |need: &Need| !matches!(need, Need::Inspect | Need::Labels),
+            Self::ByRow => |_: &Need| true,
         };
         // A lock of a connection is nobody else's to ask for again, to renew or to release.
         let is_own = clause.name.ends_with("_through_another_client")
@@ -51,10 +49,11 @@ impl Way {
                     | "of_many_claims_at_once_exactly_one_is_granted"
                     | "a_repeated_acquire_has_the_same_token"
             );
-        // And those of one session, or of one user here, are lost together.
+        // And those of one session are lost together.
         let is_alone = clause.name == "one_lost_lock_does_not_stop_the_renewal_of_others";
         clause.needs.iter().all(|need| is_here(need) && can(need))
-            && !((is_own || is_alone) && self.by_connection())
+            && !(is_own && self.by_connection())
+            && !(is_alone && matches!(self, Self::BySession))
     }
 }
 
@@ -134,35 +133,13 @@ impl InNamespace {
         match &self.way {
             Way::ByLease => Arc::new(MySqlBackend::open(config).await.unwrap()),
             Way::BySession => Arc::new(MySqlSessionBackend::open(config).await.unwrap()),
-            Way::ByRow => {
-                let user = user(namespace);
-                let may = format!("CREATE USER IF NOT EXISTS {user}; GRANT ALL ON app.* TO {user}");
-                self.server.read().await.sql(&may).await.unwrap();
-                let config = config.with_login(&user, None);
-                Arc::new(MySqlRowBackend::open(config).await.unwrap())
-            }
+            Way::ByRow => Arc::new(MySqlRowBackend::open(config).await.unwrap()),
             Way::AsSpring(table) => {
                 let table = table.clone().with_region(namespace);
                 Arc::new(MySqlSpringBackend::open(config, table).await.unwrap())
             }
         }
     }
-}
-
-impl InNamespace {
-    /// Ends the connections of the namespace's user: which of them has a row locked the server does not tell.
-    async fn break_rows(&self) -> bool {
-        let server = self.server.read().await;
-        server.sql(&format!("KILL CONNECTION USER {}", user(&self.namespace))).await.unwrap();
-        true
-    }
-}
-
-/// The user who locks rows in this namespace.
-fn user(namespace: &str) -> String {
-    let mut hasher = std::hash::DefaultHasher::new();
-    namespace.hash(&mut hasher);
-    format!("u{:016x}", hasher.finish())
 }
 
 #[async_trait]
@@ -186,10 +163,12 @@ impl Store for InNamespace {
         if !self.way.by_connection() {
             return false;
         }
-        if matches!(self.way, Way::ByRow) {
-            return self.break_rows().await;
-        }
-        let name = format!("SHA2(UNHEX('{}'), 256)", hashed(&self.namespace, claim));
+        // The named lock is the session's lock, or what says whose the transaction is.
+        let name = if matches!(self.way, Way::BySession) {
+            format!("SHA2(UNHEX('{}'), 256)", hashed(&self.namespace, claim))
+        } else {
+            format!("'lock_registry_row_{}'", claim.id())
+        };
         let server = self.server.read().await;
         let holder = server.sql(&format!("SELECT IFNULL(IS_USED_LOCK({name}), '')")).await.unwrap();
         if !holder.trim().is_empty() {

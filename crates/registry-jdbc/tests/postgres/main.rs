@@ -36,12 +36,12 @@ fn locks_of_a_session_keep_the_promises_that_they_can() {
 
 #[test]
 fn locks_of_transactions_keep_the_promises_that_they_can() {
-    keeps_its_promises(Way::ByRow, 187, 34);
+    keeps_its_promises(Way::ByRow, 207, 14);
 }
 
 #[test]
 fn locks_of_transactions_behind_pgbouncer_keep_the_same_promises() {
-    keeps_its_promises(Way::ByRowThroughPgBouncer, 187, 34);
+    keeps_its_promises(Way::ByRowThroughPgBouncer, 207, 14);
 }
 
 #[test]

@@ -191,6 +191,35 @@ async fn a_lease_in_the_same_place_is_respected_and_tokens_grow_from_one_to_the_
     assert!(first < second.token && second.token < third);
 }
 
+/// A deleted row leaves its tokens to the floor, which a statement that waits for the row has read before.
+#[tokio::test]
+async fn tokens_grow_over_a_row_that_is_deleted_while_it_is_waited_for() {
+    let server = server().await;
+    let (first, second) = (session(&server).await, session(&server).await);
+    let (mut purge, mut watch) = (data(&server).await, data(&server).await);
+    let waiting = "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE wait_event_type = 'Lock')";
+    let grown = registry_testkit::eventually(SOON, async || {
+        // Far ahead of the clock, as after it was put back: only what is written down can tell.
+        let far = claim("orders/42").with_token_block(u32::MAX);
+        let Attempt::Granted(grant) = attempt(&first, &far).await else { panic!("busy") };
+        let last = grant.token.unwrap().get() + u64::from(u32::MAX) - 1;
+        assert_eq!(first.release(&far).await.unwrap(), Release::Freed);
+        run(&mut purge, "BEGIN; DELETE FROM lock_registry_locks").await;
+        let (session, next) = (Arc::clone(&second), claim("orders/42"));
+        let asked = next.clone();
+        let taking = tokio::spawn(async move { session.try_acquire(&asked).await });
+        while !taking.is_finished() && !watch.fetch_one(waiting).await.unwrap().get::<bool, _>(0) {}
+        run(&mut purge, "COMMIT").await;
+        // On a slow machine it may have waited for too long.
+        let Attempt::Granted(grant) = taking.await.unwrap()? else { panic!("busy") };
+        let token = grant.token.unwrap().get();
+        second.release(&next).await?;
+        Ok::<_, registry_core::BackendError>((last, token))
+    });
+    let (last, token) = grown.await;
+    assert!(token > last, "{token} after {last}");
+}
+
 #[tokio::test]
 async fn a_server_that_stands_still_for_a_moment_costs_no_lock() {
     let server = server().await;

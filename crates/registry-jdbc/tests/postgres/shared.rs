@@ -42,9 +42,8 @@ impl Way {
             Self::Directly | Self::ThroughPgBouncer | Self::AsSpring(_) => {
                 |need: &Need| *need != Need::TellsLosses
             }
-            Self::BySession | Self::ByRow | Self::ByRowThroughPgBouncer => {
-                |need: &Need| !matches!(need, Need::Inspect | Need::Labels)
-            }
+            Self::BySession => |need: &Need| !matches!(need, Need::Inspect | Need::Labels),
+            Self::ByRow | Self::ByRowThroughPgBouncer => |_: &Need| true,
         };
         // A lock of a connection is nobody else's to ask for again, to renew or to release.
         let is_own = clause.name.ends_with("_through_another_client")

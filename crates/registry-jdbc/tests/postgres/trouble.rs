@@ -319,6 +319,23 @@ async fn doctor_tells_what_is_set_up_wrong() {
     assert_eq!(findings.len(), 1, "{findings:?}");
 }
 
+/// It can be listened there, and nothing is ever heard.
+#[tokio::test]
+async fn doctor_tells_when_listening_leads_to_where_nothing_is_heard() {
+    let server = server().await;
+    server.sql("CREATE DATABASE elsewhere").await.unwrap();
+    let bouncer = PgBouncer::start(&server).await.unwrap();
+    let url = server.url();
+    let (before, after) = url.rsplit_once("/postgres").unwrap();
+    let elsewhere = format!("{before}/elsewhere{after}");
+    for (listen, is_heard) in [(server.url(), true), (bouncer.url(), false), (elsewhere, false)] {
+        let config = config(&server).with_listen(&listen).unwrap();
+        let findings = backend(config).await.diagnose().await.unwrap();
+        let told = findings.iter().any(|f| f.message.contains("are not heard of"));
+        assert_eq!(told, !is_heard, "{listen}: {findings:?}");
+    }
+}
+
 #[tokio::test]
 async fn locks_work_where_everything_is_serializable() {
     let options = PostgresOptions::new().settings(&["default_transaction_isolation=serializable"]);

@@ -268,10 +268,10 @@ const CLEAR: &str =
 const FORCE_RELEASE: &str =
     "DELETE l FROM {lock} AS l WHERE l.LOCK_KEY = ? AND l.REGION = '{region}' AND {end} >= {utc}";
 
-/// Finds the grant as it was made, and keeps its row as it is until the caller's transaction ends.
+/// Finds the grant as it was made, and keeps its row as it is until the caller's transaction ends. Tells whether the transaction sees it, as the native statement does.
 ///
 /// id, claim, token, token, lock key, client
 const FENCE: &str = "\
-    SELECT 1 FROM {lock} AS l \
+    SELECT CAST(EXISTS (SELECT 1 FROM {locks} AS seen WHERE seen.id = n.id AND seen.claim = n.claim AND seen.token = n.token) AS SIGNED) FROM {lock} AS l \
     JOIN {locks} AS n ON n.id = ? AND n.claim = ? AND n.token <= ? AND ? < n.token + n.block \
     WHERE l.LOCK_KEY = ? AND l.REGION = '{region}' AND l.CLIENT_ID = ? AND {end} >= {utc} FOR UPDATE";

@@ -1,0 +1,154 @@
+//! Who holds a row is told, and can be ended, although the server knows such a lock only as an open transaction.
+
+use std::time::Duration;
+
+use registry_core::{
+    BackendErrorKind, Holder, LockError, LockGuard, LockOptions, LockRegistry, LostReason, Registry,
+};
+use registry_testkit::{eventually, within};
+
+use crate::data::Data;
+use crate::server::{Kind, LONG, Mode, Server, registry_in};
+
+const LEASE: Duration = Duration::from_secs(30);
+
+async fn registry(server: &Server, mode: Mode) -> Registry {
+    registry_in(&server.url(), LEASE, mode).await
+}
+
+async fn lock(registry: &Registry, key: &str, label: &str) -> LockGuard {
+    let options = LockOptions::new().label(label);
+    within(LONG, registry.obtain(key).lock_with(options)).await.unwrap().unwrap()
+}
+
+async fn holder(registry: &Registry, key: &str) -> Option<Holder> {
+    registry.obtain(key).holder().await.unwrap()
+}
+
+fn assert_is_of(holder: &Holder, guard: &LockGuard, label: &str) {
+    assert_eq!((holder.key.as_str(), holder.label.as_deref()), (guard.key(), Some(label)));
+    assert_eq!(holder.token, guard.fencing_token());
+    assert!(holder.held_for.is_some_and(|held| held < LONG), "{holder:?}");
+}
+
+/// A namespace may have locks of both kinds: each is told and broken by either.
+async fn leases_and_rows_are_told_and_broken_by_each_other(kind: Kind) {
+    let server = kind.start().await;
+    let modes = [Mode::Lease, Mode::Row];
+    let (leases, rows) = (registry(&server, modes[0]).await, registry(&server, modes[1]).await);
+    let lease = lock(&leases, "a", "by lease").await;
+    let row = lock(&rows, "b", "by row").await;
+    let other = lock(&rows, "c", "other").await;
+    for registry in [&leases, &rows] {
+        assert_is_of(&holder(registry, "a").await.unwrap(), &lease, "by lease");
+        assert_is_of(&holder(registry, "b").await.unwrap(), &row, "by row");
+        assert_eq!(holder(registry, "d").await, None);
+        let listed = registry.list().await.unwrap();
+        assert_eq!(listed.len(), 3, "{listed:?}");
+        for (holder, (guard, label)) in
+            listed.iter().zip([(&lease, "by lease"), (&row, "by row"), (&other, "other")])
+        {
+            assert_is_of(holder, guard, label);
+        }
+    }
+    for (breaking, registry) in [(&leases, &rows), (&rows, &leases)] {
+        let guard = lock(registry, "e", "to be broken").await;
+        let token = guard.fencing_token();
+        assert!(breaking.force_release("e").await.unwrap());
+        assert!(!breaking.force_release("e").await.unwrap());
+        assert_eq!(holder(registry, "e").await, None);
+        let next = lock(breaking, "e", "next").await;
+        assert!(next.fencing_token() > token);
+        next.unlock().await.unwrap();
+        drop(guard);
+        registry.idle().await;
+    }
+    assert!(leases.force_release("b").await.unwrap());
+    assert_eq!(within(LONG, row.lost()).await, LostReason::Gone);
+    // Nothing else went with it.
+    other.unlock().await.unwrap();
+    lease.unlock().await.unwrap();
+    assert_eq!(rows.list().await.unwrap(), []);
+}
+
+/// What a holder has let go is nobody's, whatever its connection does next.
+async fn a_row_that_was_let_go_is_told_as_free_and_nothing_is_broken(kind: Kind) {
+    let server = kind.start().await;
+    let rows = registry(&server, Mode::Row).await;
+    lock(&rows, "a", "gone").await.unlock().await.unwrap();
+    // By the same connection.
+    let guard = lock(&rows, "b", "here").await;
+    assert_eq!(holder(&rows, "a").await, None);
+    assert!(!rows.force_release("a").await.unwrap());
+    guard.unlock().await.unwrap();
+    // The server is killed, and the numbers of its connections begin anew.
+    let guard = lock(&rows, "a", "gone").await;
+    let mut server = server;
+    server.kill();
+    server.start_again().await;
+    within(LONG, guard.lost()).await;
+    let again = async || holder_or_trouble(&rows, "a").await;
+    assert_eq!(eventually(LONG, again).await, None);
+    lock(&rows, "b", "here").await.unlock().await.unwrap();
+    assert!(!rows.force_release("a").await.unwrap());
+}
+
+async fn holder_or_trouble(registry: &Registry, key: &str) -> Result<Option<Holder>, LockError> {
+    registry.obtain(key).holder().await
+}
+
+/// Of a transaction of a caller is told that it is there, and no more; and nobody ends it.
+async fn a_transaction_of_a_caller_is_told_of_and_is_not_broken(kind: Kind) {
+    let server = kind.start().await;
+    let mut data = Data::connect(&server).await;
+    for mode in [Mode::Lease, Mode::Row] {
+        let registry = registry(&server, mode).await;
+        // For the first time, and with a row that names an earlier holder.
+        for key in ["a", "b", "b"] {
+            let mut transaction = data.begin().await;
+            transaction.try_lock_in(&registry, key).await.unwrap().unwrap();
+            let told = holder(&registry, key).await.unwrap();
+            assert_eq!((told.key.as_str(), told.token, &told.label), (key, None, &None));
+            let error = registry.force_release(key).await.unwrap_err();
+            let LockError::Backend { source, .. } = &error else { panic!("{error:?}") };
+            assert_eq!(source.kind(), BackendErrorKind::Transient);
+            assert!(source.to_string().contains("transaction of an application"), "{source}");
+            transaction.commit().await;
+            assert_eq!(holder(&registry, key).await, None);
+            lock(&registry, key, "earlier").await.unlock().await.unwrap();
+        }
+    }
+}
+
+async fn who_may_not_end_the_connection_is_told_which_right_that_takes(kind: Kind) {
+    let server = kind.start().await;
+    let rows = registry(&server, Mode::Row).await;
+    let guard = lock(&rows, "a", "by row").await;
+    let (user, right) = match kind {
+        Kind::Postgres => ("worker", "pg_signal_backend"),
+        Kind::MariaDb => ("worker@'127.0.0.1'", "CONNECTION ADMIN"),
+    };
+    let make = match kind {
+        Kind::Postgres => "CREATE ROLE worker LOGIN",
+        Kind::MariaDb => "CREATE USER worker@'127.0.0.1'",
+    };
+    let grants = format!(
+        "{make}; GRANT SELECT, INSERT, UPDATE, DELETE ON lock_registry_locks TO {user}; \
+         GRANT SELECT, UPDATE ON lock_registry_meta TO {user}"
+    );
+    server.sql(&grants).await.unwrap();
+    let worker = crate::server::registry_of(&server.url(), "worker", LEASE).await;
+    assert_is_of(&holder(&worker, "a").await.unwrap(), &guard, "by row");
+    let error = worker.force_release("a").await.unwrap_err();
+    let LockError::Backend { source, .. } = &error else { panic!("{error:?}") };
+    assert_eq!(source.kind(), BackendErrorKind::Denied, "{source:?}");
+    assert!(source.to_string().contains(right), "{source}");
+    guard.unlock().await.unwrap();
+}
+
+on_both_servers! {
+    leases_and_rows_are_told_and_broken_by_each_other,
+    a_row_that_was_let_go_is_told_as_free_and_nothing_is_broken,
+    a_transaction_of_a_caller_is_told_of_and_is_not_broken,
+    who_may_not_end_the_connection_is_told_which_right_that_takes,
+}
