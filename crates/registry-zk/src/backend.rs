@@ -121,7 +121,7 @@ impl LockBackend for ZkBackend {
             }
             return claims.iter().map(|_| Ok(Renewal::Gone)).collect();
         };
-        // As long as the heartbeat has what a renewal may give, it need only be seen that the nodes are there.
+        // As long as there is proof of all that a renewal may give, it need only be seen that the nodes are there.
         let is_certain = session.certain_left() > session.timeout() / 2;
         let by = if is_certain { By::Leader } else { By::Majority };
         if let Err(error) = session.round(by).await {

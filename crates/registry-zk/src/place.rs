@@ -34,6 +34,9 @@ pub(crate) struct Stake {
     pub(crate) own: Option<OwnWatch>,
     /// Watches the one directly before.
     pub(crate) ahead: Option<Ahead>,
+    /// Those before the own node that only our server shows. A majority does not have them, and if it ever has one of this name, that comes
+    /// after us: it is made later.
+    pub(crate) ghosts: Vec<String>,
     /// When it was last asked for.
     attended_at: Moment,
     lease: Duration,
@@ -73,6 +76,7 @@ impl Place {
             held_until: None,
             own: None,
             ahead: None,
+            ghosts: Vec::new(),
             attended_at: Moment::now(),
             lease: claim.lease(),
         };
@@ -129,6 +133,7 @@ impl Stake {
         self.held_until = None;
         self.own = None;
         self.ahead = None;
+        self.ghosts.clear();
     }
 
     /// Whether it may have something in the store.

@@ -20,7 +20,7 @@ use crate::error::{explain, is_refusal};
 use crate::node::{label, make_parents, note};
 use crate::place::{Ahead, Node, OwnWatch, Place, Room, Stake, Watch};
 use crate::queue::{Queue, Standing, find, prefix};
-use crate::session::{By, Session, Sessions};
+use crate::session::{By, Session, Sessions, lock};
 
 /// Gets `claim` in line if it is not, and tells whether it is its turn.
 pub(crate) async fn try_acquire(
@@ -78,6 +78,7 @@ async fn contend(
         } else {
             look(session, place).await?
         };
+        let children = without_ghosts(stake, children);
         let queue = line_up(session, &place.dir, children).await?;
         let Some(node) = &stake.node else { continue };
         let (ahead, is_next) = match queue.place_of(node.name()) {
@@ -89,11 +90,16 @@ async fn contend(
                 continue;
             }
         };
+        let path = format!("{}/{ahead}", place.dir);
+        if is_next && is_ghost(session, &place.dir, ahead, &path).await? {
+            stake.ghosts.push(ahead.to_owned());
+            (stake.ahead, was_behind) = (None, true);
+            continue;
+        }
         if !claim.queue() {
             remove(session, stake).await?;
             return Ok(Attempt::Busy(Busy::new()));
         }
-        let path = format!("{}/{ahead}", place.dir);
         // By data and not by existence: no watch is left behind on what is not there.
         match session.bounded(watch_data(session, &path)).await? {
             Ok((data, stat, watch)) => {
@@ -212,6 +218,34 @@ async fn stands_as_before(session: &Arc<Session>, stake: &Stake) -> Result<bool,
     }
     session.round(By::Leader).await?;
     Ok(!watch.has_fired())
+}
+
+/// Whether the head of a line is there only to the server that we are connected to. What one has kept that the others have deleted would be
+/// waited for without end, so a majority is asked about those who have been the head for long: once in the time-out of a session. Its answer
+/// is that by which all writes are decided, those of a holder as well.
+async fn is_ghost(
+    session: &Session,
+    dir: &str,
+    name: &str,
+    path: &str,
+) -> Result<bool, BackendError> {
+    if !lock(session.heads()).is_old(dir, name, session.timeout()) {
+        return Ok(false);
+    }
+    let is_there = session.check(path).await.map_err(BackendError::as_unknown)?;
+    if is_there {
+        lock(session.heads()).confirm(dir);
+    }
+    Ok(!is_there)
+}
+
+/// Leaves out whom only our server shows.
+fn without_ghosts(stake: &mut Stake, mut children: Vec<String>) -> Vec<String> {
+    if !stake.ghosts.is_empty() {
+        stake.ghosts.retain(|ghost| children.contains(ghost));
+        children.retain(|child| !stake.ghosts.contains(child));
+    }
+    children
 }
 
 /// All children, as the leader knows them. A server that lags behind could show a node of ours that is gone.

@@ -20,6 +20,7 @@ use zookeeper_client::{CheckWriteError, Client, Error, SessionState, StateWatche
 
 use crate::config::ZkConfig;
 use crate::error::{explain, silent, unreachable};
+use crate::heads::Heads;
 use crate::place::{Place, Room};
 use crate::proof::Proof;
 use crate::recipe::tend;
@@ -203,6 +204,7 @@ pub(crate) struct Session {
     reconnects: AtomicU32,
     places: Mutex<HashMap<ClaimId, Arc<Place>>>,
     room: Room,
+    heads: Mutex<Heads>,
     /// They end with the session.
     tasks: Mutex<JoinSet<()>>,
 }
@@ -212,11 +214,13 @@ impl Session {
         let config = Arc::clone(&sessions.config);
         let asked_at = Moment::now();
         let asked = config.session_timeout;
-        let mut client = connect(&config, asked).await?;
+        let mut client = connect(&config, asked, config.connect_timeout).await?;
         let granted = client.session_timeout();
         if config.has_several_servers() && granted < asked * 2 / 3 {
-            // The client would wait for a silent server as if it had been granted what it had asked for.
-            client = connect(&config, granted).await?;
+            // The client would wait for a silent server as if it had been granted what it had asked for. If there is no time for another
+            // one, it has to do.
+            let left = config.connect_timeout.saturating_sub(Moment::now().since(asked_at));
+            client = connect(&config, granted, left).await.unwrap_or(client);
         }
         let session = Arc::new(Self {
             proof: Mutex::new(Proof::new(client.session_timeout(), asked_at)),
@@ -227,6 +231,7 @@ impl Session {
             reconnects: AtomicU32::new(0),
             places: Mutex::default(),
             room: Room::default(),
+            heads: Mutex::default(),
             tasks: Mutex::default(),
             client,
         });
@@ -281,9 +286,9 @@ impl Session {
         lock(&self.proof).left(Moment::now())
     }
 
-    /// Notes that a majority has written down what left at `sent_at`.
+    /// Notes that a majority has written down what left at `sent_at`, as was heard just now.
     pub(crate) fn answered(&self, sent_at: Moment) {
-        lock(&self.proof).answered(sent_at);
+        lock(&self.proof).answered(sent_at, Moment::now());
     }
 
     /// Waits until there is a connection, so that nothing is asked that may be carried out much later.
@@ -333,7 +338,7 @@ impl Session {
             *lock(&session.next_rounds[by as usize]) = None;
             session.connected().await?;
             match by {
-                By::Majority => session.beat().await,
+                By::Majority => session.prove().await,
                 By::Leader => {
                     let synced = session.bounded(session.client.sync("/")).await?;
                     synced.map_err(|error| explain(&error))
@@ -347,31 +352,36 @@ impl Session {
 
     /// Has a majority write down that nothing has changed. That counts even when it takes longer than anybody waits for it, as on disks that
     /// are slow for a while.
-    async fn beat(self: &Arc<Self>) -> Result<(), BackendError> {
+    async fn prove(self: &Arc<Self>) -> Result<(), BackendError> {
         let sent_at = Moment::now();
         *lock(&self.asked_at) = sent_at;
         let (tell, told) = oneshot::channel();
         let session = Arc::clone(self);
         self.spawn(async move {
-            let written = session.write_nothing().await;
+            let path = session.config.chroot.as_deref().unwrap_or("/");
+            let written = session.write_check(path).await;
             if written.is_ok() {
                 session.answered(sent_at);
             }
             // Perhaps nobody waits any more.
-            drop(tell.send(written));
+            drop(tell.send(written.map(drop)));
         });
         let told = timeout(self.config.request_timeout, told).await.map_err(|_| silent())?;
         told.unwrap_or_else(|_| Err(explain(&Error::ClientClosed)))
     }
 
-    async fn write_nothing(&self) -> Result<(), BackendError> {
-        let path = self.config.chroot.as_deref().unwrap_or("/");
+    /// Asks a majority whether there is a node, by a write that changes nothing.
+    pub(crate) async fn check(&self, path: &str) -> Result<bool, BackendError> {
+        let checked = timeout(self.config.request_timeout, self.write_check(path)).await;
+        checked.map_err(|_| silent())?
+    }
+
+    async fn write_check(&self, path: &str) -> Result<bool, BackendError> {
         let writer = self.client.new_check_writer(path, None).map_err(|error| explain(&error))?;
         match writer.commit().await {
             // That a check fails is written down like all else.
-            Ok(_) | Err(CheckWriteError::CheckFailed { source: Error::NoAuth | Error::NoNode }) => {
-                Ok(())
-            }
+            Ok(_) | Err(CheckWriteError::CheckFailed { source: Error::NoAuth }) => Ok(true),
+            Err(CheckWriteError::CheckFailed { source: Error::NoNode }) => Ok(false),
             Err(error) => Err(explain(&error.into())),
         }
     }
@@ -379,6 +389,11 @@ impl Session {
     /// The room for what is watched in this session.
     pub(crate) fn room(&self) -> &Room {
         &self.room
+    }
+
+    /// Who keeps us waiting in this session.
+    pub(crate) fn heads(&self) -> &Mutex<Heads> {
+        &self.heads
     }
 
     /// The place of `claim`; a new one if it has none.
@@ -414,7 +429,7 @@ impl Session {
 
     /// Whether it is time for another proof.
     fn is_due(&self, now: Moment) -> bool {
-        lock(&self.asked_at).after(self.timeout() / BEATS) <= now
+        lock(&self.asked_at).after(self.timeout() / PROOFS) <= now
     }
 }
 
@@ -428,19 +443,23 @@ impl fmt::Debug for Session {
     }
 }
 
-/// Begins a session with any of the servers.
+/// Begins a session with any of the servers, within `limit`.
 ///
 /// The client asks them one after the other, in an order of its own, and waits for long for one that takes connections and says nothing. So
 /// where there are several, other attempts begin beside one that has no answer yet, and the first to have a session wins.
-async fn connect(config: &ZkConfig, session_timeout: Duration) -> Result<Client, BackendError> {
+async fn connect(
+    config: &ZkConfig,
+    session_timeout: Duration,
+    limit: Duration,
+) -> Result<Client, BackendError> {
     let attempts = if config.has_several_servers() { ATTEMPTS } else { 1 };
     let attempts = (0..attempts).map(async |number| {
-        sleep(config.connect_timeout * number / ATTEMPTS).await;
+        sleep(limit * number / ATTEMPTS).await;
         connect_once(config, session_timeout).await
     });
     let mut attempts: FuturesUnordered<_> = attempts.collect();
     // One that fails has asked all of them.
-    let first = timeout(config.connect_timeout, attempts.next()).await;
+    let first = timeout(limit, attempts.next()).await;
     let first = first.map_err(|_| unreachable())?.unwrap_or(Err(Error::NoHosts));
     first.map_err(|error| explain(&error).as_refused())
 }
@@ -462,7 +481,7 @@ async fn pulse(
     mut states: StateWatcher,
     timeout: Duration,
 ) {
-    let mut tick = interval((timeout / BEATS).min(TICK_MAX));
+    let mut tick = interval((timeout / PROOFS).min(TICK_MAX));
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
     loop {
         let state = tokio::select! {
@@ -502,7 +521,7 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 /// How often a majority is asked in the time-out of a session. The client itself would say a word as often if nothing else were said.
-const BEATS: u32 = 10;
+const PROOFS: u32 = 10;
 const TICK_MAX: Duration = Duration::from_millis(250);
 
 /// How many attempts at a session may go on beside each other.

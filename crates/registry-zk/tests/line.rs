@@ -98,7 +98,7 @@ async fn who_waits_behind_500_others_is_told_once() {
     let asked = after.received - before.received;
     println!("{} events, {asked} requests and pings", after.events() - before.events());
     assert_eq!(after.events() - before.events(), 1);
-    // A look, which is two questions; a ping or a heartbeat may have come between.
+    // A look, which is two questions; a ping or a proof may have come between.
     assert!(asked <= 6, "{asked}");
     guard.unlock().await.unwrap();
 }
@@ -174,7 +174,7 @@ async fn a_thousand_locks_cost_no_more_than_one() {
     let server = server().await;
     let one = sent_while_held(&server, 1, TIME).await;
     let many = sent_while_held(&server, 1_000, TIME).await;
-    // A heartbeat for each tenth of the session's time-out, a look before each third of the lease, and the client's own pings.
+    // A proof for each tenth of the session's time-out, a look before each third of the lease, and the client's own pings.
     assert!(one <= 30, "{one}");
     assert!(many <= one + 10, "{many} for a thousand, {one} for one");
 }

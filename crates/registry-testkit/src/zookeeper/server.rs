@@ -16,26 +16,34 @@ use crate::ports::Port;
 /// How long a server may take to answer an operator, while it is waited for to serve.
 const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 
-/// Sets a parent's count of children that were ever made, which is what the next sequential child is called after. To be run while the
-/// server is down: it reads the data as a server does when it starts, and writes a snapshot.
-const SET_COUNT: &str = r#"
+/// Changes what a server has written, while it is down: it reads the data as a server does when it starts, and writes a snapshot. Sets a
+/// parent's count of children that were ever made, which is what the next sequential child is called after; or adds a node that lives with a
+/// session.
+const EDIT: &str = r#"
 import java.io.File;
 import java.util.concurrent.ConcurrentHashMap;
+import org.apache.zookeeper.ZooDefs;
 import org.apache.zookeeper.server.DataNode;
 import org.apache.zookeeper.server.DataTree;
 import org.apache.zookeeper.server.persistence.FileTxnSnapLog;
 
-public class SetCount {
+public class Edit {
     public static void main(String[] args) throws Exception {
         FileTxnSnapLog log = new FileTxnSnapLog(new File(args[0]), new File(args[0]));
         DataTree tree = new DataTree();
         ConcurrentHashMap<Long, Integer> sessions = new ConcurrentHashMap<>();
         tree.lastProcessedZxid = log.restore(tree, sessions, (header, txn, digest) -> { });
-        DataNode node = tree.getNode(args[1]);
-        if (node == null) {
-            throw new IllegalArgumentException("there is no " + args[1]);
+        long zxid = tree.lastProcessedZxid;
+        if (args[1].equals("node")) {
+            long owner = Long.parseLong(args[3]);
+            tree.createNode(args[2], new byte[0], ZooDefs.Ids.OPEN_ACL_UNSAFE, owner, -1, zxid, 0);
+        } else {
+            DataNode node = tree.getNode(args[2]);
+            if (node == null) {
+                throw new IllegalArgumentException("there is no " + args[2]);
+            }
+            node.stat.setCversion(Integer.parseInt(args[3]));
         }
-        node.stat.setCversion(Integer.parseInt(args[2]));
         log.save(tree, sessions, true);
         log.close();
     }
@@ -240,10 +248,26 @@ impl ZooKeeperServer {
     /// # Cancel safety
     /// It may be done or not.
     pub async fn set_children_ever(&self, path: &str, count: i32) -> io::Result<()> {
-        let program = self.folder.path().join("SetCount.java");
-        fs::write(&program, SET_COUNT)?;
+        self.edit(["count", path, &count.to_string()]).await
+    }
+
+    /// Adds a node that lives with `session`, as if one of the members of an ensemble had kept what the others do not have. To be called while
+    /// the server is down; it must have data, and the node above.
+    ///
+    /// # Errors
+    /// Java's.
+    ///
+    /// # Cancel safety
+    /// It may be done or not.
+    pub async fn keep_node(&self, path: &str, session: i64) -> io::Result<()> {
+        self.edit(["node", path, &session.to_string()]).await
+    }
+
+    async fn edit(&self, what: [&str; 3]) -> io::Result<()> {
+        let program = self.folder.path().join("Edit.java");
+        fs::write(&program, EDIT)?;
         let mut java = self.options.java();
-        java.arg(program).arg(self.data()).arg(path).arg(count.to_string());
+        java.arg(program).arg(self.data()).args(what);
         crate::asked::run(java, "").await.map(drop)
     }
 

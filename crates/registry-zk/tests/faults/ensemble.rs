@@ -129,7 +129,7 @@ async fn a_leader_without_a_majority_proves_nothing() {
     let ours = registry(&members[leader].url(), SESSION).await;
     let operator = operator(&members[leader]).await;
     let guard = ours.obtain("k").lock().await.unwrap();
-    // For some heartbeats.
+    // Until it has been proved some times that the session lives.
     sleep(SESSION).await;
     assert!(guard.is_held());
     for other in [leader + 1, leader + 2] {

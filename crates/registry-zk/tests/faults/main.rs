@@ -8,6 +8,7 @@
 #![expect(clippy::print_stdout, reason = "figures are printed for those who ask for them")]
 
 mod ensemble;
+mod leaders;
 mod sessions;
 mod network;
 mod crowds;

@@ -11,12 +11,15 @@ use registry_testkit::contest::LONG;
 use registry_testkit::proxy::{FaultProxy, Mode};
 use registry_testkit::zookeeper::{ZooKeeperOptions, ZooKeeperServer};
 use registry_testkit::{eventually, within};
+use registry_zk::ZkBackend;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
 use zookeeper_client::{Acls, Client, CreateMode};
 
-use crate::lab::{LONG_SESSION, SESSION, backend, contest_by, end, operator, registry, secs};
+use crate::lab::{
+    LONG_SESSION, SESSION, backend, config, contest_by, end, operator, over, registry, secs,
+};
 
 const ROUNDS: u32 = 20;
 /// Where the store has its keys.
@@ -115,6 +118,31 @@ async fn a_grant_whose_reply_was_lost_is_taken_up_or_given_back() {
         let next = within(LONG, theirs.obtain(&key).lock()).await.unwrap();
         next.unlock().await.unwrap();
     }
+}
+
+/// Where the servers grant less than was asked for, a session is asked for once more, with what is known then. In one and the same time.
+#[tokio::test]
+async fn a_session_that_is_there_is_not_given_up_for_a_better_one_that_cannot_be_had() {
+    let options = ZooKeeperOptions::new().settings(&["maxSessionTimeout=10000"]);
+    let server = ZooKeeperServer::start_with(options).await.unwrap();
+    let (to, listener) = (server.addr(), TcpListener::bind("127.0.0.1:0").await.unwrap());
+    let way = listener.local_addr().unwrap();
+    let mut carrying = JoinSet::new();
+    carrying.spawn(async move {
+        let (mut first, _) = listener.accept().await.unwrap();
+        let mut server = TcpStream::connect(to).await.unwrap();
+        let silent = async {
+            let mut others = Vec::new();
+            while let Ok((other, _)) = listener.accept().await {
+                others.push(other);
+            }
+        };
+        tokio::join!(silent, tokio::io::copy_bidirectional(&mut first, &mut server)).1.unwrap();
+    });
+    let config = config(&format!("zk://{way},{way}"), LONG_SESSION).with_connect_timeout(secs(2));
+    let ours = over(&Arc::new(within(LONG, ZkBackend::open(config)).await.unwrap()));
+    let guard = ours.obtain("k").lock().await.unwrap();
+    guard.unlock().await.unwrap();
 }
 
 /// What a claim's node is called, but for its number.

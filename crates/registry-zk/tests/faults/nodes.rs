@@ -5,12 +5,12 @@ use std::collections::HashSet;
 use registry_core::{BackendErrorKind, LockError, LockRegistry as _, LostReason};
 use registry_testkit::contest::LONG;
 use registry_testkit::history::Window;
-use registry_testkit::within;
-use registry_testkit::zookeeper::ZooKeeperServer;
+use registry_testkit::zookeeper::{ZooKeeperEnsemble, ZooKeeperServer};
+use registry_testkit::{eventually, within};
 use tokio::task::JoinSet;
 use zookeeper_client::{Acl, Acls, AuthId, Client, CreateMode, Permission};
 
-use crate::lab::{LONG_SESSION, contest, end, operator, registry, secs};
+use crate::lab::{LONG_SESSION, SESSION, contest, end, operator, registry, secs};
 
 const ROOT: &str = "/lock-registry";
 /// Where the store has its keys.
@@ -122,6 +122,56 @@ async fn a_node_that_somebody_deletes_is_a_lock_that_is_lost() {
     let losses = outcome.steady_losses();
     assert!(losses.iter().all(|reason| *reason == LostReason::Gone), "{losses:?}");
     outcome.assert_flawless_but_between(&windows);
+}
+
+/// As members did that had been killed: one of them shows a holder that the others have deleted.
+#[tokio::test]
+async fn a_holder_that_only_our_own_server_has_is_passed_over() {
+    let mut ensemble = ZooKeeperEnsemble::start().await.unwrap();
+    let leader = ensemble.leader().await.unwrap();
+    let (other, odd) = ((leader + 1) % 3, (leader + 2) % 3);
+    let operator = operator(&ensemble.members()[other]).await;
+    let open = Acls::anyone_all();
+    let line = format!("{BASE}/k");
+    operator.mkdir(&line, &CreateMode::Persistent.with_acls(open)).await.unwrap();
+    // It has had its number from the servers, and so nobody else will.
+    let node = CreateMode::EphemeralSequential.with_acls(open);
+    let (_, number) = operator.create(&format!("{line}/_c_0-lock-"), b"", &node).await.unwrap();
+    let ghost = format!("_c_0-lock-{number}");
+    operator.delete(&format!("{line}/{ghost}"), None).await.unwrap();
+    let member = &mut ensemble.members_mut()[odd];
+    // It has heard of that.
+    let here = crate::lab::operator(member).await;
+    here.sync("/").await.unwrap();
+    drop(here);
+    member.kill();
+    member.keep_node(&format!("{line}/{ghost}"), 4711).await.unwrap();
+    member.start_again().await.unwrap();
+
+    let there = registry(&ensemble.members()[other].url(), SESSION).await;
+    let ours = registry(&ensemble.members()[odd].url(), SESSION).await;
+    // To the others the lock is free. Who holds it in truth is waited for, though.
+    let first = there.obtain("k").lock().await.unwrap();
+    let lock = ours.obtain("k");
+    assert!(lock.try_lock().await.unwrap().is_none());
+    let waiting = tokio::spawn(async move { lock.lock().await });
+    eventually(LONG, async || operator.list_children(&line).await.unwrap().len() == 2).await;
+    tokio::time::sleep(SESSION * 2).await;
+    assert!(first.is_held() && !waiting.is_finished());
+    first.unlock().await.unwrap();
+    let next = within(LONG, waiting).await.unwrap().unwrap();
+    // It is still shown.
+    let here = crate::lab::operator(&ensemble.members()[odd]).await;
+    assert!(here.list_children(&line).await.unwrap().contains(&ghost));
+    next.unlock().await.unwrap();
+    // Those who do not wait find out as well.
+    let free = ours.obtain("k").try_lock().await.unwrap().expect("nobody has it");
+    assert!(there.obtain("k").try_lock().await.unwrap().is_none());
+    free.unlock().await.unwrap();
+    for registry in [&ours, &there] {
+        assert!(registry.obtain("k").try_lock().await.unwrap().is_some());
+        registry.idle().await;
+    }
 }
 
 /// What this login may not look at hides nothing else.
