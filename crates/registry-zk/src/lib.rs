@@ -34,6 +34,7 @@ mod backend;
 mod recipe;
 mod place;
 mod queue;
+mod heads;
 mod path;
 mod node;
 mod session;

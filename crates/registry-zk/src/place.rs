@@ -34,7 +34,8 @@ pub(crate) struct Stake {
     pub(crate) own: Option<OwnWatch>,
     /// Watches the one directly before.
     pub(crate) ahead: Option<Ahead>,
-    /// Those before that only our server shows. A majority does not have them.
+    /// Those before the own node that only our server shows. A majority does not have them, and if it ever has one of this name, that comes
+    /// after us: it is made later.
     pub(crate) ghosts: Vec<String>,
     /// When it was last asked for.
     attended_at: Moment,
@@ -61,12 +62,9 @@ pub(crate) struct OwnWatch {
 }
 
 pub(crate) struct Ahead {
-    pub(crate) name: String,
     /// None if there was no [room](Room) for it.
     pub(crate) watch: Option<Watch>,
     pub(crate) looked_at: Moment,
-    /// When a majority had it last, or when it was seen for the first time.
-    pub(crate) confirmed_at: Moment,
 }
 
 impl Place {
@@ -129,18 +127,13 @@ impl Stake {
         self.lease = claim.lease();
     }
 
-    /// Since when `name` stands directly before, as far as it is known to be there.
-    pub(crate) fn waits_since(&self, name: &str) -> Moment {
-        let known = self.ahead.as_ref().filter(|ahead| ahead.name == name);
-        known.map_or_else(Moment::now, |ahead| ahead.confirmed_at)
-    }
-
     /// Forgets the node, which is gone.
     pub(crate) fn lose_node(&mut self) {
         self.node = None;
         self.held_until = None;
         self.own = None;
         self.ahead = None;
+        self.ghosts.clear();
     }
 
     /// Whether it may have something in the store.

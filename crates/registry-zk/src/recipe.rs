@@ -20,7 +20,7 @@ use crate::error::{explain, is_refusal};
 use crate::node::{label, make_parents, note};
 use crate::place::{Ahead, Node, OwnWatch, Place, Room, Stake, Watch};
 use crate::queue::{Queue, Standing, find, prefix};
-use crate::session::{By, Session, Sessions};
+use crate::session::{By, Session, Sessions, lock};
 
 /// Gets `claim` in line if it is not, and tells whether it is its turn.
 pub(crate) async fn try_acquire(
@@ -90,25 +90,20 @@ async fn contend(
                 continue;
             }
         };
+        let path = format!("{}/{ahead}", place.dir);
+        if is_next && is_ghost(session, &place.dir, ahead, &path).await? {
+            stake.ghosts.push(ahead.to_owned());
+            (stake.ahead, was_behind) = (None, true);
+            continue;
+        }
         if !claim.queue() {
             remove(session, stake).await?;
             return Ok(Attempt::Busy(Busy::new()));
         }
-        let path = format!("{}/{ahead}", place.dir);
-        let mut confirmed_at = stake.waits_since(ahead);
-        if is_next && confirmed_at.after(session.timeout()) <= Moment::now() {
-            confirmed_at = Moment::now();
-            if !session.check(&path).await? {
-                stake.ghosts.push(ahead.to_owned());
-                (stake.ahead, was_behind) = (None, true);
-                continue;
-            }
-        }
         // By data and not by existence: no watch is left behind on what is not there.
         match session.bounded(watch_data(session, &path)).await? {
             Ok((data, stat, watch)) => {
-                let (name, looked_at) = (ahead.to_owned(), Moment::now());
-                stake.ahead = Some(Ahead { name, watch, looked_at, confirmed_at });
+                stake.ahead = Some(Ahead { watch, looked_at: Moment::now() });
                 let busy = Busy::new();
                 return Ok(Attempt::Busy(if is_next {
                     busy.with_holder(holder(&place.key, &data, stat.czxid))
@@ -219,7 +214,7 @@ async fn find_again(
 /// Whether the one directly before one that waits is certainly still there. All who ask at about the same time share one question,
 /// however long the line is. Now and then nobody is believed, so that one whose own node was removed by somebody finds out.
 async fn stands_as_before(session: &Arc<Session>, stake: &Stake) -> Result<bool, BackendError> {
-    let Some(Ahead { watch: Some(watch), looked_at, .. }) = &stake.ahead else { return Ok(false) };
+    let Some(Ahead { watch: Some(watch), looked_at }) = &stake.ahead else { return Ok(false) };
     if watch.has_fired() || looked_at.after(session.timeout() / LOOK_EVERY) <= Moment::now() {
         return Ok(false);
     }
@@ -227,9 +222,26 @@ async fn stands_as_before(session: &Arc<Session>, stake: &Stake) -> Result<bool,
     Ok(!watch.has_fired())
 }
 
-/// Leaves out whom only our server shows. What a server has kept that the others have deleted would be waited for without end, so whoever is
-/// directly behind the head of the line asks a majority about it, once in the time-out of a session. Its answer is that by which all writes
-/// are decided, those of a holder as well; and a name that it does not have never comes again, for there is a number in it.
+/// Whether the head of a line is there only to the server that we are connected to. What one has kept that the others have deleted would be
+/// waited for without end, so a majority is asked about those who have been the head for long: once in the time-out of a session. Its answer
+/// is that by which all writes are decided, those of a holder as well.
+async fn is_ghost(
+    session: &Session,
+    dir: &str,
+    name: &str,
+    path: &str,
+) -> Result<bool, BackendError> {
+    if !lock(session.heads()).is_old(dir, name, session.timeout()) {
+        return Ok(false);
+    }
+    let is_there = session.check(path).await.map_err(BackendError::as_unknown)?;
+    if is_there {
+        lock(session.heads()).confirm(dir);
+    }
+    Ok(!is_there)
+}
+
+/// Leaves out whom only our server shows.
 fn without_ghosts(stake: &mut Stake, mut children: Vec<String>) -> Vec<String> {
     if !stake.ghosts.is_empty() {
         stake.ghosts.retain(|ghost| children.contains(ghost));

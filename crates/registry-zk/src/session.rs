@@ -20,6 +20,7 @@ use zookeeper_client::{CheckWriteError, Client, Error, SessionState, StateWatche
 
 use crate::config::ZkConfig;
 use crate::error::{explain, silent, unreachable};
+use crate::heads::Heads;
 use crate::place::{Place, Room};
 use crate::proof::Proof;
 use crate::recipe::tend;
@@ -203,6 +204,7 @@ pub(crate) struct Session {
     reconnects: AtomicU32,
     places: Mutex<HashMap<ClaimId, Arc<Place>>>,
     room: Room,
+    heads: Mutex<Heads>,
     /// They end with the session.
     tasks: Mutex<JoinSet<()>>,
 }
@@ -229,6 +231,7 @@ impl Session {
             reconnects: AtomicU32::new(0),
             places: Mutex::default(),
             room: Room::default(),
+            heads: Mutex::default(),
             tasks: Mutex::default(),
             client,
         });
@@ -386,6 +389,11 @@ impl Session {
     /// The room for what is watched in this session.
     pub(crate) fn room(&self) -> &Room {
         &self.room
+    }
+
+    /// Who keeps us waiting in this session.
+    pub(crate) fn heads(&self) -> &Mutex<Heads> {
+        &self.heads
     }
 
     /// The place of `claim`; a new one if it has none.

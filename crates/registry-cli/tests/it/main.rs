@@ -13,6 +13,8 @@ mod output;
 mod redis;
 mod run;
 mod secrets;
+#[cfg(any(feature = "mysql", feature = "postgres"))]
+mod sql;
 mod terminal;
 mod watchdog;
 #[cfg(feature = "zk")]

@@ -8,14 +8,14 @@ use futures_util::FutureExt as _;
 use futures_util::future::BoxFuture;
 use registry_core::BackendError;
 use sqlx::mysql::{MySqlQueryResult, MySqlRow};
-use sqlx::{MySqlConnection, RawSql};
+use sqlx::{MySql, MySqlConnection, RawSql, Row as _};
 use tokio::time::{sleep, timeout};
 
 use super::config::MySqlConfig;
 use super::error::{self, Fate};
 use super::sql;
 use super::statement::Statement;
-use crate::server::{Errand, Pool, PoolLimits, Refusal, Seat};
+use crate::server::{Errand, Failure, Pool, PoolLimits, Refusal, Seat};
 
 /// How often a statement is sent that the server undoes because of others.
 const CONFLICTS_MAX: u32 = 5;
@@ -205,6 +205,28 @@ impl Link {
 
     fn refused(&self, refusal: Refusal) -> BackendError {
         error::not_connected(refusal, &self.place)
+    }
+
+    /// What it means for a session that it was told this outside of a transaction.
+    pub(super) fn failure(&self, error: sqlx::Error) -> Failure {
+        match error::fate(&error) {
+            Fate::Broken => Failure::Broken(self.explain(error)),
+            Fate::Answered | Fate::Undone => Failure::Answered(self.explain(error)),
+        }
+    }
+
+    /// Reads what a session was answered. What cannot be read is its end.
+    pub(super) fn read<'r, T>(&self, row: &'r MySqlRow, index: usize) -> Result<T, Failure>
+    where
+        T: sqlx::Decode<'r, MySql> + sqlx::Type<MySql>,
+    {
+        row.try_get(index).map_err(|error| Failure::Broken(self.explain(error)))
+    }
+
+    /// Nobody takes care of a session any more.
+    pub(super) fn closed(&self) -> BackendError {
+        let place = self.place();
+        BackendError::transient(format!("mysql at {place}: the store was closed meanwhile"))
     }
 
     pub(super) fn place(&self) -> &str {

@@ -17,6 +17,7 @@ use super::backend::MySqlBackend;
 use super::error;
 use super::link::Repeat;
 use super::row::MySqlRowBackend;
+use super::wake;
 use crate::lock_in::{LockIn, LockInError, Patience, TransactionLock};
 use crate::server::Errand;
 
@@ -54,8 +55,7 @@ impl LockIn<MySql> for Registry {
             if left.is_zero() {
                 return Ok(None);
             }
-            let pause = (began.elapsed() / PART_OF_WAIT).clamp(PAUSE_MIN, PAUSE_MAX);
-            sleep(pause.mul_f64(0.5 + fastrand::f64() / 2.0).min(left)).await;
+            sleep(wake::before_next_look(began).min(PAUSE_MAX).min(left)).await;
         }
     }
 }
@@ -157,7 +157,5 @@ impl MySqlBackend {
     }
 }
 
-/// The pause between two looks is this part of the time that has been waited.
-const PART_OF_WAIT: u32 = 8;
-const PAUSE_MIN: Duration = Duration::from_millis(5);
+/// How long one who has a transaction open pauses at most between two looks.
 const PAUSE_MAX: Duration = Duration::from_millis(100);

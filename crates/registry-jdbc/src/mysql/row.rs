@@ -9,9 +9,8 @@ use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, FencingToken, Finding,
     GuaranteeClass, Holder, Key, LockBackend, LossHints, Reach, Release, Renewal,
 };
-use sqlx::mysql::MySqlRow;
-use sqlx::{AssertSqlSafe, Executor as _, MySql, MySqlConnection, Row, raw_sql};
-use tokio::time::{Instant, sleep, timeout};
+use sqlx::{AssertSqlSafe, Executor as _, MySqlConnection, raw_sql};
+use tokio::time::{sleep, timeout};
 
 use super::backend::MySqlBackend;
 use super::config::{MySqlConfig, unusable};
@@ -20,6 +19,7 @@ use super::link::Link;
 use super::session::MySqlSessionBackend;
 use super::sql;
 use super::statement::{Statement, Statements};
+use super::wake;
 use crate::server::{Errand, Failure, Place, Places, Sessions, Taken, Terms, Wire};
 
 /// Locks in a MariaDB or MySQL database that are rows, each locked by a transaction of its own until it is let go: the pessimistic lock of old.
@@ -117,15 +117,7 @@ impl LockBackend for MySqlRowBackend {
 
     /// Looks, less often as the wait grows old: nobody is told of anything.
     async fn wait(&self, claim: &Claim, _busy: &Busy) {
-        let began = Instant::now();
-        loop {
-            let pause = (began.elapsed() / PART_OF_WAIT).clamp(PAUSE_MIN, PAUSE_MAX);
-            sleep(pause.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
-            // Whoever wants the lock finds out about trouble better than this.
-            if matches!(self.is_free(claim.key()).await, Ok(true)) {
-                return;
-            }
-        }
+        wake::until_free(|| self.is_free(claim.key())).await;
     }
 
     fn tell_losses(&self, hints: LossHints) {
@@ -190,21 +182,6 @@ struct Transaction {
 }
 
 impl RowWire {
-    fn column<'r, T>(&self, row: &'r MySqlRow, index: usize) -> Result<T, Failure>
-    where
-        T: sqlx::Decode<'r, MySql> + sqlx::Type<MySql>,
-    {
-        row.try_get(index).map_err(|error| Failure::Broken(self.link.explain(error)))
-    }
-
-    /// Outside of a transaction.
-    fn sort(&self, error: sqlx::Error) -> Failure {
-        match error::fate(&error) {
-            Fate::Broken => Failure::Broken(self.link.explain(error)),
-            Fate::Answered | Fate::Undone => Failure::Answered(self.link.explain(error)),
-        }
-    }
-
     /// In a transaction whatever fails may be its end, and that of the lock.
     fn broken(&self, error: sqlx::Error) -> Failure {
         Failure::Broken(self.link.explain(error))
@@ -216,7 +193,7 @@ impl RowWire {
         statement: Statement,
     ) -> Result<u64, Failure> {
         let done = statement.execute(&mut connected.connection).await;
-        done.map(|done| done.last_insert_id()).map_err(|error| self.sort(error))
+        done.map(|done| done.last_insert_id()).map_err(|error| self.link.failure(error))
     }
 
     /// Notes the claim and a larger token in the row, unless somebody holds it. Makes the row if there is none.
@@ -236,12 +213,12 @@ impl RowWire {
             self.check_writable(connected).await?;
             let seen = self.statements.row_seen(claim.key());
             let rows = seen.fetch_all(&mut connected.connection).await;
-            let rows = rows.map_err(|error| self.sort(error))?;
+            let rows = rows.map_err(|error| self.link.failure(error))?;
             match rows.first() {
                 None => {
                     self.change(connected, self.statements.make_row(claim.key())).await?;
                 }
-                Some(row) if self.column::<Option<i64>>(row, 0)?.is_some() => return Ok(None),
+                Some(row) if self.link.read::<Option<i64>>(row, 0)?.is_some() => return Ok(None),
                 // Somebody has it locked: a holder, or somebody who merely looks whether it is free and is gone in a moment.
                 Some(_) => sleep(pause).await,
             }
@@ -252,11 +229,11 @@ impl RowWire {
     /// Nothing is ever granted by a server that does not mean to be written to.
     async fn check_writable(&self, connected: &mut Connected) -> Result<(), Failure> {
         let meta = self.statements.meta().fetch_all(&mut connected.connection).await;
-        let rows = meta.map_err(|error| self.sort(error))?;
+        let rows = meta.map_err(|error| self.link.failure(error))?;
         let says = "the meta table has lost its row";
         let lost = || Failure::Answered(error::damaged(self.link.place(), says).as_refused());
         let row = rows.first().ok_or_else(lost)?;
-        if self.column::<i64>(row, 2)? == 0 {
+        if self.link.read::<i64>(row, 2)? == 0 {
             // Connections that are made anew may lead to its successor.
             self.places.close_idle();
             return Err(Failure::Broken(error::read_only(self.link.place())));
@@ -275,7 +252,7 @@ impl RowWire {
             end.map_err(|error| self.broken(error))?;
             return Ok(false);
         };
-        let number = self.column(row, 0)?;
+        let number = self.link.read(row, 0)?;
         let keep = format!("{KEEP}; DO GET_LOCK('{}', 0)", sql::row_name(claim.id()));
         let kept = connected.connection.execute(raw_sql(AssertSqlSafe(keep))).await;
         let is_named = match kept {
@@ -337,12 +314,12 @@ impl Wire for RowWire {
         let says = || error::damaged(self.link.place(), "nothing was answered");
         let row = rows.last().ok_or_else(|| Failure::Broken(says()))?;
         let held_by = connected.transaction.as_ref().map(|held| held.connection);
-        if Some(self.column::<u64>(row, 0)?) != held_by {
+        if Some(self.link.read::<u64>(row, 0)?) != held_by {
             return Err(Failure::Broken(unusable(
                 "row locks do not work through a proxy that gives each statement another connection; connect past it, or use leases",
             )));
         }
-        if self.column::<i64>(row, 1)? == 0 {
+        if self.link.read::<i64>(row, 1)? == 0 {
             return Err(Failure::Broken(error::read_only(self.link.place())));
         }
         Ok(())
@@ -376,8 +353,7 @@ impl Wire for RowWire {
     }
 
     fn closed(&self) -> BackendError {
-        let place = self.link.place();
-        BackendError::transient(format!("mysql at {place}: the store was closed meanwhile"))
+        self.link.closed()
     }
 
     fn answer_limit(&self) -> Duration {
@@ -400,8 +376,3 @@ const KEEP: &str = "SAVEPOINT lock_registry_row";
 /// Releases nothing that was locked before. Then which connection it is, and whether the server still means to be written to.
 const LOOK: &str = "ROLLBACK TO SAVEPOINT lock_registry_row; \
     SELECT CONNECTION_ID(), CAST(CAST(@@global.read_only AS CHAR) IN ('0', 'OFF') AS SIGNED)";
-
-/// The pause between two looks is this part of the time that has been waited.
-const PART_OF_WAIT: u32 = 8;
-const PAUSE_MIN: Duration = Duration::from_millis(5);
-const PAUSE_MAX: Duration = Duration::from_millis(250);

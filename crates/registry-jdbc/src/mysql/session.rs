@@ -11,14 +11,15 @@ use registry_core::{
 };
 use sqlx::mysql::MySqlRow;
 use sqlx::{Connection, MySqlConnection, Row, query};
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::timeout;
 
 use super::backend::MySqlBackend;
 use super::config::MySqlConfig;
-use super::error::{self, Fate};
+use super::error;
 use super::link::Link;
 use super::sql;
 use super::statement::Statements;
+use super::wake;
 use crate::server::{Errand, Failure, Session, Taken, Terms, Wire};
 
 /// Locks on a MariaDB or MySQL server that end with the connection of the one who holds them, not with a lease.
@@ -108,15 +109,7 @@ impl LockBackend for MySqlSessionBackend {
     /// Looks, less often as the wait grows old: nobody is told of anything.
     async fn wait(&self, claim: &Claim, _busy: &Busy) {
         let name = self.rows.statements.row(claim.key()).hex();
-        let began = Instant::now();
-        loop {
-            let pause = (began.elapsed() / PART_OF_WAIT).clamp(PAUSE_MIN, PAUSE_MAX);
-            sleep(pause.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
-            // Whoever wants the lock finds out about trouble better than this.
-            if matches!(self.is_free(&name).await, Ok(true)) {
-                return;
-            }
-        }
+        wake::until_free(|| self.is_free(&name)).await;
     }
 
     fn tell_losses(&self, hints: LossHints) {
@@ -157,7 +150,7 @@ pub(super) struct Connected {
 impl Connected {
     /// Checks the first column: who mixes connections up is found out by the next answer.
     fn is_the_same(&self, wire: &MySqlWire, row: &MySqlRow) -> Result<(), Failure> {
-        if wire.column::<u64>(row, 0)? == self.id {
+        if wire.link.read::<u64>(row, 0)? == self.id {
             return Ok(());
         }
         Err(Failure::Broken(super::config::unusable(
@@ -167,20 +160,6 @@ impl Connected {
 }
 
 impl MySqlWire {
-    fn column<'r, T>(&self, row: &'r MySqlRow, index: usize) -> Result<T, Failure>
-    where
-        T: sqlx::Decode<'r, sqlx::MySql> + sqlx::Type<sqlx::MySql>,
-    {
-        row.try_get(index).map_err(|error| Failure::Broken(self.link.explain(error)))
-    }
-
-    fn sort(&self, error: sqlx::Error) -> Failure {
-        match error::fate(&error) {
-            Fate::Broken => Failure::Broken(self.link.explain(error)),
-            Fate::Answered | Fate::Undone => Failure::Answered(self.link.explain(error)),
-        }
-    }
-
     fn row_name(&self, key: &Key) -> String {
         self.statements.row(key).hex()
     }
@@ -193,9 +172,9 @@ impl MySqlWire {
     ) -> Result<Option<i64>, Failure> {
         let asked = name.into_iter().fold(query(text), |query, name| query.bind(name));
         let row = asked.fetch_one(&mut connected.connection).await;
-        let row = row.map_err(|error| self.sort(error))?;
+        let row = row.map_err(|error| self.link.failure(error))?;
         connected.is_the_same(self, &row)?;
-        self.column(&row, 1)
+        self.link.read(&row, 1)
     }
 
     /// With the lock in hand. `None` if somebody holds the key by a lease.
@@ -212,7 +191,7 @@ impl MySqlWire {
         let goes_on = seen.is_some();
         let grant = self.statements.session_note(claim, terms.block(goes_on));
         let done = grant.execute(&mut connected.connection).await;
-        let token = done.map_err(|error| self.sort(error))?.last_insert_id();
+        let token = done.map_err(|error| self.link.failure(error))?.last_insert_id();
         if token == 0 {
             // Nothing was noted: somebody holds a lease, or the server does not mean to be written to.
             return self.look(connected).await.map(|()| None);
@@ -232,12 +211,12 @@ impl MySqlWire {
     ) -> Result<(bool, Option<i64>), Failure> {
         let look = self.statements.session_look(key, noted);
         let rows = look.fetch_all(&mut connected.connection).await;
-        let rows = rows.map_err(|error| self.sort(error))?;
+        let rows = rows.map_err(|error| self.link.failure(error))?;
         let says = || error::damaged(self.link.place(), "nothing was answered");
         let first = rows.first().ok_or_else(|| Failure::Broken(says()))?;
         connected.is_the_same(self, first)?;
-        let got = self.column::<Option<i64>>(first, 1)? == Some(1);
-        Ok((got, rows.get(1).map(|row| self.column(row, 0)).transpose()?))
+        let got = self.link.read::<Option<i64>>(first, 1)? == Some(1);
+        Ok((got, rows.get(1).map(|row| self.link.read(row, 0)).transpose()?))
     }
 }
 
@@ -309,10 +288,10 @@ impl Wire for MySqlWire {
         if noted != claim.id() {
             let mark = self.statements.session_mark(claim, token, noted);
             let marked = mark.execute(&mut connected.connection).await;
-            marked.map_err(|error| self.sort(error))?;
+            marked.map_err(|error| self.link.failure(error))?;
         }
         let keep = self.statements.session_keep(claim, token).execute(&mut connected.connection);
-        keep.await.map(drop).map_err(|error| self.sort(error))
+        keep.await.map(drop).map_err(|error| self.link.failure(error))
     }
 
     fn name(&self, key: &Key) -> Vec<u8> {
@@ -324,8 +303,7 @@ impl Wire for MySqlWire {
     }
 
     fn closed(&self) -> BackendError {
-        let place = self.link.place();
-        BackendError::transient(format!("mysql at {place}: the store was closed meanwhile"))
+        self.link.closed()
     }
 
     fn answer_limit(&self) -> Duration {
@@ -352,11 +330,6 @@ const LOOK: &str =
 /// How long all locks of a session wait for the row of one, which only a transaction with a fence or a purge can have locked. The server counts
 /// whole seconds.
 const ROW_WAIT: Duration = Duration::from_secs(1);
-
-/// The pause between two looks is this part of the time that has been waited.
-const PART_OF_WAIT: u32 = 8;
-const PAUSE_MIN: Duration = Duration::from_millis(5);
-const PAUSE_MAX: Duration = Duration::from_millis(250);
 
 #[cfg(test)]
 mod tests {

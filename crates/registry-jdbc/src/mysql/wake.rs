@@ -11,6 +11,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::future::Future;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -245,6 +246,26 @@ impl Shared {
             let _ = waiter.wake.send(());
         }
     }
+}
+
+/// Returns when `look` says that the lock is free. For locks that the task knows nothing of: it looks at rows.
+pub(super) async fn until_free<F>(look: impl Fn() -> F)
+where
+    F: Future<Output = Result<bool, BackendError>>,
+{
+    let began = Instant::now();
+    loop {
+        sleep(before_next_look(began)).await;
+        // Whoever wants the lock finds out about trouble better than this.
+        if matches!(look().await, Ok(true)) {
+            return;
+        }
+    }
+}
+
+/// The pause before the next look of somebody who has looked by himself since then.
+pub(super) fn before_next_look(began: Instant) -> Duration {
+    pause(began.elapsed()).mul_f64(0.5 + fastrand::f64() / 2.0)
 }
 
 /// The pause after a wait of this length.

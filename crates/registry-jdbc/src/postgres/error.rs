@@ -6,6 +6,7 @@
 use registry_core::{BackendError, BackendErrorKind};
 use sqlx::postgres::{PgDatabaseError, PgSeverity};
 
+use crate::server::Failure;
 use BackendErrorKind::{Denied, Misconfigured, Protocol, Transient};
 
 /// Sorts an error of sqlx and says what to do about it.
@@ -77,6 +78,20 @@ pub(super) fn spares_connection(error: &sqlx::Error) -> bool {
         || code.starts_with("57P")
         || matches!(code, "26000" | "42P05" | "0A000");
     !is_fatal(database.as_ref()) && !is_strange
+}
+
+/// What it means for a session that it was told this outside of a transaction.
+pub(super) fn failure(error: sqlx::Error) -> Failure {
+    if spares_connection(&error) {
+        Failure::Answered(explain(error))
+    } else {
+        Failure::Broken(explain(error))
+    }
+}
+
+/// Nobody takes care of a session any more.
+pub(super) fn closed() -> BackendError {
+    BackendError::transient("postgres: the store was closed meanwhile")
 }
 
 /// Whether a table is missing or made for something else.

@@ -212,7 +212,7 @@ impl RowWire {
             ],
         );
         let rows = statement.send(&mut connected.connection, self.config.plainly()).await;
-        let rows = rows.map_err(sort)?;
+        let rows = rows.map_err(error::failure)?;
         let row = rows.first().ok_or_else(|| Failure::Broken(damaged("nothing was answered")))?;
         if let Some(token) = column::<Option<i64>>(row, 0).map_err(Failure::Broken)? {
             let token = FencingToken::try_from(token);
@@ -257,7 +257,7 @@ impl RowWire {
         let mark = Value::Number(self.row_id(key).mark());
         let statement = Statement::new(&self.rows.texts.locked_in, [mark]);
         let rows = statement.send(&mut connected.connection, self.config.plainly()).await;
-        let rows = rows.map_err(sort)?;
+        let rows = rows.map_err(error::failure)?;
         let row = rows.first().ok_or_else(|| Failure::Broken(damaged("nothing was answered")))?;
         column(row, 0).map_err(Failure::Broken)
     }
@@ -355,7 +355,7 @@ impl Wire for RowWire {
     }
 
     fn closed(&self) -> BackendError {
-        BackendError::transient("postgres: the store was closed meanwhile")
+        error::closed()
     }
 
     fn answer_limit(&self) -> Duration {
@@ -368,15 +368,6 @@ fn mark(claim: ClaimId) -> i64 {
     let mut mark = [0; 8];
     mark.copy_from_slice(&claim.to_bytes()[..8]);
     i64::from_be_bytes(mark)
-}
-
-/// Outside of a transaction.
-fn sort(error: sqlx::Error) -> Failure {
-    if error::spares_connection(&error) {
-        Failure::Answered(explain(error))
-    } else {
-        Failure::Broken(explain(error))
-    }
 }
 
 /// In a transaction whatever fails is its end, and that of the lock.

@@ -143,7 +143,7 @@ impl Connected {
     }
 
     async fn look(&mut self) -> Result<(), Failure> {
-        let rows = self.ask(LOOK).await.map_err(sort)?;
+        let rows = self.ask(LOOK).await.map_err(error::failure)?;
         self.is_the_same(&rows)
     }
 
@@ -166,10 +166,10 @@ impl PostgresWire {
         let are_two = one.server_process != two.server_process;
         let stay = async {
             // One process is busy with a transaction; who has to go round it shows up.
-            one.ask("BEGIN").await.map_err(sort)?;
+            one.ask("BEGIN").await.map_err(error::failure)?;
             one.look().await?;
             two.look().await?;
-            one.ask("ROLLBACK").await.map_err(sort)
+            one.ask("ROLLBACK").await.map_err(error::failure)
         };
         let stayed = timeout(self.config.response_timeout, stay).await;
         match stayed.map_err(|_| error::silent())? {
@@ -198,7 +198,7 @@ impl PostgresWire {
         statement: &Statement<'_>,
     ) -> Result<Vec<PgRow>, Failure> {
         let rows = statement.send(&mut connected.connection, self.config.manner()).await;
-        let rows = rows.map_err(sort)?;
+        let rows = rows.map_err(error::failure)?;
         connected.is_the_same(&rows)?;
         Ok(rows)
     }
@@ -220,7 +220,7 @@ impl PostgresWire {
         let values = [Value::Number(id.number()), bytes(id.bytes()), bytes(&last.claim.to_bytes())];
         let look = Statement::new(&self.rows.texts.session_look, values).plain();
         let rows = connected.connection.fetch_all(raw_sql(AssertSqlSafe(look))).await;
-        let rows = rows.map_err(sort)?;
+        let rows = rows.map_err(error::failure)?;
         connected.is_the_same(&rows)?;
         if !column::<bool>(&rows[0], 1).map_err(Failure::Broken)? {
             return Ok(Got::Nothing);
@@ -306,7 +306,7 @@ impl Wire for PostgresWire {
                 self.rows.texts.session_prepare.as_str(),
             );
             let rows = connected.connection.fetch_all(raw_sql(AssertSqlSafe(text))).await;
-            connected.is_the_same(&rows.map_err(sort)?)
+            connected.is_the_same(&rows.map_err(error::failure)?)
         };
         let told = timeout(self.config.connect_timeout, tell).await;
         match told.map_err(|_| error::unreachable_in_time())? {
@@ -379,19 +379,11 @@ impl Wire for PostgresWire {
     }
 
     fn closed(&self) -> BackendError {
-        BackendError::transient("postgres: the store was closed meanwhile")
+        error::closed()
     }
 
     fn answer_limit(&self) -> Duration {
         self.config.response_timeout
-    }
-}
-
-fn sort(error: sqlx::Error) -> Failure {
-    if error::spares_connection(&error) {
-        Failure::Answered(explain(error))
-    } else {
-        Failure::Broken(explain(error))
     }
 }
 

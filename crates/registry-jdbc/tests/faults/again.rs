@@ -149,6 +149,82 @@ async fn tokens_grow_over_a_clock_that_is_put_back(kind: Kind) {
     }
 }
 
+/// Deletes all rows as a purge does: their tokens are not forgotten.
+async fn purge(server: &Server) {
+    // In PostgreSQL a trigger sees to it.
+    let floor = "UPDATE lock_registry_meta SET floor = GREATEST(floor, \
+        COALESCE((SELECT MAX(token + block - 1) FROM lock_registry_locks), 0))";
+    server.sql(&format!("{floor}; DELETE FROM lock_registry_locks")).await.unwrap();
+}
+
+/// One after the other, at random: whoever may have the key, whatever may become of sessions, rows and clocks. A seed is told that can be tried again.
+async fn tokens_grow_whatever_comes_in_between(kind: Kind) {
+    const STEPS: u32 = 120;
+    let clock = ClockShim::new().unwrap();
+    let server = kind.start_by(&clock).await;
+    let sessions = [session(&server).await, session(&server).await];
+    let leases = registry_in(&server.url(), LEASE, Mode::Lease).await;
+    let rows = registry_in(&server.url(), LEASE, Mode::Row).await;
+    let mut data = Data::connect(&server).await;
+    let mut tokens = Tokens::default();
+    let seed = fastrand::u64(..);
+    println!("seed {seed}");
+    let mut dice = fastrand::Rng::with_seed(seed);
+    for step in 0..STEPS {
+        let ours = &sessions[dice.usize(..sessions.len())];
+        match dice.u32(..12) {
+            // Long enough for a reserve.
+            0..4 => tokens.pairs(ours, dice.u32(1..120)).await,
+            4 => tokens.pairs(&leases, 1).await,
+            5 => tokens.pairs(&rows, 1).await,
+            6 => purge(&server).await,
+            7 => {
+                // By a second, which a reserve may reach over, or by more.
+                let far = dice.i64(-HOUR..=HOUR);
+                let seconds = if dice.bool() { dice.i64(-1..=1) } else { far };
+                clock.jump_wall(seconds).unwrap();
+            }
+            8 => {
+                let guard = lock(ours).await;
+                tokens.grow(&guard);
+                server.cut_session().await;
+                within(LONG, guard.lost()).await;
+                drop(guard);
+                ours.idle().await;
+            }
+            9 => {
+                let guard = lock(ours).await;
+                tokens.grow(&guard);
+                let mut transaction = data.begin().await;
+                transaction.fence(&guard).await.unwrap();
+                transaction.commit().await;
+                guard.unlock().await.unwrap();
+            }
+            // Purged while it is held.
+            10 => {
+                let guard = lock(ours).await;
+                tokens.grow(&guard);
+                purge(&server).await;
+                guard.unlock().await.unwrap();
+            }
+            _ => {
+                let mut transaction = data.begin().await;
+                let registry = if matches!(kind, Kind::Postgres) { ours } else { &rows };
+                let lock = transaction.try_lock_in(registry, KEY).await.unwrap();
+                let token = i64::from(lock.unwrap().fencing_token());
+                assert!(tokens.last < token, "{token} after {} at step {step}", tokens.last);
+                // Only what is committed counts.
+                if dice.bool() {
+                    tokens.last = token;
+                    transaction.commit().await;
+                } else {
+                    transaction.rollback().await;
+                }
+            }
+        }
+    }
+}
+
 /// Nobody is granted the key.
 async fn is_kept_out(registry: &Registry) {
     let options = LockOptions::new().wait(Duration::from_millis(500));
@@ -208,6 +284,7 @@ on_both_servers! {
     tokens_of_sessions_that_alternate_grow,
     what_other_modes_do_in_between_is_seen,
     tokens_grow_over_crashes,
+    tokens_grow_whatever_comes_in_between,
     tokens_grow_over_a_clock_that_is_put_back,
     rows_keep_nobody_out_when_the_clock_is_put_back,
     a_fence_keeps_everybody_out_the_same_session_too,

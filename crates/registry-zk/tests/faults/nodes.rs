@@ -126,7 +126,7 @@ async fn a_node_that_somebody_deletes_is_a_lock_that_is_lost() {
 
 /// As members did that had been killed: one of them shows a holder that the others have deleted.
 #[tokio::test]
-async fn who_waits_for_a_holder_that_only_its_own_server_has_passes_it_over() {
+async fn a_holder_that_only_our_own_server_has_is_passed_over() {
     let mut ensemble = ZooKeeperEnsemble::start().await.unwrap();
     let leader = ensemble.leader().await.unwrap();
     let (other, odd) = ((leader + 1) % 3, (leader + 2) % 3);
@@ -164,6 +164,14 @@ async fn who_waits_for_a_holder_that_only_its_own_server_has_passes_it_over() {
     let here = crate::lab::operator(&ensemble.members()[odd]).await;
     assert!(here.list_children(&line).await.unwrap().contains(&ghost));
     next.unlock().await.unwrap();
+    // Those who do not wait find out as well.
+    let free = ours.obtain("k").try_lock().await.unwrap().expect("nobody has it");
+    assert!(there.obtain("k").try_lock().await.unwrap().is_none());
+    free.unlock().await.unwrap();
+    for registry in [&ours, &there] {
+        assert!(registry.obtain("k").try_lock().await.unwrap().is_some());
+        registry.idle().await;
+    }
 }
 
 /// What this login may not look at hides nothing else.
