@@ -96,7 +96,7 @@ pub async fn in_turns<R, O>(
 
 /// The same in a task, as servers do their work: what waits outside of a task is woken in another thread each time.
 ///
-/// Each turn is [`PAIRS`] of them in a row. So what one of them does behind its own back costs itself and not the other.
+/// Each turn is twenty of them in a row. So what one of them does behind its own back costs itself and not the other.
 pub async fn in_a_task<R, O>(
     group: &'static str,
     reference: impl Fn(usize) -> R + Send + 'static,
