@@ -228,10 +228,11 @@ impl Keeper {
             due.extend(soon.filter(|(seat, _)| seat.renewal).map(entry));
         }
         // A schedule that is empty just now, but was not all the time, will soon be filled again: being called each time
-        // would cost more than a look in a while.
+        // would cost more than a look in a while. Whoever was on it for a moment has said when that is to be.
         let was_used = schedule.next_ticket != schedule.seen_ticket;
         schedule.seen_ticket = schedule.next_ticket;
-        let next = first_later.or_else(|| was_used.then_some(Moment::FUTURE));
+        let as_planned = schedule.wakes_at.filter(|at| *at > now);
+        let next = first_later.or(as_planned).or_else(|| was_used.then_some(Moment::FUTURE));
         // tokio's timers do not count the time that the host is suspended; a look now and then does.
         schedule.wakes_at = next.map(|at| at.min(now.after(LOOK_AT_CLOCK)));
         Some(due)
@@ -394,3 +395,55 @@ fn settle(batch: Batch) {
 }
 
 const LOOK_AT_CLOCK: Duration = Duration::from_secs(1);
+
+#[cfg(test)]
+mod tests {
+    use async_trait::async_trait;
+
+    use super::*;
+    use crate::{Attempt, Capabilities, LockRegistry as _, PassThroughBackend, Registry, Release};
+
+    /// Wants a look at each lock that is held for longer than a moment.
+    #[derive(Debug)]
+    struct Curious(PassThroughBackend);
+
+    #[async_trait]
+    impl LockBackend for Curious {
+        fn capabilities(&self) -> Capabilities {
+            self.0.capabilities()
+        }
+
+        async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+            self.0.try_acquire(claim).await
+        }
+
+        async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
+            self.0.renew(claims).await
+        }
+
+        async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+            self.0.release(claim).await
+        }
+
+        fn first_look(&self) -> Option<Duration> {
+            Some(Duration::from_millis(25))
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn locks_that_are_held_for_a_moment_call_the_keeper_once_for_all() {
+        let registry =
+            Registry::builder(Arc::new(Curious(PassThroughBackend::new()))).build().unwrap();
+        let lock = registry.obtain("orders/42");
+        let began = Moment::now();
+        for millis in 0..20 {
+            let guard = lock.lock().await.unwrap();
+            let keeper = guard.hold().held().engine().keeper.clone();
+            guard.unlock().await.unwrap();
+            // The next millisecond comes when all tasks have nothing left to do.
+            tokio::time::sleep(Duration::from_millis(1)).await;
+            let planned = Some(began.after(Duration::from_millis(25)));
+            assert_eq!(keeper.0.schedule().wakes_at, planned, "after {millis} ms");
+        }
+    }
+}

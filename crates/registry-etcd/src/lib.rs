@@ -29,6 +29,7 @@ mod config;
 mod backend;
 mod queue;
 mod renew;
+mod single;
 mod claims;
 mod names;
 mod record;

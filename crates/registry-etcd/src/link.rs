@@ -23,6 +23,7 @@ use tonic_prost::ProstCodec;
 
 use crate::config::{EtcdConfig, Login};
 use crate::error::{ALERT, Failure, judge, unreadable, untaken};
+use crate::single::Single;
 use crate::wire::{AuthenticateRequest, Call};
 
 #[derive(Clone)]
@@ -254,7 +255,8 @@ impl Link {
 }
 
 async fn unary<C: Call>(wire: &Wire, message: C) -> Result<C::Answer, Status> {
-    let mut grpc = Grpc::new(wire.channel.clone()).max_decoding_message_size(ANSWER_MAX);
+    let channel = Single(wire.channel.clone());
+    let mut grpc = Grpc::new(channel).max_decoding_message_size(ANSWER_MAX);
     grpc.ready().await.map_err(|error| Status::unavailable(error.to_string()))?;
     let mut request = Request::new(message);
     log_in(&mut request, wire);

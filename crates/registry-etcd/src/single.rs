@@ -1,0 +1,132 @@
+//! Requests of a single message, sent together with their end.
+
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use http_body::Frame;
+use tonic::Status;
+use tonic::body::Body;
+use tonic::codegen::{Bytes, Service, http};
+use tonic::transport::Channel;
+
+/// A channel for requests of a single message.
+///
+/// The client library finds out that a message was the last one when it is asked for more, and that is when the message is on its way: its
+/// end follows in a frame of its own, which for messages of 256 bytes and more is written by itself.
+#[derive(Clone)]
+pub(crate) struct Single(pub(crate) Channel);
+
+impl Service<http::Request<Body>> for Single {
+    type Response = <Channel as Service<http::Request<Body>>>::Response;
+    type Error = <Channel as Service<http::Request<Body>>>::Error;
+    type Future = <Channel as Service<http::Request<Body>>>::Future;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
+        self.0.poll_ready(cx)
+    }
+
+    fn call(&mut self, request: http::Request<Body>) -> Self::Future {
+        self.0.call(request.map(|body| Body::new(LookingAhead { body, next: None, ended: false })))
+    }
+}
+
+/// Knows with each frame whether it is the last.
+struct LookingAhead {
+    body: Body,
+    next: Option<Result<Frame<Bytes>, Status>>,
+    ended: bool,
+}
+
+impl http_body::Body for LookingAhead {
+    type Data = Bytes;
+    type Error = Status;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+        let frame = match self.next.take() {
+            Some(frame) => frame,
+            None if self.ended => return Poll::Ready(None),
+            None => match ready!(Pin::new(&mut self.body).poll_frame(cx)) {
+                Some(frame) => frame,
+                None => {
+                    self.ended = true;
+                    return Poll::Ready(None);
+                }
+            },
+        };
+        if !self.ended
+            && let Poll::Ready(next) = Pin::new(&mut self.body).poll_frame(cx)
+        {
+            self.ended = next.is_none();
+            self.next = next;
+        }
+        Poll::Ready(Some(frame))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.ended && self.next.is_none()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::VecDeque;
+    use std::future::poll_fn;
+
+    use http_body::Body as _;
+
+    use super::*;
+
+    /// Tells that it has ended only when it is asked for more, and at times not at once.
+    struct Parts(VecDeque<Poll<&'static str>>);
+
+    impl http_body::Body for Parts {
+        type Data = Bytes;
+        type Error = Status;
+
+        fn poll_frame(
+            mut self: Pin<&mut Self>,
+            cx: &mut Context<'_>,
+        ) -> Poll<Option<Result<Frame<Bytes>, Status>>> {
+            match self.0.pop_front() {
+                Some(Poll::Ready(part)) => {
+                    Poll::Ready(Some(Ok(Frame::data(Bytes::from_static(part.as_bytes())))))
+                }
+                Some(Poll::Pending) => {
+                    cx.waker().wake_by_ref();
+                    Poll::Pending
+                }
+                None => Poll::Ready(None),
+            }
+        }
+    }
+
+    /// What comes out, each with whether it is said to be the last.
+    async fn sent(parts: impl Into<VecDeque<Poll<&'static str>>>) -> Vec<(Bytes, bool)> {
+        let body = Body::new(Parts(parts.into()));
+        let mut ahead = LookingAhead { body, next: None, ended: false };
+        let mut sent = Vec::new();
+        while let Some(frame) = poll_fn(|cx| Pin::new(&mut ahead).poll_frame(cx)).await {
+            sent.push((frame.unwrap().into_data().unwrap(), ahead.is_end_stream()));
+        }
+        assert!(ahead.is_end_stream());
+        sent
+    }
+
+    #[tokio::test]
+    async fn a_message_is_sent_with_its_end() {
+        assert_eq!(sent([Poll::Ready("a")]).await, [("a".into(), true)]);
+        assert_eq!(sent([Poll::Pending, Poll::Ready("a")]).await, [("a".into(), true)]);
+    }
+
+    #[tokio::test]
+    async fn nothing_is_left_out_or_said_twice() {
+        let both = [("a".into(), false), ("b".into(), true)];
+        assert_eq!(sent([Poll::Ready("a"), Poll::Ready("b")]).await, both);
+        assert_eq!(sent([Poll::Ready("a"), Poll::Pending, Poll::Ready("b")]).await, both);
+        assert_eq!(sent([Poll::Ready("a"), Poll::Pending]).await, [("a".into(), false)]);
+        assert_eq!(sent([]).await, []);
+    }
+}
