@@ -277,6 +277,12 @@ impl ClaimId {
     }
 
     /// An id of given bits.
+    ///
+    /// ```
+    /// # use registry_core::ClaimId;
+    /// let id = ClaimId::from_bits(0x0123_4567_89ab_cdef_0011_2233_4455_6677);
+    /// assert_eq!(id.to_string(), "0123456789abcdef0011223344556677");
+    /// ```
     #[must_use]
     pub const fn from_bits(bits: u128) -> Self {
         Self(bits)
@@ -292,8 +298,14 @@ impl ClaimId {
 /// 32 lower-case hexadecimal digits.
 impl fmt::Display for ClaimId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:032x}", self.0)
+        // By hand, because it is written down with each request.
+        let digits = self.to_bytes().map(|byte| [byte >> 4, byte & 15].map(hex_digit));
+        f.write_str(std::str::from_utf8(digits.as_flattened()).unwrap_or_default())
     }
+}
+
+fn hex_digit(value: u8) -> u8 {
+    if value < 10 { b'0' + value } else { b'a' + value - 10 }
 }
 
 impl fmt::Debug for ClaimId {

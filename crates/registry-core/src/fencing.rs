@@ -1,6 +1,7 @@
 //! The fencing token: the number that lets a resource refuse a holder that has been replaced.
 
 use std::fmt;
+use std::num::NonZeroU64;
 
 /// A number that grows with every grant of one key.
 ///
@@ -10,31 +11,39 @@ use std::fmt;
 /// that they survive a signed column. Tokens of different keys say nothing about each other.
 ///
 /// The idea is Chubby's sequencer (Burrows, OSDI 2006) and Kleppmann's fencing token (2016).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(try_from = "u64", into = "u64"))]
-pub struct FencingToken(u64);
+pub struct FencingToken(
+    /// One more than the token, so that no token at all takes no room.
+    NonZeroU64,
+);
 
 impl FencingToken {
     /// The largest token, `i64::MAX`.
-    pub const MAX: Self = Self(i64::MAX as u64);
+    pub const MAX: Self = Self::within(i64::MAX as u64);
+
+    /// The token `token`, which fits into 63 bits.
+    const fn within(token: u64) -> Self {
+        Self(NonZeroU64::MIN.saturating_add(token))
+    }
 
     /// Makes a token of its number; `None` when it does not fit into 63 bits.
     #[must_use]
     pub const fn new(token: u64) -> Option<Self> {
-        if token > Self::MAX.0 { None } else { Some(Self(token)) }
+        if token > Self::MAX.get() { None } else { Some(Self::within(token)) }
     }
 
     /// The number itself.
     #[must_use]
     pub const fn get(self) -> u64 {
-        self.0
+        self.0.get() - 1
     }
 
     /// The token `steps` after this one, or `None` past [`FencingToken::MAX`].
     #[must_use]
     pub const fn checked_add(self, steps: u64) -> Option<Self> {
-        match self.0.checked_add(steps) {
+        match self.get().checked_add(steps) {
             Some(token) => Self::new(token),
             None => None,
         }
@@ -43,7 +52,7 @@ impl FencingToken {
 
 impl From<FencingToken> for u64 {
     fn from(token: FencingToken) -> Self {
-        token.0
+        token.get()
     }
 }
 
@@ -58,7 +67,7 @@ impl TryFrom<u64> for FencingToken {
 impl From<FencingToken> for i64 {
     fn from(token: FencingToken) -> Self {
         // Cannot wrap: every constructor keeps the number within 63 bits.
-        token.0 as Self
+        token.get() as Self
     }
 }
 
@@ -66,12 +75,43 @@ impl TryFrom<i64> for FencingToken {
     type Error = std::num::TryFromIntError;
 
     fn try_from(token: i64) -> Result<Self, Self::Error> {
-        u64::try_from(token).map(Self)
+        u64::try_from(token).map(Self::within)
     }
 }
 
 impl fmt::Display for FencingToken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Display::fmt(&self.0, f)
+        fmt::Display::fmt(&self.get(), f)
+    }
+}
+
+impl fmt::Debug for FencingToken {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("FencingToken").field(&self.get()).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_number_of_63_bits_is_a_token_and_comes_back_as_it_was() {
+        for number in [0, 1, i64::MAX as u64 - 1, i64::MAX as u64] {
+            let token = FencingToken::new(number).unwrap();
+            assert_eq!((token.get(), u64::from(token)), (number, number));
+            assert_eq!(FencingToken::try_from(i64::from(token)), Ok(token));
+            assert_eq!(format!("{token} {token:?}"), format!("{number} FencingToken({number})"));
+        }
+        assert_eq!(FencingToken::MAX.get(), i64::MAX as u64);
+        assert_eq!(FencingToken::new(1 << 63), None);
+        assert_eq!(FencingToken::MAX.checked_add(1), None);
+        assert!(FencingToken::try_from(-1_i64).is_err());
+        assert!(FencingToken::new(1) < FencingToken::new(2));
+    }
+
+    #[test]
+    fn no_token_takes_no_room() {
+        assert_eq!(size_of::<Option<FencingToken>>(), 8);
     }
 }

@@ -38,8 +38,8 @@ pub(crate) enum Due {
 #[derive(Debug)]
 pub(crate) struct Lease {
     // Ten thousand locks have ten thousand of these: what is not there is a moment that never comes.
-    length: Duration,
-    shortest: Duration,
+    length: Span,
+    shortest: Span,
     renews: bool,
     valid_until: Moment,
     renew_at: Moment,
@@ -72,6 +72,21 @@ enum Doubt {
     Asked,
 }
 
+/// A length of time in half the room of a [`Duration`].
+#[derive(Debug, Clone, Copy)]
+struct Span(u64);
+
+impl Span {
+    /// Some centuries at most.
+    fn of(span: Duration) -> Self {
+        Self(u64::try_from(span.as_nanos()).unwrap_or(u64::MAX))
+    }
+
+    fn get(self) -> Duration {
+        Duration::from_nanos(self.0)
+    }
+}
+
 /// A time in which nothing is asked. It may be cut short a little, so that much is asked together.
 #[derive(Debug, Clone, Copy)]
 struct Pause {
@@ -101,8 +116,8 @@ impl Lease {
     ) -> Self {
         let counted_from = if mutated(Mutant::DeadlineFromReply) { now } else { sent_at };
         let mut lease = Self {
-            length: terms.length,
-            shortest: terms.shortest,
+            length: Span::of(terms.length),
+            shortest: Span::of(terms.shortest),
             renews: terms.renews,
             valid_until: Moment::PAST,
             renew_at: Moment::PAST,
@@ -132,12 +147,12 @@ impl Lease {
 
     /// How long a grant or renewal lasts.
     pub(crate) fn length(&self) -> Duration {
-        self.length
+        self.length.get()
     }
 
     /// Makes later renewals ask for `length`.
     pub(crate) fn set_length(&mut self, length: Duration) {
-        self.length = length;
+        self.length = Span::of(length);
     }
 
     /// What is to be done at `now`.
@@ -191,23 +206,23 @@ impl Lease {
         }
         let may_look = self.unanswered_looks < UNANSWERED_MAX
             // What ends before that anyway would be made longer by a look.
-            && (self.can_be_renewed() || self.valid_until.since(now) > self.shortest);
+            && (self.can_be_renewed() || self.valid_until.since(now) > self.shortest.get());
         may_look.then_some(at)
     }
 
     /// How much time a look at `now` asks for: a renewal's where there are renewals, and otherwise as little as the store
     /// takes. Renewing never shortens, so that adds nothing to what the lease still has.
     fn look_asks(&self, now: Moment) -> Duration {
-        if self.can_be_renewed() { self.asks(now) } else { self.shortest }
+        if self.can_be_renewed() { self.asks(now) } else { self.shortest.get() }
     }
 
     /// How much time a renewal at `now` asks for.
     pub(crate) fn asks(&self, now: Moment) -> Duration {
         if self.cap == Moment::FUTURE {
-            return self.length;
+            return self.length();
         }
         // Not below what stores take as a lease; the claim is given back at the cap in any case.
-        self.length.min(covering(self.cap.since(now))).max(self.shortest)
+        self.length().min(covering(self.cap.since(now))).max(self.shortest.get())
     }
 
     /// Notes that a renewal left at `now` and when to try again if it stays unanswered. True if the one before did.

@@ -11,6 +11,8 @@
 //!
 //! The braces are left out around a name that has a tag itself; in Redisson's channels, as there, around one that has any opening brace.
 
+use std::borrow::Cow;
+
 use percent_encoding::{AsciiSet, CONTROLS, percent_decode_str, utf8_percent_encode};
 use registry_core::{ClaimId, InvalidKey, Key};
 
@@ -36,7 +38,7 @@ pub(crate) struct Names {
 impl Names {
     pub(crate) fn new(layout: Layout, namespace: &str, sharded: bool) -> Self {
         let (prefix, channel_prefix, common_channel) = match layout {
-            Layout::Native => (format!("{}:{{", escaped(namespace)), String::new(), None),
+            Layout::Native => (escaped(namespace) + ":{", String::new(), None),
             Layout::Spring => (
                 format!("{namespace}:"),
                 format!("{namespace}-channel:"),
@@ -53,7 +55,14 @@ impl Names {
     /// The key of the lock itself.
     pub(crate) fn lock(&self, key: &Key) -> String {
         match self.layout {
-            Layout::Native => [&*self.prefix, &escaped(key.as_str()), "}"].concat(),
+            Layout::Native => {
+                let room = self.prefix.len() + key.as_str().len() + "}".len();
+                let mut lock = String::with_capacity(room);
+                lock.push_str(&self.prefix);
+                escape(key.as_str(), &mut lock);
+                lock.push('}');
+                lock
+            }
             Layout::Spring | Layout::Redisson => format!("{}{}", self.prefix, key.as_str()),
         }
     }
@@ -67,11 +76,11 @@ impl Names {
     }
 
     /// The channel on which those who wait for `lock` hear of its release.
-    pub(crate) fn channel(&self, lock: &str) -> String {
+    pub(crate) fn channel<'a>(&self, lock: &'a str) -> Cow<'a, str> {
         match self.layout {
-            Layout::Native => lock.to_owned(),
-            Layout::Spring => format!("{}{lock}", self.channel_prefix),
-            Layout::Redisson => as_redisson(&self.channel_prefix, lock),
+            Layout::Native => lock.into(),
+            Layout::Spring => format!("{}{lock}", self.channel_prefix).into(),
+            Layout::Redisson => as_redisson(&self.channel_prefix, lock).into(),
         }
     }
 
@@ -82,7 +91,7 @@ impl Names {
 
     /// The channel of a lock that was named in a message on the common channel.
     pub(crate) fn meant_by(&self, message: &[u8]) -> Option<String> {
-        std::str::from_utf8(message).ok().map(|lock| self.channel(lock))
+        std::str::from_utf8(message).ok().map(|lock| self.channel(lock).into_owned())
     }
 
     /// What is said of the release of `lock`.
@@ -201,14 +210,18 @@ pub(crate) const FENCES: &str = "lock-registry:fence:";
 const REDISSON_CHANNEL: &str = "redisson_lock__channel:";
 
 fn escaped(text: &str) -> String {
-    let mut escaped = String::with_capacity(text.len());
+    let mut escaped = String::new();
+    escape(text, &mut escaped);
+    escaped
+}
+
+fn escape(text: &str, escaped: &mut String) {
     // Everything that is not ASCII would be escaped too; it is harmless and should be readable.
     for piece in text.split_inclusive(|character: char| !character.is_ascii()) {
         let ascii = piece.trim_end_matches(|character: char| !character.is_ascii());
         escaped.extend(utf8_percent_encode(ascii, IN_KEY));
         escaped.push_str(&piece[ascii.len()..]);
     }
-    escaped
 }
 
 #[cfg(test)]

@@ -86,8 +86,9 @@ impl Script {
         I: IntoIterator<Item: ToRedisArgs, IntoIter: ExactSizeIterator>,
     {
         let keys = keys.into_iter();
-        let mut command = redis::cmd("EVALSHA");
-        command.arg(&self.hash).arg(keys.len());
+        let (arguments, bytes) = (ARGUMENTS + 3 * keys.len(), BYTES * (1 + keys.len()));
+        let mut command = Cmd::with_capacity(arguments, bytes);
+        command.arg("EVALSHA").arg(&self.hash).arg(keys.len());
         for key in keys {
             command.arg(key);
         }
@@ -146,3 +147,8 @@ impl Call<'_> {
         command
     }
 }
+
+/// What most calls have beside their keys and what belongs to each of them.
+const ARGUMENTS: usize = 8;
+/// The room that most of them need, for each key and once more.
+const BYTES: usize = 96;
