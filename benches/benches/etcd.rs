@@ -86,7 +86,7 @@ async fn pairs(registry: &Registry, bare: &Bare) {
             }
         }
     };
-    in_a_task("uncontended pairs on etcd", two, OURS, ours.clone()).await;
+    in_a_task("uncontended pairs on etcd", two.clone(), OURS, ours.clone()).await;
     let bare = bare.clone();
     let served = move |pairs| {
         let bare = bare.clone();
@@ -96,7 +96,9 @@ async fn pairs(registry: &Registry, bare: &Bare) {
             }
         }
     };
-    in_a_task("uncontended pairs on etcd, beside its own locks", served, OURS, ours).await;
+    const BESIDE: &str = "uncontended pairs on etcd, beside its own locks";
+    in_a_task(BESIDE, served.clone(), OURS, ours).await;
+    in_a_task(BESIDE, served, "the two bare transactions", two).await;
 }
 
 /// Locks with one lease that lasts.
