@@ -227,12 +227,13 @@ impl Keeper {
             let soon = later.by_ref().take_while(|(seat, _)| seat.at <= now.after(TOGETHER));
             due.extend(soon.filter(|(seat, _)| seat.renewal).map(entry));
         }
-        // A schedule that is empty just now, but was not all the time, will soon be filled again: being called each time
-        // would cost more than a look in a while. Whoever was on it for a moment has said when that is to be.
+        // Claims that are held for a moment are followed by others. Being called by each of them would cost more than a look in a while:
+        // what was planned for one that has gone is kept for the next, and an empty schedule that was in use is looked at again.
+        let as_planned = schedule.wakes_at.filter(|at| *at > now);
         let was_used = schedule.next_ticket != schedule.seen_ticket;
         schedule.seen_ticket = schedule.next_ticket;
-        let as_planned = schedule.wakes_at.filter(|at| *at > now);
-        let next = first_later.or(as_planned).or_else(|| was_used.then_some(Moment::FUTURE));
+        let next = first_later.into_iter().chain(as_planned).min();
+        let next = next.or_else(|| was_used.then_some(Moment::FUTURE));
         // tokio's timers do not count the time that the host is suspended; a look now and then does.
         schedule.wakes_at = next.map(|at| at.min(now.after(LOOK_AT_CLOCK)));
         Some(due)
@@ -435,15 +436,25 @@ mod tests {
         let registry =
             Registry::builder(Arc::new(Curious(PassThroughBackend::new()))).build().unwrap();
         let lock = registry.obtain("orders/42");
-        let began = Moment::now();
-        for millis in 0..20 {
-            let guard = lock.lock().await.unwrap();
-            let keeper = guard.hold().held().engine().keeper.clone();
-            guard.unlock().await.unwrap();
-            // The next millisecond comes when all tasks have nothing left to do.
-            tokio::time::sleep(Duration::from_millis(1)).await;
-            let planned = Some(began.after(Duration::from_millis(25)));
-            assert_eq!(keeper.0.schedule().wakes_at, planned, "after {millis} ms");
+        // With nothing else on the schedule, and beside a lock that is there for long.
+        for others in 0..2 {
+            let other = match others {
+                0 => None,
+                _ => Some(registry.obtain("orders/43").lock().await.unwrap()),
+            };
+            // Past what was planned for the other, and for those before.
+            tokio::time::sleep(Duration::from_millis(2_500)).await;
+            let began = Moment::now();
+            for millis in 0..20 {
+                let guard = lock.lock().await.unwrap();
+                let keeper = guard.hold().held().engine().keeper.clone();
+                guard.unlock().await.unwrap();
+                // The next millisecond comes when all tasks have nothing left to do.
+                tokio::time::sleep(Duration::from_millis(1)).await;
+                let planned = Some(began.after(Duration::from_millis(25)));
+                assert_eq!(keeper.0.schedule().wakes_at, planned, "after {millis} ms");
+            }
+            drop(other);
         }
     }
 }
