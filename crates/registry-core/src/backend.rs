@@ -298,14 +298,8 @@ impl ClaimId {
 /// 32 lower-case hexadecimal digits.
 impl fmt::Display for ClaimId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // By hand, because it is written down with each request.
-        let digits = self.to_bytes().map(|byte| [byte >> 4, byte & 15].map(hex_digit));
-        f.write_str(std::str::from_utf8(digits.as_flattened()).unwrap_or_default())
+        write!(f, "{:032x}", self.0)
     }
-}
-
-fn hex_digit(value: u8) -> u8 {
-    if value < 10 { b'0' + value } else { b'a' + value - 10 }
 }
 
 impl fmt::Debug for ClaimId {

@@ -437,10 +437,11 @@ mod tests {
             Registry::builder(Arc::new(Curious(PassThroughBackend::new()))).build().unwrap();
         let lock = registry.obtain("orders/42");
         // With nothing else on the schedule, and beside a lock that is there for long.
-        for others in 0..2 {
-            let other = match others {
-                0 => None,
-                _ => Some(registry.obtain("orders/43").lock().await.unwrap()),
+        for beside_another in [false, true] {
+            let other = if beside_another {
+                Some(registry.obtain("orders/43").lock().await.unwrap())
+            } else {
+                None
             };
             // Past what was planned for the other, and for those before.
             tokio::time::sleep(Duration::from_millis(2_500)).await;
