@@ -210,13 +210,11 @@ impl MySqlWire {
         noted: ClaimId,
     ) -> Result<(bool, Option<i64>), Failure> {
         let look = self.statements.session_look(key, noted);
-        let rows = look.fetch_all(&mut connected.connection).await;
-        let rows = rows.map_err(|error| self.link.failure(error))?;
-        let says = || error::damaged(self.link.place(), "nothing was answered");
-        let first = rows.first().ok_or_else(|| Failure::Broken(says()))?;
-        connected.is_the_same(self, first)?;
-        let got = self.link.read::<Option<i64>>(first, 1)? == Some(1);
-        Ok((got, rows.get(1).map(|row| self.link.read(row, 0)).transpose()?))
+        let row = look.fetch_one(&mut connected.connection).await;
+        let row = row.map_err(|error| self.link.failure(error))?;
+        connected.is_the_same(self, &row)?;
+        let got = self.link.read::<Option<i64>>(&row, 1)? == Some(1);
+        Ok((got, self.link.read(&row, 2)?))
     }
 }
 

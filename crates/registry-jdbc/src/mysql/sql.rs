@@ -153,7 +153,7 @@ const TOKEN_STANDS_STILL: Slip = Slip::new(
 );
 const FENCE_WITHOUT_LOCK: Slip = Slip::new(Mutant::FenceWithoutLock, "FOR UPDATE", "");
 const SESSION_TRUSTS_ITS_MEMORY: Slip =
-    Slip::new(Mutant::SessionTrustsItsMemory, "AND claim = x'{claim}'", "");
+    Slip::new(Mutant::SessionTrustsItsMemory, "AND l.claim = ?", "AND ? IS NOT NULL");
 
 /// One statement. Its parameters have no numbers: a value that is needed twice is given twice.
 #[derive(Debug, Clone)]
@@ -162,10 +162,6 @@ pub(super) struct Text(Arc<str>);
 impl Text {
     pub(super) fn new(text: &str) -> Self {
         Self(text.into())
-    }
-
-    pub(super) fn as_str(&self) -> &str {
-        &self.0
     }
 
     /// For the client, which asks for a promise that no value was put into it.
@@ -366,13 +362,15 @@ const RAISE_TOKEN: &str = "\
 /// Takes a named lock for the session, and looks whether a claim of this session is still noted in the row, and what time it is, if the server means to
 /// be written to. Changes nothing.
 ///
-/// Two statements in one packet: the second one sees what was committed until it begins, and so all that was done by those who had the lock before. Who reads the row
-/// in the statement that takes the lock may have read it before.
+/// The row is looked for when the lock has been asked for and not before, because what is looked for depends on the answer; what a statement of its own reads first decides what
+/// it sees. So it sees all that was done by those who had the lock before. The limit is for servers that could make a join of it.
 ///
-/// For plain text: {name}, {id} and {claim} are hexadecimal digits.
+/// id, claim, name, seconds
 const SESSION_LOOK: &str = "\
-    SELECT CONNECTION_ID(), CAST(GET_LOCK('{name}', 0) AS SIGNED); \
-    SELECT {now} FROM {locks} WHERE id = x'{id}' AND claim = x'{claim}' AND {writable}";
+    SELECT CONNECTION_ID(), tried.got, \
+        (SELECT {now} FROM {locks} AS l \
+        WHERE l.id = IF(tried.got = 1, CAST(? AS BINARY(32)), NULL) AND l.claim = ? AND {writable} LIMIT 1) \
+    FROM (SELECT CAST(GET_LOCK(?, ?) AS SIGNED) AS got) AS tried";
 
 /// Notes a claim whose token was reserved by an earlier claim of the session that has the lock.
 ///

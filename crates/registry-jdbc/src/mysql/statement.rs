@@ -5,7 +5,7 @@ use std::time::Duration;
 use registry_core::{Claim, ClaimId, FencingToken, Key};
 use sqlx::mysql::MySqlArguments;
 use sqlx::query::Query;
-use sqlx::{AssertSqlSafe, Encode, MySql, RawSql, Type, query, raw_sql};
+use sqlx::{Encode, MySql, Type, query};
 
 use super::sql::{self, Text, Texts};
 use crate::server::RowId;
@@ -106,11 +106,11 @@ impl Statements {
             .bind(i64::from(claim.token_block()))
     }
 
-    /// As text. The name is the row's id.
-    pub(super) fn session_look(&self, key: &Key, noted: ClaimId) -> RawSql {
-        let id = self.row(key).hex();
-        let text = self.texts.session_look.as_str().replace("{name}", &id).replace("{id}", &id);
-        raw_sql(AssertSqlSafe(text.replace("{claim}", &noted.to_string())))
+    /// The name is the row's id.
+    pub(super) fn session_look(&self, key: &Key, noted: ClaimId) -> Statement {
+        let id = self.row(key);
+        let statement = query(self.texts.session_look.safe()).bind(id_bytes(id));
+        statement.bind(noted.to_bytes().to_vec()).bind(id.hex()).bind(0_i64)
     }
 
     pub(super) fn session_mark(

@@ -357,15 +357,14 @@ fn session_prepare() -> String {
 const SESSION_LOOK: &str = "\
     EXECUTE lock_registry_try ($1::bigint); EXECUTE lock_registry_seen ($2::bytea, $3::bytea)";
 
-/// Gives an advisory lock back, and tells those who listen, if there are any; see [`Channel`](super::ears::Channel).
+/// Gives an advisory lock back, and tells those who listen, if there are any; see [`Channel`](super::ears::Channel). The mark is this transaction's until the
+/// lock is free for all to see, whichever of the two is done first. Only a message is something that the server would flush.
 ///
 /// number, channel, message, mark
 const SESSION_GIVE_BACK: &str = "\
-    WITH freed AS MATERIALIZED ( \
-        SELECT pg_advisory_unlock($1::bigint) AS was_held FROM set_config('synchronous_commit', 'off', true)) \
-    SELECT pg_backend_pid(), was_held, \
-        CASE WHEN NOT pg_try_advisory_xact_lock($4::bigint) THEN pg_notify($2::text, encode($3::bytea, 'hex')) IS NULL END \
-    FROM freed";
+    SELECT pg_backend_pid(), pg_advisory_unlock($1::bigint), \
+        CASE WHEN NOT pg_try_advisory_xact_lock($4::bigint) THEN \
+            set_config('synchronous_commit', 'off', true) IS NULL OR pg_notify($2::text, encode($3::bytea, 'hex')) IS NULL END";
 
 /// Has the row there with this claim noted in it, by the session that has the lock: rows without a lease are purged after a while, and a claim whose token was
 /// reserved by an earlier one of the session is not noted yet.

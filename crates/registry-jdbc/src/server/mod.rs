@@ -1,6 +1,7 @@
 //! What stores in database servers have in common, whatever they speak. Knows no SQL.
 
 mod encryption;
+mod hands;
 mod pool;
 mod row_id;
 mod runs;

@@ -1,13 +1,13 @@
-//! Locks that live as long as a connection: one in the hands of one task, for all of its locks. A backend has one such session for all it
+//! Locks that live as long as a connection: one at one desk, for all of its locks. A backend has one such session for all it
 //! locks, or, see `sessions`, one for each lock.
 //!
-//! Speaks no SQL, see [`Wire`]. Whoever wants something says so to the task and gets an answer; so no caller that goes away leaves half an exchange
-//! on the connection. The server counts no lease here, so the task does: what is not renewed in time is given back. While anything is held the
+//! Speaks no SQL, see [`Wire`]. Whoever wants something is at the desk alone, see `hands`, and an errand that was begun is carried through; so no caller that goes away leaves half an exchange
+//! on the connection. The server counts no lease here, so the desk's task does: what is not renewed in time is given back. While anything is held the
 //! server is asked again and again whether the session is still there. If it is not, all is gone, and the holders are told at once.
 
 use std::collections::HashMap;
 use std::fmt;
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -16,11 +16,13 @@ use registry_core::{
     Attempt, BackendError, Busy, Claim, ClaimId, FencingToken, Grant, Holder, Key, LossHints,
     Release, Renewal,
 };
+use tokio::runtime::Handle;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
-use tokio::time::{Instant, sleep_until, timeout};
+use tokio::time::{Instant, timeout};
 
 use super::PURGE_AFTER_MIN;
+use super::hands::{self, Begun, Desk as _, Errand, Hands, Here};
 use super::runs::{Runs, Taken, Terms};
 use crate::mutant::{Mutant, mutated};
 
@@ -93,12 +95,14 @@ pub(crate) enum Failure {
 pub(crate) struct Session<W: Wire> {
     wire: Arc<W>,
     hints: Arc<Hints>,
-    task: Mutex<Option<Task>>,
+    desk: Mutex<Option<Attended<W>>>,
     /// Whether anything is held.
     holds: Arc<AtomicBool>,
 }
 
-struct Task {
+/// A desk and its task.
+struct Attended<W: Wire> {
+    hands: Arc<Hands<Desk<W>>>,
     commands: mpsc::Sender<Command>,
     work: JoinHandle<()>,
 }
@@ -115,7 +119,7 @@ impl<W: Wire> Session<W> {
 
     /// One of several with the same wire.
     pub(super) fn of(wire: Arc<W>, hints: Arc<Hints>) -> Self {
-        Self { wire, hints, task: Mutex::default(), holds: Arc::default() }
+        Self { wire, hints, desk: Mutex::default(), holds: Arc::default() }
     }
 
     pub(crate) async fn take(&self, claim: &Claim) -> Result<Attempt, BackendError> {
@@ -152,7 +156,7 @@ impl<W: Wire> Session<W> {
 
     /// Ends the session, unless there are locks, which may be those of another registry. Another one begins if somebody asks for a lock.
     pub(crate) async fn close(&self) {
-        let commands = self.task().as_ref().map(|task| task.commands.clone());
+        let commands = self.desk().as_ref().map(|desk| desk.commands.clone());
         let Some(commands) = commands else { return };
         let (reply, done) = oneshot::channel();
         if commands.send(Command::Close { reply }).await.is_ok() {
@@ -165,19 +169,40 @@ impl<W: Wire> Session<W> {
         command: impl FnOnce(oneshot::Sender<T>) -> Command,
     ) -> Result<T, BackendError> {
         let (reply, answer) = oneshot::channel();
-        let sent = self.begin().send(command(reply)).await;
-        sent.map_err(|_| self.wire.closed().as_refused())?;
+        match self.begin(command(reply)) {
+            Begin::Here(mut here) => {
+                if let Some(answer) = poll_fn(|cx| here.poll(cx)).await {
+                    answer.tell();
+                }
+            }
+            Begin::Ask(commands, command) => {
+                let sent = commands.send(command).await;
+                sent.map_err(|_| self.wire.closed().as_refused())?;
+            }
+        }
         answer.await.map_err(|_| self.wire.closed())
     }
 
-    /// The way to the task; to a new one, if the runtime of the last one is gone, and all that it held with it.
-    fn begin(&self) -> mpsc::Sender<Command> {
-        let mut task = self.task();
-        if let Some(task) = task.as_ref()
-            && !task.commands.is_closed()
-        {
-            return task.commands.clone();
+    /// Goes to the desk; to a new one, if the runtime of the last one is gone, and all that it held with it.
+    fn begin(&self, command: Command) -> Begin<W> {
+        let mut desk = self.desk();
+        let attended = desk.get_or_insert_with(|| self.open());
+        let command = match attended.hands.begin(command, Desk::run) {
+            Begun::Here(here) => return Begin::Here(here),
+            Begun::Taken(command) => return Begin::Ask(attended.commands.clone(), command),
+            Begun::Gone(command) => command,
+        };
+        *attended = self.open();
+        match attended.hands.begin(command, Desk::run) {
+            Begun::Here(here) => Begin::Here(here),
+            // In a runtime that is about to end, the task is gone again, which whoever asks it is told.
+            Begun::Taken(command) | Begun::Gone(command) => {
+                Begin::Ask(attended.commands.clone(), command)
+            }
         }
+    }
+
+    fn open(&self) -> Attended<W> {
         let (commands, inbox) = mpsc::channel(QUEUE_MAX);
         self.holds.store(false, Ordering::Release);
         let desk = Desk {
@@ -188,22 +213,32 @@ impl<W: Wire> Session<W> {
             runs: Runs::default(),
             holds: Arc::clone(&self.holds),
             look_at: None,
+            overdue_from: None,
         };
-        let work = tokio::spawn(desk.work(inbox));
-        *task = Some(Task { commands: commands.clone(), work });
-        commands
+        let hands = Arc::new(Hands::new(desk, Handle::current()));
+        let work = tokio::spawn(attend(Attendance(Arc::clone(&hands)), inbox));
+        Attended { hands, commands, work }
     }
 
-    fn task(&self) -> MutexGuard<'_, Option<Task>> {
-        self.task.lock().unwrap_or_else(PoisonError::into_inner)
+    fn desk(&self) -> MutexGuard<'_, Option<Attended<W>>> {
+        self.desk.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// How a command comes to the desk.
+enum Begin<W: Wire> {
+    /// Its caller runs it.
+    Here(Here<Desk<W>>),
+    /// The task does.
+    Ask(mpsc::Sender<Command>, Command),
 }
 
 /// What is held ends with the connection.
 impl<W: Wire> Drop for Session<W> {
     fn drop(&mut self) {
-        if let Some(task) = self.task().take() {
-            task.work.abort();
+        if let Some(attended) = self.desk().take() {
+            attended.work.abort();
+            attended.hands.give_up();
         }
     }
 }
@@ -239,7 +274,66 @@ enum Command {
     Close { reply: oneshot::Sender<()> },
 }
 
-/// The task that has the connection.
+/// What became of a command, and who is to be told.
+enum Answer {
+    Take(oneshot::Sender<Result<Attempt, BackendError>>, Result<Attempt, BackendError>),
+    Renew(oneshot::Sender<Vec<Renewal>>, Vec<Renewal>),
+    Release(oneshot::Sender<Release>, Release),
+    Keep(oneshot::Sender<Result<bool, BackendError>>, Result<bool, BackendError>),
+    Close(oneshot::Sender<()>),
+}
+
+impl Answer {
+    /// Whoever asked may be gone. A grant that nobody hears of ends with its lease.
+    fn tell(self) {
+        match self {
+            Self::Take(reply, answer) => drop(reply.send(answer)),
+            Self::Renew(reply, answer) => drop(reply.send(answer)),
+            Self::Release(reply, answer) => drop(reply.send(answer)),
+            Self::Keep(reply, answer) => drop(reply.send(answer)),
+            Self::Close(reply) => drop(reply.send(())),
+        }
+    }
+}
+
+/// The task of a desk, until nobody can ask any more. What is held then ends with the connection.
+async fn attend<W: Wire>(attendance: Attendance<W>, mut inbox: mpsc::Receiver<Command>) {
+    let Attendance(hands) = &attendance;
+    loop {
+        let mut command = tokio::select! {
+            biased;
+            () = hands.idle() => None,
+            command = inbox.recv() => match command {
+                Some(command) => Some(command),
+                None => return,
+            },
+        };
+        let Some((mut desk, left)) = hands.fetch().await else { return };
+        if let Some(left) = left {
+            left.tell();
+        }
+        loop {
+            if desk.next_errand().is_some_and(|moment| moment <= Instant::now()) {
+                desk.tend().await;
+                desk.settle();
+            }
+            let Some(command) = command.take().or_else(|| inbox.try_recv().ok()) else { break };
+            desk.obey(command).await.tell();
+        }
+        hands.leave(desk);
+    }
+}
+
+/// In the hands of the task: what is at the desk ends with it.
+struct Attendance<W: Wire>(Arc<Hands<Desk<W>>>);
+
+impl<W: Wire> Drop for Attendance<W> {
+    fn drop(&mut self) {
+        self.0.give_up();
+    }
+}
+
+/// Where the connection is.
 struct Desk<W: Wire> {
     wire: Arc<W>,
     hints: Arc<Hints>,
@@ -251,6 +345,8 @@ struct Desk<W: Wire> {
     holds: Arc<AtomicBool>,
     /// When the server is asked whether the session is still there, if anything is held.
     look_at: Option<Instant>,
+    /// Before this no lease is over.
+    overdue_from: Option<Instant>,
 }
 
 struct Held {
@@ -265,62 +361,38 @@ struct Held {
     until: Instant,
 }
 
+impl<W: Wire> hands::Desk for Desk<W> {
+    type Answer = Answer;
+
+    fn next_errand(&self) -> Option<Instant> {
+        self.overdue_from.into_iter().chain(self.look_at).min()
+    }
+}
+
 impl<W: Wire> Desk<W> {
-    /// Until nobody can ask any more. What is held then ends with the connection.
-    async fn work(mut self, mut inbox: mpsc::Receiver<Command>) {
-        loop {
-            let next = self.next_errand();
-            let errand = async {
-                match next {
-                    Some(moment) => sleep_until(moment).await,
-                    None => std::future::pending().await,
-                }
-            };
-            tokio::select! {
-                biased;
-                () = errand => {
-                    self.tend().await;
-                    self.settle();
-                }
-                command = inbox.recv() => match command {
-                    Some(command) => self.obey(command).await,
-                    None => return,
-                },
-            }
-        }
+    fn run(mut self: Box<Self>, command: Command) -> Errand<Self> {
+        Box::pin(async move {
+            let answer = self.obey(command).await;
+            (self, answer)
+        })
     }
 
-    async fn obey(&mut self, command: Command) {
-        // Whoever asked may be gone. A grant that nobody hears of ends with its lease.
-        match command {
-            Command::Take { claim, reply } => {
-                let answer = self.take(&claim).await;
-                self.settle();
-                let _ = reply.send(answer);
-            }
-            Command::Renew { claims, reply } => {
-                let answer = self.renew(&claims).await;
-                self.settle();
-                let _ = reply.send(answer);
-            }
-            Command::Release { claim, reply } => {
-                let answer = self.release(&claim).await;
-                self.settle();
-                let _ = reply.send(answer);
-            }
-            Command::Keep { claim, reply } => {
-                let answer = self.keep(&claim).await;
-                self.settle();
-                let _ = reply.send(answer);
-            }
+    async fn obey(&mut self, command: Command) -> Answer {
+        let answer = match command {
+            Command::Take { claim, reply } => Answer::Take(reply, self.take(&claim).await),
+            Command::Renew { claims, reply } => Answer::Renew(reply, self.renew(&claims).await),
+            Command::Release { claim, reply } => Answer::Release(reply, self.release(&claim).await),
+            Command::Keep { claim, reply } => Answer::Keep(reply, self.keep(&claim).await),
             Command::Close { reply } => {
                 self.end_overdue().await;
                 if self.held.is_empty() {
                     self.lose();
                 }
-                let _ = reply.send(());
+                return Answer::Close(reply);
             }
-        }
+        };
+        self.settle();
+        answer
     }
 
     /// Before anybody is answered: who hears that nothing is held may give the session up.
@@ -371,6 +443,7 @@ impl<W: Wire> Desk<W> {
             since: now,
             until: now + claim.lease(),
         };
+        self.note_end(held.until);
         self.held.insert(name, held);
         self.look_at.get_or_insert(now + LOOK_EVERY);
         Ok(Attempt::Granted(Grant::new(Some(token), claim.lease())))
@@ -473,12 +546,20 @@ impl<W: Wire> Desk<W> {
 
     async fn end_overdue(&mut self) {
         let now = Instant::now();
+        if self.overdue_from.is_none_or(|moment| now < moment) {
+            return;
+        }
         let overdue = self.held.iter().filter(|(_, held)| held.until <= now);
         let overdue: Vec<Vec<u8>> = overdue.map(|(name, _)| name.clone()).collect();
         for name in overdue {
             // If it fails the session is over, and the lock with it.
             self.give_back(&name).await;
         }
+        self.overdue_from = self.held.values().map(|held| held.until).min();
+    }
+
+    fn note_end(&mut self, until: Instant) {
+        self.overdue_from = Some(self.overdue_from.map_or(until, |first| first.min(until)));
     }
 
     async fn look(&mut self) {
@@ -490,11 +571,6 @@ impl<W: Wire> Desk<W> {
             }
             Ok(Err(Failure::Broken(_))) | Err(_) => self.lose(),
         }
-    }
-
-    fn next_errand(&self) -> Option<Instant> {
-        let ends = self.held.values().map(|held| held.until);
-        ends.chain(self.look_at).min()
     }
 
     fn sort<T>(&mut self, answer: Result<T, Failure>) -> Result<T, BackendError> {
@@ -512,6 +588,7 @@ impl<W: Wire> Desk<W> {
         // Closed before anybody is told: by then the server can know.
         self.connection = None;
         self.look_at = None;
+        self.overdue_from = None;
         self.runs.clear();
         let held = std::mem::take(&mut self.held);
         self.hints.look_at(held.values().map(|held| &held.key));
