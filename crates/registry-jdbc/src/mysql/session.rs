@@ -209,7 +209,7 @@ impl MySqlWire {
         key: &Key,
         noted: ClaimId,
     ) -> Result<(bool, Option<i64>), Failure> {
-        let look = self.statements.session_look(key, noted);
+        let look = self.statements.session_look(key, noted, 0);
         let row = look.fetch_one(&mut connected.connection).await;
         let row = row.map_err(|error| self.link.failure(error))?;
         connected.is_the_same(self, &row)?;

@@ -107,10 +107,15 @@ impl Statements {
     }
 
     /// The name is the row's id.
-    pub(super) fn session_look(&self, key: &Key, noted: ClaimId) -> Statement {
+    pub(super) fn session_look(
+        &self,
+        key: &Key,
+        noted: ClaimId,
+        patience_seconds: i64,
+    ) -> Statement {
         let id = self.row(key);
         let statement = query(self.texts.session_look.safe()).bind(id_bytes(id));
-        statement.bind(noted.to_bytes().to_vec()).bind(id.hex()).bind(0_i64)
+        statement.bind(noted.to_bytes().to_vec()).bind(id.hex()).bind(patience_seconds)
     }
 
     pub(super) fn session_mark(

@@ -51,7 +51,11 @@ struct State<D: Desk> {
 
 enum Whose<D: Desk> {
     Nobodys(Box<D>),
-    Callers { number: u64, errand: Errand<D>, caller: Option<Waker> },
+    Callers {
+        number: u64,
+        errand: Errand<D>,
+        caller: Option<Waker>,
+    },
     Tasks,
     /// The task has ended, and all that was at the desk with it.
     Gone,
@@ -229,7 +233,8 @@ impl<D: Desk> Drop for Here<D> {
             return;
         }
         let mut state = self.hands.state();
-        let is_mine = matches!(&state.desk, Whose::Callers { number, .. } if *number == self.number);
+        let is_mine =
+            matches!(&state.desk, Whose::Callers { number, .. } if *number == self.number);
         if is_mine {
             state.is_left = true;
         }
@@ -242,3 +247,164 @@ impl<D: Desk> Drop for Here<D> {
 
 /// How long the task stays awake for those who use the desk again and again.
 const ROUND: Duration = Duration::from_millis(300);
+
+#[cfg(test)]
+mod tests {
+    use std::future::poll_fn;
+
+    use futures_util::poll;
+    use tokio::sync::Semaphore;
+    use tokio::time::{sleep, timeout};
+
+    use super::*;
+
+    const HOUR: Duration = Duration::from_secs(3_600);
+
+    #[derive(Default)]
+    struct Toy {
+        done: Vec<u32>,
+        due: Option<Instant>,
+    }
+
+    impl Desk for Toy {
+        type Answer = u32;
+
+        fn next_errand(&self) -> Option<Instant> {
+            self.due
+        }
+    }
+
+    fn toy() -> Arc<Hands<Toy>> {
+        Arc::new(Hands::new(Toy::default(), Handle::current()))
+    }
+
+    /// Is done when the gate opens.
+    fn waiting(mut toy: Box<Toy>, (number, gate): (u32, Arc<Semaphore>)) -> Errand<Toy> {
+        Box::pin(async move {
+            gate.acquire().await.unwrap().forget();
+            toy.done.push(number);
+            (toy, number)
+        })
+    }
+
+    fn here<C>(begun: Begun<Toy, C>) -> Here<Toy> {
+        match begun {
+            Begun::Here(here) => here,
+            Begun::Taken(_) => panic!("somebody has the desk"),
+            Begun::Gone(_) => panic!("the desk is gone"),
+        }
+    }
+
+    #[tokio::test]
+    async fn nobody_waits_for_a_caller_who_does_not_go_on() {
+        let (hands, gate) = (toy(), Arc::new(Semaphore::new(0)));
+        let mut first = here(hands.begin((1, Arc::clone(&gate)), waiting));
+        assert!(poll!(poll_fn(|cx| first.poll(cx))).is_pending());
+        let second = hands.begin((2, Arc::clone(&gate)), waiting);
+        assert!(matches!(second, Begun::Taken((2, _))));
+        gate.add_permits(1);
+        let (desk, answer) = hands.fetch().await.unwrap();
+        assert_eq!((desk.done.as_slice(), answer), ([1].as_slice(), Some(1)));
+        hands.leave(desk);
+        assert!(poll_fn(|cx| first.poll(cx)).await.is_none(), "the task tells the answer");
+    }
+
+    #[tokio::test]
+    async fn who_waits_for_an_errand_that_the_task_took_over_is_woken() {
+        let (hands, gate) = (toy(), Arc::new(Semaphore::new(0)));
+        let mut first = here(hands.begin((1, Arc::clone(&gate)), waiting));
+        assert!(poll!(poll_fn(|cx| first.poll(cx))).is_pending());
+        let caller = tokio::spawn(async move { poll_fn(|cx| first.poll(cx)).await });
+        tokio::task::yield_now().await;
+        let mut fetching = Box::pin(hands.fetch());
+        assert!(poll!(&mut fetching).is_pending());
+        assert!(caller.await.unwrap().is_none());
+        gate.add_permits(1);
+        assert_eq!(fetching.await.unwrap().1, Some(1));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_a_caller_drops_is_finished_by_the_task() {
+        let (hands, gate) = (toy(), Arc::new(Semaphore::new(0)));
+        let mut first = here(hands.begin((1, Arc::clone(&gate)), waiting));
+        assert!(poll!(poll_fn(|cx| first.poll(cx))).is_pending());
+        assert!(timeout(HOUR, hands.idle()).await.is_err(), "nothing to do yet");
+        drop(first);
+        timeout(HOUR, hands.idle()).await.unwrap();
+        gate.add_permits(1);
+        assert_eq!(hands.fetch().await.unwrap().1, Some(1));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_task_comes_when_what_a_caller_began_has_its_time() {
+        let hands = toy();
+        let mut idle = Box::pin(hands.idle());
+        assert!(poll!(&mut idle).is_pending());
+        let due = Instant::now() + Duration::from_secs(7);
+        let plan = |mut toy: Box<Toy>, due| -> Errand<Toy> {
+            Box::pin(async move {
+                toy.due = Some(due);
+                (toy, 0)
+            })
+        };
+        let mut errand = here(hands.begin(due, plan));
+        assert_eq!(poll_fn(|cx| errand.poll(cx)).await, Some(0));
+        timeout(HOUR, idle).await.unwrap();
+        assert_eq!(Instant::now(), due);
+        // Whoever has used it may do so again.
+        let (mut desk, _) = hands.fetch().await.unwrap();
+        desk.due = None;
+        hands.leave(desk);
+        timeout(ROUND, hands.idle()).await.unwrap();
+        // And then there is nothing more to come for.
+        let (desk, _) = hands.fetch().await.unwrap();
+        hands.leave(desk);
+        assert!(timeout(HOUR, hands.idle()).await.is_err());
+    }
+
+    #[tokio::test]
+    async fn an_errand_outlives_the_runtime_of_its_caller() {
+        let hands = toy();
+        let theirs = Arc::clone(&hands);
+        let slow = |toy: Box<Toy>, ()| -> Errand<Toy> {
+            Box::pin(async move {
+                sleep(Duration::from_millis(100)).await;
+                (toy, 1)
+            })
+        };
+        let elsewhere = std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+            runtime.block_on(async {
+                let mut errand = here(theirs.begin((), slow));
+                assert!(poll!(poll_fn(|cx| errand.poll(cx))).is_pending());
+            });
+        });
+        elsewhere.join().unwrap();
+        hands.idle().await;
+        assert_eq!(hands.fetch().await.unwrap().1, Some(1));
+    }
+
+    #[tokio::test]
+    async fn what_is_at_a_desk_ends_with_it() {
+        let (hands, gate) = (toy(), Arc::new(Semaphore::new(0)));
+        let mut first = here(hands.begin((1, Arc::clone(&gate)), waiting));
+        assert!(poll!(poll_fn(|cx| first.poll(cx))).is_pending());
+        hands.give_up();
+        assert_eq!(Arc::strong_count(&gate), 1, "the errand is dropped");
+        assert!(poll_fn(|cx| first.poll(cx)).await.is_none());
+        assert!(matches!(hands.begin((2, gate), waiting), Begun::Gone(_)));
+        assert!(hands.fetch().await.is_none());
+    }
+
+    #[tokio::test]
+    async fn an_errand_that_panics_is_the_end_of_its_desk() {
+        let hands = toy();
+        let wrong = |_: Box<Toy>, ()| -> Errand<Toy> { Box::pin(async { panic!("on purpose") }) };
+        let mut errand = here(hands.begin((), wrong));
+        let caller = tokio::spawn(async move { poll_fn(|cx| errand.poll(cx)).await });
+        assert!(caller.await.unwrap_err().is_panic());
+        let gate = Arc::new(Semaphore::new(1));
+        assert!(matches!(hands.begin((1, gate), waiting), Begun::Gone(_)));
+        assert!(hands.fetch().await.is_none());
+    }
+}

@@ -149,6 +149,52 @@ async fn cancelled_waits_leave_no_lock_behind() {
     lock(&a, "orders/42").await.unlock().await.unwrap();
 }
 
+/// A question that was sent and whose answer nobody has looked at.
+async fn asked<'a>(
+    backend: &'a PostgresSessionBackend,
+    claims: &'a [Claim],
+) -> (&'a Claim, impl Future<Output = Attempt> + 'a) {
+    for claim in claims {
+        let mut asking = Box::pin(attempt(backend, claim));
+        // Where the machine stands still for a moment the answer may be there at once.
+        if futures_util::poll!(&mut asking).is_pending() {
+            return (claim, asking);
+        }
+    }
+    panic!("every question is answered at once");
+}
+
+#[tokio::test]
+async fn who_does_not_go_on_after_a_question_holds_nobody_up() {
+    let server = server().await;
+    let backend = session(&server).await;
+    let claims: Vec<_> = (0..20).map(|n| claim(&format!("orders/{n}"))).collect();
+    let other = claim("other");
+    assert!(matches!(attempt(&backend, &other).await, Attempt::Granted(_)));
+    let (_, asking) = asked(&backend, &claims).await;
+    assert_eq!(timeout(SOON, backend.release(&other)).await.unwrap().unwrap(), Release::Freed);
+    let again = claim("other");
+    let granted = timeout(SOON, attempt(&backend, &again)).await.unwrap();
+    assert!(matches!(granted, Attempt::Granted(_)));
+    assert!(matches!(timeout(SOON, asking).await.unwrap(), Attempt::Granted(_)));
+}
+
+#[tokio::test]
+async fn a_question_that_is_dropped_is_carried_through_and_the_session_stays_in_step() {
+    let server = server().await;
+    let backend = session(&server).await;
+    let first = claim("other");
+    assert!(matches!(attempt(&backend, &first).await, Attempt::Granted(_)));
+    let claims: Vec<_> = (0..20).map(|n| claim(&format!("orders/{n}"))).collect();
+    let (dropped, asking) = asked(&backend, &claims).await;
+    drop(asking);
+    assert_eq!(timeout(SOON, backend.release(dropped)).await.unwrap().unwrap(), Release::Freed);
+    assert_eq!(backend.release(&first).await.unwrap(), Release::Freed);
+    let pids = format!("SELECT count(DISTINCT pid) FROM ({HOLDERS}) h");
+    let earlier = claims.iter().take_while(|claim| claim.id() != dropped.id()).count();
+    assert_eq!(server.sql(&pids).await.unwrap(), usize::from(earlier > 0).to_string());
+}
+
 #[tokio::test]
 async fn who_waits_is_woken_by_a_release_in_another_process() {
     let server = server().await;

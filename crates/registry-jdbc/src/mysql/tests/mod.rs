@@ -6,8 +6,9 @@ use std::time::Duration;
 use registry_core::{Attempt, Claim, Key, LockBackend};
 use registry_testkit::clock::ClockShim;
 use registry_testkit::mariadb::{MariaDbOptions, MariaDbServer};
+use sqlx::{Connection as _, Executor as _, MySqlConnection, Row as _};
 
-use super::{MySqlBackend, MySqlConfig};
+use super::{MySqlBackend, MySqlConfig, session};
 
 const HOUR: i64 = 3_600;
 
@@ -44,5 +45,57 @@ async fn tokens_grow_over_purged_rows_even_if_the_clock_goes_back() {
         assert_eq!(backend.purge_piece(START).await.unwrap(), 2);
         assert_eq!(backend.list().await.unwrap().len(), 1, "the held one is left alone");
         clock.jump_wall(-3 * HOUR).unwrap();
+    }
+}
+
+/// The statement waits for the lock here, so that there is time for something to happen before it has it.
+#[tokio::test]
+async fn a_session_reads_the_row_when_it_has_the_lock_and_not_before() {
+    let server = MariaDbServer::start_with(MariaDbOptions::new().without_fsync()).await.unwrap();
+    let config = MySqlConfig::from_url(&server.url()).unwrap();
+    let backend = MySqlBackend::open(config.clone()).await.unwrap();
+    let noted = Claim::new(Key::new("orders/42").unwrap(), Duration::from_secs(60));
+    // Among others, so that a server might read it in one way or another.
+    for n in 0..200 {
+        pass(&backend, &format!("other/{n}")).await;
+    }
+    pass(&backend, "orders/42").await;
+    let row = backend.statements.row(noted.key());
+    let id: String = row.hex();
+    let mut others = MySqlConnection::connect_with(&config.server).await.unwrap();
+    let mut mine = session::connect(&config, Duration::from_secs(60)).await.unwrap();
+    let mut say = async |text: String| {
+        let rows = others.fetch_all(sqlx::raw_sql(sqlx::AssertSqlSafe(text))).await.unwrap();
+        rows.first().map(|row| row.get::<i64, _>(0))
+    };
+    for (then, is_mine) in [
+        (noted.id(), true),
+        (Claim::new(noted.key().clone(), Duration::from_secs(1)).id(), false),
+        (noted.id(), true),
+    ] {
+        // What it would find if it looked too early is the opposite.
+        let before = if is_mine { "NULL".to_owned() } else { format!("x'{}'", noted.id()) };
+        say(format!("UPDATE lock_registry_locks SET claim = {before} WHERE id = x'{id}'")).await;
+        assert_eq!(say(format!("SELECT CAST(GET_LOCK('{id}', 0) AS SIGNED)")).await, Some(1));
+        let look = backend.statements.session_look(noted.key(), noted.id(), 60);
+        let looking = async {
+            let row = look.fetch_one(&mut mine).await.unwrap();
+            (row.get::<i64, _>(1), row.get::<Option<i64>, _>(2).is_some())
+        };
+        let happening = async {
+            let waits =
+                "SELECT COUNT(*) FROM information_schema.processlist WHERE state = 'User lock'";
+            while say(waits.to_owned()).await != Some(1) {}
+            say(format!("UPDATE lock_registry_locks SET claim = x'{then}' WHERE id = x'{id}'"))
+                .await;
+            say(format!("SELECT CAST(RELEASE_LOCK('{id}') AS SIGNED)")).await;
+        };
+        let (looked, ()) = tokio::join!(looking, happening);
+        assert_eq!(looked, (1, is_mine));
+        // Once, and not once for each time that its result is mentioned.
+        let give_back = sqlx::query("SELECT CAST(RELEASE_LOCK(?) AS SIGNED)").bind(&id);
+        assert_eq!(give_back.fetch_one(&mut mine).await.unwrap().get::<i64, _>(0), 1);
+        let free = format!("SELECT CAST(IS_FREE_LOCK('{id}') AS SIGNED)");
+        assert_eq!(say(free).await, Some(1));
     }
 }
