@@ -41,18 +41,22 @@ impl Statements {
     }
 
     pub(super) fn acquire(&self, claim: &Claim) -> Statement {
-        let statement = self.granting(&self.texts.acquire, claim, i64::from(claim.token_block()));
-        statement.bind(micros(claim.lease())).bind(id_bytes(self.row(claim.key())))
+        let id = self.row(claim.key());
+        let block = i64::from(claim.token_block());
+        let statement = self.granting(&self.texts.acquire, id, claim, block);
+        statement.bind(micros(claim.lease())).bind(id_bytes(id))
     }
 
     /// A grant of no time and of so many tokens: for those who want a lease the row is free, and its tokens count.
     pub(super) fn session_note(&self, claim: &Claim, block: i64) -> Statement {
-        let statement = self.granting(&self.texts.session_note, claim, block);
-        statement.bind(id_bytes(self.row(claim.key())))
+        let id = self.row(claim.key());
+        let statement = self.granting(&self.texts.session_note, id, claim, block);
+        statement.bind(id_bytes(id))
     }
 
-    fn granting(&self, text: &Text, claim: &Claim, block: i64) -> Statement {
-        self.of_key(text, claim.key())
+    fn granting(&self, text: &Text, id: RowId, claim: &Claim, block: i64) -> Statement {
+        query(text.safe())
+            .bind(id_bytes(id))
             .bind(self.namespace.clone().into_bytes())
             .bind(claim.key().as_str().as_bytes().to_vec())
             .bind(claim_bytes(claim))

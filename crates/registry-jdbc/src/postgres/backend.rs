@@ -156,7 +156,8 @@ impl PostgresBackend {
                 Value::MaybeBytes(claim.label().map(|label| label.as_bytes().to_vec())),
                 Value::Number(micros(claim.lease())),
             ],
-        );
+        )
+        .for_one();
         // A claim that was granted is granted again, with the same token: to ask twice does no harm.
         let rows = self.link.rows(Errand::Acquire, &statement, Repeat::Harmless).await?;
         if let Some(row) = rows.first() {
@@ -279,7 +280,7 @@ impl LockBackend for PostgresBackend {
         let id = self.row_id(claim.key());
         let [channel, message, mark] = self.news(id);
         let values = [bytes(id.bytes()), claim_id(claim), channel, message, mark];
-        let statement = Statement::new(&self.texts.release, values);
+        let statement = Statement::new(&self.texts.release, values).for_one();
         // Asked twice, it would say that the claim held nothing. Who repeats it must know that.
         let rows = self.link.rows(Errand::Release, &statement, Repeat::Never).await?;
         self.purge_by_chance(claim).await;

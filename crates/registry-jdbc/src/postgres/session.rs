@@ -339,7 +339,7 @@ impl Wire for PostgresWire {
         let id = self.row_id(key);
         let [channel, message, mark] = self.rows.news(id);
         let values = [Value::Number(id.number()), channel, message, mark];
-        let statement = Statement::new(&self.rows.texts.session_give_back, values);
+        let statement = Statement::new(&self.rows.texts.session_give_back, values).for_one();
         self.send(connected, &statement).await.map(drop)
     }
 

@@ -42,11 +42,18 @@ pub(super) enum Manner {
 pub(super) struct Statement<'a> {
     text: &'a Text,
     values: Vec<Value>,
+    /// Whether one row is all that it can be answered with, which the client takes in with less ado.
+    is_for_one: bool,
 }
 
 impl<'a> Statement<'a> {
     pub(super) fn new(text: &'a Text, values: impl Into<Vec<Value>>) -> Self {
-        Self { text, values: values.into() }
+        Self { text, values: values.into(), is_for_one: false }
+    }
+
+    /// One that is answered with one row, or none.
+    pub(super) fn for_one(self) -> Self {
+        Self { is_for_one: true, ..self }
     }
 
     /// Asks and collects the answer.
@@ -56,6 +63,10 @@ impl<'a> Statement<'a> {
         manner: Manner,
     ) -> Result<Vec<PgRow>, sqlx::Error> {
         match manner {
+            Manner::Prepared if self.is_for_one => {
+                let row = self.query().fetch_optional(connection).await?;
+                Ok(Vec::from_iter(row))
+            }
             Manner::Prepared => self.query().fetch_all(connection).await,
             Manner::Plain { patience } => {
                 // Two statements in one message are one transaction, and the first is over before the second one waits for anything. What it
