@@ -1,6 +1,7 @@
 //! What locks that end with a connection cost on top of the server's own: an advisory or named lock, or a row that is locked.
 //!
-//! The references have no token, no lease, no loss to be told of, and wake nobody. A row's grant writes a token, a session's looks whether it need not, so these ratios tell what that costs.
+//! The references have no token, no lease, no loss to be told of, and wake nobody. A row's grant writes a token, a session's looks whether it need not, so these ratios tell what that costs. The last reference of a session
+//! does nothing but that look, with the statements that it takes: what remains is the client's.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,7 +16,7 @@ use registry_testkit::mariadb::MariaDbServer;
 use registry_testkit::postgres::PostgresServer;
 use sqlx::mysql::{MySqlConnectOptions, MySqlConnection};
 use sqlx::postgres::{PgAdvisoryLock, PgConnectOptions, PgConnection};
-use sqlx::{ConnectOptions as _, Executor as _};
+use sqlx::{AssertSqlSafe, ConnectOptions as _, Executor as _, Row as _};
 use tokio::sync::Mutex;
 
 fn main() {
@@ -50,6 +51,9 @@ async fn postgres() {
     let group = "uncontended pair of a session on PostgreSQL, against one that writes a token";
     in_turns(group, || async { with_token(&bare).await }, OURS, || async { session.once().await })
         .await;
+    let group = "uncontended pair of a session on PostgreSQL, against one that looks at the row";
+    in_turns(group, || async { with_look(&bare).await }, OURS, || async { session.once().await })
+        .await;
     let same = || async {
         let mut connection = bare.lock().await;
         connection.execute("BEGIN; SELECT FROM lock_row WHERE id = 1 FOR UPDATE").await.unwrap();
@@ -65,6 +69,11 @@ async fn prepare(bare: &Mutex<PgConnection>) {
     let table = "CREATE TABLE lock_row (id int PRIMARY KEY, token bigint); INSERT INTO lock_row VALUES (1, 0)";
     bare.lock().await.execute(table).await.unwrap();
     bare.lock().await.execute("SET synchronous_commit = off").await.unwrap();
+    let statements = "\
+        PREPARE take (bigint) AS SELECT pg_backend_pid(), pg_try_advisory_lock($1); \
+        PREPARE look (bytea, bytea) AS SELECT (date_part('epoch', clock_timestamp()) * 1000000)::bigint \
+            FROM lock_registry_locks WHERE id = $1 AND claim = $2";
+    bare.lock().await.execute(sqlx::raw_sql(statements)).await.unwrap();
 }
 
 /// The least that gives a token that was committed before the grant: one statement to take and to write, one to give back.
@@ -86,6 +95,18 @@ async fn with_token(bare: &Mutex<PgConnection>) {
     assert!(was_held);
 }
 
+/// The least that tells whether the row is still as one left it: one message to take and to read, two statements because the second is to see what was done until the first has the lock; one
+/// statement to give back. The row is that of the pair before.
+async fn with_look(bare: &Mutex<PgConnection>) {
+    let bytes = "07".repeat(32);
+    let take = format!("EXECUTE take (7); EXECUTE look ('\\x{bytes}', '\\x{bytes}')");
+    let mut connection = bare.lock().await;
+    let rows = connection.fetch_all(sqlx::raw_sql(AssertSqlSafe(take))).await.unwrap();
+    assert!(rows[0].get::<bool, _>(1) && rows[1].get::<i64, _>(0) > 0);
+    let give_back = sqlx::query("SELECT pg_backend_pid(), pg_advisory_unlock($1)").bind(7_i64);
+    assert!(give_back.fetch_one(&mut *connection).await.unwrap().get::<bool, _>(1));
+}
+
 async fn mariadb() {
     let server = MariaDbServer::start().await.unwrap();
     let config = MySqlConfig::from_url(&server.url()).unwrap();
@@ -101,6 +122,20 @@ async fn mariadb() {
     };
     let group = "uncontended pair of a session on MariaDB, against GET_LOCK and RELEASE_LOCK";
     in_turns(group, same, OURS, || async { session.once().await }).await;
+    let noted = "\
+        INSERT INTO lock_registry_locks (id, namespace, lock_key, claim, token, block, label, since, until) \
+        VALUES (REPEAT(x'07', 32), 'bare', 'bare', REPEAT(x'07', 16), 1, 1, NULL, 0, 9000000000000000)";
+    bare.lock().await.execute(noted).await.unwrap();
+    let group = "uncontended pair of a session on MariaDB, against one that looks at the row";
+    in_turns(
+        group,
+        || async { named_with_look(&bare).await },
+        OURS,
+        || async {
+            session.once().await;
+        },
+    )
+    .await;
     let table = "CREATE TABLE lock_row (id INT PRIMARY KEY, token BIGINT) ENGINE = InnoDB";
     bare.lock().await.execute(table).await.unwrap();
     bare.lock().await.execute("INSERT INTO lock_row VALUES (1, 0)").await.unwrap();
@@ -114,6 +149,22 @@ async fn mariadb() {
     in_turns(group, same, OURS, || async { row.once().await }).await;
     session.registry.close(Duration::from_secs(1)).await;
     row.registry.close(Duration::from_secs(1)).await;
+}
+
+/// The least that tells whether the row is still as one left it: one statement that takes the lock and then reads, one that gives it back.
+async fn named_with_look(bare: &Mutex<MySqlConnection>) {
+    const TAKE: &str = "\
+        SELECT CONNECTION_ID(), tried.got, \
+            (SELECT TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)) FROM lock_registry_locks AS l \
+            WHERE l.id = IF(tried.got = 1, CAST(? AS BINARY(32)), NULL) AND l.claim = ? LIMIT 1) \
+        FROM (SELECT CAST(GET_LOCK(?, 0) AS SIGNED) AS got) AS tried";
+    const GIVE_BACK: &str = "SELECT CONNECTION_ID(), CAST(RELEASE_LOCK(?) AS SIGNED)";
+    let mut connection = bare.lock().await;
+    let take = sqlx::query(TAKE).bind([7_u8; 32].as_slice()).bind([7_u8; 16].as_slice());
+    let row = take.bind("orders/42").fetch_one(&mut *connection).await.unwrap();
+    assert!(row.get::<i64, _>(1) == 1 && row.get::<Option<i64>, _>(2) > Some(0));
+    let row = sqlx::query(GIVE_BACK).bind("orders/42").fetch_one(&mut *connection).await.unwrap();
+    assert_eq!(row.get::<i64, _>(1), 1);
 }
 
 async fn named(connection: &mut MySqlConnection, text: &'static str) -> i64 {
