@@ -70,6 +70,13 @@ impl Heart {
         lease.kept_alive(sent, Duration::from_secs(seconds), term);
         Ok(Beating::Yes)
     }
+
+    /// Asks for a lease to last for its whole time again, and does not wait for what comes of it.
+    pub(crate) fn remind(&self, lease: i64) {
+        let (answer, _) = oneshot::channel();
+        // Where there is no stream any more, none is needed.
+        _ = self.beats.send(Beat { lease, answer });
+    }
 }
 
 impl Drop for Heart {

@@ -13,6 +13,7 @@ use tokio::task::JoinHandle;
 use crate::error::{Failure, unreadable};
 use crate::lease::Lease;
 use crate::link::Link;
+use crate::txn;
 use crate::wire::{LeaseGrantRequest, LeaseGrantResponse, LeaseRevokeRequest};
 
 pub(crate) struct Pool {
@@ -20,14 +21,21 @@ pub(crate) struct Pool {
     /// By the time in seconds that was asked for.
     idle: Mutex<HashMap<i64, Vec<Lease>>>,
     // Without a limit: these are numbers, and most claims give their lease back.
-    done: mpsc::UnboundedSender<i64>,
+    done: mpsc::UnboundedSender<Left>,
     task: JoinHandle<()>,
+}
+
+/// What nobody needs any more.
+enum Left {
+    Lease(i64),
+    /// A trace, if it is the one that came to be in that revision.
+    Trace(Vec<u8>, Option<i64>),
 }
 
 impl Pool {
     pub(crate) fn new(link: Link) -> Self {
         let (done, received) = mpsc::unbounded_channel();
-        let task = tokio::spawn(revoke_all(link.clone(), received));
+        let task = tokio::spawn(clear_away(link.clone(), received));
         Self { link, idle: Mutex::default(), done, task }
     }
 
@@ -73,7 +81,12 @@ impl Pool {
 
     /// Ends a lease with all that is attached to it, in the background.
     pub(crate) fn end(&self, lease: i64) {
-        _ = self.done.send(lease);
+        _ = self.done.send(Left::Lease(lease));
+    }
+
+    /// Does away with the trace `name`, if it is the one that came to be in the revision `created`, in the background.
+    pub(crate) fn erase(&self, name: Vec<u8>, created: Option<i64>) {
+        _ = self.done.send(Left::Trace(name, created));
     }
 
     /// Ends a lease with all that is attached to it, and all that may yet arrive for it. True if it was there.
@@ -126,10 +139,13 @@ fn read(granted: &LeaseGrantResponse, sent: Moment) -> Option<Lease> {
     is_one.then(|| Lease::new(granted.id, Duration::from_secs(ttl), sent))
 }
 
-async fn revoke_all(link: Link, mut done: mpsc::UnboundedReceiver<i64>) {
-    while let Some(id) = done.recv().await {
-        // One that is not heard ends by itself.
-        _ = link.call(LeaseRevokeRequest { id }).await;
+async fn clear_away(link: Link, mut done: mpsc::UnboundedReceiver<Left>) {
+    while let Some(left) = done.recv().await {
+        // What is not heard ends by itself, with its lease.
+        match left {
+            Left::Lease(id) => _ = link.call(LeaseRevokeRequest { id }).await,
+            Left::Trace(name, created) => _ = link.call(txn::erase(&name, created)).await,
+        }
     }
 }
 

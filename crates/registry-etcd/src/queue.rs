@@ -60,13 +60,20 @@ impl EtcdBackend {
             // Nothing was asked for the place this time.
             Err(error) => return Err(self.keep_or_drop(seat, place, error.as_refused())),
         }
+        let trace = match self.new_trace(&queue, &place).await {
+            Ok(trace) => trace,
+            Err(error) => return Err(self.keep_or_drop(seat, place, error.as_refused())),
+        };
         let record = record::write(claim, &self.host);
         let join = if claim.queue() { txn::join } else { txn::join_empty };
-        let mut answer = match self.ask(join(&queue, &place.name, record, place.lease.id)).await {
+        let join = join(&queue, &place.name, record, place.lease.id, trace);
+        let mut answer = match self.ask(join).await {
             Ok(answer) => answer,
             Err(Failure::NoLease) => {
-                // Nothing that was asked for it can arrive any more.
+                // It may be that of the trace. Nothing that was asked for the place may arrive any more.
+                self.abandon(place);
                 self.pool.distrust();
+                self.traces.distrust();
                 return Ok(Step::Again);
             }
             Err(failure) => return Err(self.keep_or_drop(seat, place, failure.into_error())),
@@ -75,10 +82,14 @@ impl EtcdBackend {
         let revision = answer.header.revision;
         if answer.succeeded {
             place.created = Some(revision);
+            answer.skip()?;
             if claim.queue() {
-                answer.skip()?;
                 let before = answer.keys()?.into_iter().find(|other| other.key != place.name);
                 place.before = before.map(|before| Before::new(before, revision));
+            }
+            let traces = answer.keys_if_any()?;
+            if place.before.is_none() && self.others(&place, &traces) {
+                return Ok(self.let_hear(seat, place, traces).await);
             }
             return Ok(self.judge(claim, seat, place, None));
         }
@@ -133,20 +144,21 @@ impl EtcdBackend {
             },
             None => None,
         };
-        let look = self.ask(txn::look(&queue, &place.name, created));
+        let traces = self.names.traces(&queue);
+        let look = self.ask(txn::look(&queue, &place.name, created, traces.as_deref()));
         let (answer, let_go) = match &was_before {
             // Most likely it is its turn: both questions at once.
             Some(before) if before.gone => join(look, self.has_let_go(before)).await,
             _ => (look.await, false),
         };
         let answer = answer.and_then(|mut answer| {
-            let found = (answer.key(), answer.key(), answer.key());
-            let (Ok(own), Ok(before), Ok(first)) = found else {
+            let found = (answer.key(), answer.key(), answer.key(), answer.keys_if_any());
+            let (Ok(own), Ok(before), Ok(first), Ok(traces)) = found else {
                 return Err(Failure::Trouble(unreadable()));
             };
-            Ok((answer.header, own, before, first))
+            Ok((answer.header, own, before, first, traces))
         });
-        let (header, own, before, first) = match answer {
+        let (header, own, before, first, traces) = match answer {
             Ok(answer) => answer,
             Err(failure) => {
                 place.before = was_before;
@@ -167,10 +179,12 @@ impl EtcdBackend {
                 **seat = Some(place);
                 return Ok(Step::Again);
             }
-            if let Some(before) = was_before.filter(|_| !let_go)
-                && (before.gone || !self.has_let_go(&before).await)
-            {
-                sleep(SETTLING).await;
+            let unheard = match was_before.filter(|_| !let_go) {
+                Some(before) => before.gone || !self.has_let_go(&before).await,
+                None => false,
+            };
+            if !place.settled && (unheard || self.others(&place, &traces)) {
+                return Ok(self.let_hear(seat, place, traces).await);
             }
         }
         Ok(self.judge(claim, seat, place, first.as_ref()))
@@ -206,10 +220,43 @@ impl EtcdBackend {
         Ok(Ok(Attempt::Busy(busy)))
     }
 
-    /// Whether the one before, which is gone, left by its own will. If it did not, its lease has ended too; but peers end theirs with
-    /// the lock, and none of them would hear of a loss any sooner.
+    /// A trace for a place that is not taken yet.
+    async fn new_trace(
+        &self,
+        queue: &[u8],
+        place: &Place,
+    ) -> Result<Option<txn::Trace>, BackendError> {
+        let names = (self.names.trace(&place.name), self.names.traces(queue), place.seconds);
+        let (Some(name), Some(all), Some(seconds)) = names else { return Ok(None) };
+        let lease = self.traces.lease(seconds, &self.pool, &self.heart).await?;
+        Ok(Some(txn::Trace { name, lease, all }))
+    }
+
+    /// Whether any of these traces is that of somebody else.
+    fn others(&self, place: &Place, traces: &[KeyValue]) -> bool {
+        let own = self.names.trace(&place.name);
+        traces.iter().any(|trace| own.as_ref() != Some(&trace.key))
+    }
+
+    /// Lets somebody who was first without leaving by its own will hear of its end, before the place that is the first now is looked at again. At
+    /// the end of a lease that was not kept alive its holder has known for longer, but these cannot be told apart.
+    async fn let_hear(&self, seat: &mut Seat<'_>, place: Place, traces: Vec<KeyValue>) -> Step {
+        let own = self.names.trace(&place.name);
+        **seat = Some(place);
+        sleep(SETTLING).await;
+        if let Some(place) = &mut **seat {
+            place.settled = true;
+        }
+        for trace in traces.into_iter().filter(|trace| own.as_ref() != Some(&trace.key)) {
+            self.pool.erase(trace.key, Some(trace.create_revision));
+        }
+        Step::Again
+    }
+
+    /// Whether the one before, which is gone, left by its own will, where there are no traces to tell. If it did not, its lease has ended
+    /// too; but peers end theirs with the lock, and none of them would hear of a loss any sooner.
     async fn has_let_go(&self, before: &Before) -> bool {
-        if !before.is_ours {
+        if !before.is_ours || self.names.have_traces() {
             return true;
         }
         let asked = LeaseTimeToLiveRequest { id: before.lease };
@@ -267,6 +314,10 @@ impl EtcdBackend {
         if place.seconds.is_some() {
             self.pool.end(place.lease.id);
         }
+        if let Some(trace) = self.names.trace(&place.name) {
+            // Whatever its revision is: nobody can leave it again, as nobody has that lease any more.
+            self.pool.erase(trace, None);
+        }
     }
 
     /// After trouble: a place that something may have been asked for is remembered.
@@ -315,10 +366,11 @@ impl EtcdBackend {
         // What comes of it is our own doing, and no loss.
         place.watch = None;
         let (created, queue) = (place.created.unwrap_or_default(), self.names.queue(claim.key()));
+        let trace = self.names.trace(&place.name);
         let leave = if place.granted {
-            txn::delete(&place.name, created)
+            txn::delete_with(&place.name, created, trace.as_deref())
         } else {
-            txn::leave(&queue, &place.name, created)
+            txn::leave(&queue, &place.name, created, trace.as_deref())
         };
         let mut answer = self.ask(leave).await.map_err(Failure::into_error)?;
         let was_first = answer.succeeded && (place.granted || answer.key()?.is_none());
@@ -337,7 +389,9 @@ impl EtcdBackend {
         let freed = match self.find(claim).await? {
             Some(found) => {
                 let created = found.created.unwrap_or_default();
-                let gone = self.ask(txn::delete(&found.name, created)).await;
+                let trace = self.names.trace(&found.name);
+                let gone = txn::delete_with(&found.name, created, trace.as_deref());
+                let gone = self.ask(gone).await;
                 gone.map_err(Failure::into_error)?.succeeded && found.granted
             }
             None => false,
@@ -345,7 +399,9 @@ impl EtcdBackend {
         if let Some(place) = &**seat {
             // Nothing that was asked for the place can take effect after that.
             self.pool.end_now(place.lease.id).await.map_err(BackendError::as_unknown)?;
-            **seat = None;
+            if let Some(place) = seat.take() {
+                self.abandon(place);
+            }
         }
         Ok(if freed { Release::Freed } else { Release::NotHeld })
     }
@@ -449,7 +505,15 @@ impl EtcdBackend {
         let mut seat = self.claims.seat(claim).await;
         let Some(place) = &mut *seat else { return Ok(Beating::Unknown) };
         let limit = self.link.patience().min(every);
+        self.keep_trace(place.seconds);
         self.heart.keep_alive(&mut place.lease, limit).await
+    }
+
+    /// Has the traces of places of this time kept alive.
+    pub(crate) fn keep_trace(&self, seconds: Option<i64>) {
+        if let Some(seconds) = seconds {
+            self.traces.kept(seconds, &self.heart);
+        }
     }
 }
 
@@ -465,8 +529,8 @@ fn mark(place: &KeyValue) -> u64 {
 const BEAT_MIN: Duration = Duration::from_millis(500);
 /// The most, whatever a member says of how long a lease lasts.
 const BEAT_MAX: Duration = Duration::from_secs(60 * 60);
-/// How long a holder whose lease somebody has ended early has to hear of it before the next one begins. At the end of a lease that was
-/// not kept alive it has known for longer, but these cannot be told apart. No time is lost where a lock is let go.
+/// How long a holder whose lease somebody has ended early has to hear of it before the next one begins. It is several times the time
+/// after which all holders listen. None is lost where a lock is let go.
 const SETTLING: Duration = Duration::from_millis(100);
 /// How often a waiter looks at all of the queue, in which somebody else may be the first by now: only to tell who.
 const LOOK_EACH: Duration = Duration::from_secs(10);

@@ -21,6 +21,8 @@ struct Renewing {
     name: Vec<u8>,
     created: i64,
     lease: Lease,
+    /// What the lease was made for, if it is one of ours.
+    seconds: Option<i64>,
     /// What the lease was made for, if that is another one than before.
     new_seconds: Option<i64>,
     beating: Beating,
@@ -38,11 +40,15 @@ impl EtcdBackend {
         let settle = claims.iter().zip(begun).map(|(claim, begun)| {
             let seen = &seen;
             async move {
-                match (begun?, seen) {
+                let answer = match (begun?, seen) {
                     (None, _) => Ok(Renewal::Gone),
                     (Some(renewing), Ok(seen)) => self.settle(claim, renewing, seen).await,
                     (Some(_), Err(error)) => Err(error.clone()),
+                };
+                if matches!(answer, Ok(Renewal::Gone)) {
+                    self.give_up(claim).await;
                 }
+                answer
             }
         });
         join_all(settle).await
@@ -66,6 +72,7 @@ impl EtcdBackend {
         let Some(mut renewing) = known else { return Ok(None) };
         // However slow a member is, there must be time to ask another one.
         let limit = self.link.patience().min((claim.lease() / 6).max(LIMIT_MIN));
+        self.keep_trace(renewing.seconds);
         renewing.beating = self.heart.keep_alive(&mut renewing.lease, limit).await?;
         if claim.lease() > renewing.lease.ttl() && renewing.beating == Beating::Yes {
             return self.lengthen(claim, renewing).await;
@@ -80,11 +87,21 @@ impl EtcdBackend {
         mut renewing: Renewing,
     ) -> Result<Option<Renewing>, BackendError> {
         let seconds = seconds(claim.lease());
+        let trace = match self.names.trace(&renewing.name) {
+            Some(name) => Some((name, self.traces.lease(seconds, &self.pool, &self.heart).await?)),
+            None => None,
+        };
+        let trace = trace.as_ref().map(|(name, lease)| (&**name, *lease));
         let longer = self.pool.grant(seconds).await?;
-        let moved = txn::move_to(&renewing.name, renewing.created, longer.id);
+        let moved = txn::move_to(&renewing.name, renewing.created, longer.id, trace);
         // Of an unknown outcome the next look tells, by the lease that the key has.
-        let moved = self.ask(moved).await.map_err(Failure::into_error)?.succeeded;
-        if !moved {
+        let moved = self.ask(moved).await.map_err(|failure| {
+            if matches!(failure, Failure::NoLease) {
+                self.traces.distrust();
+            }
+            failure.into_error()
+        });
+        if !moved?.succeeded {
             self.pool.end(longer.id);
             return Ok(None);
         }
@@ -159,6 +176,16 @@ impl EtcdBackend {
         Ok(Renewal::Renewed(left.min(claim.lease())))
     }
 
+    /// Does away with what is left of a lock that is lost: its holder knows of it.
+    async fn give_up(&self, claim: &Claim) {
+        let mut seat = self.claims.seat(claim).await;
+        if seat.as_ref().is_some_and(|place| place.granted)
+            && let Some(place) = seat.take()
+        {
+            self.abandon(place);
+        }
+    }
+
     /// Gives a place the lease that its key is attached to.
     fn change_lease(&self, place: &mut Place, lease: Lease, seconds: Option<i64>) {
         let before = std::mem::replace(&mut place.lease, lease);
@@ -178,6 +205,7 @@ impl Renewing {
             name: place.name.clone(),
             created,
             lease: place.lease.clone(),
+            seconds: place.seconds,
             new_seconds: None,
             beating: Beating::Yes,
         })
