@@ -52,7 +52,7 @@ impl Outcome {
         let grants = self.history.grants.clone();
         for grant in &mut self.history.grants {
             let in_vain = grant.release.filter(|release| release.ending == Ending::NotHeld);
-            let Some(lost) = grant.lost.or(in_vain.map(|release| release.window.from)) else {
+            let Some(lost) = grant.lost.or_else(|| Some(in_vain?.window.from)) else {
                 continue;
             };
             let next = grants
