@@ -42,6 +42,7 @@ impl EtcdBackend {
 
     /// Joins the queue; if the claim does not wait, only where nobody stands.
     async fn join(&self, claim: &Claim, seat: &mut Seat<'_>) -> Result<Step, BackendError> {
+        self.clear_away_what_is_over();
         let queue = self.names.queue(claim.key());
         let mut place = match seat.take() {
             // The one of an attempt whose outcome is not known.
@@ -64,6 +65,7 @@ impl EtcdBackend {
             Ok(trace) => trace,
             Err(error) => return Err(self.keep_or_drop(seat, place, error.as_refused())),
         };
+        let trace_lease = trace.as_ref().map(|trace| trace.lease);
         let record = record::write(claim, &self.host);
         let join = if claim.queue() { txn::join } else { txn::join_empty };
         let join = join(&queue, &place.name, record, place.lease.id, trace);
@@ -73,7 +75,7 @@ impl EtcdBackend {
                 // It may be that of the trace. Nothing that was asked for the place may arrive any more.
                 self.abandon(place);
                 self.pool.distrust();
-                self.traces.distrust();
+                trace_lease.into_iter().for_each(|lease| self.traces.forget(lease));
                 return Ok(Step::Again);
             }
             Err(failure) => return Err(self.keep_or_drop(seat, place, failure.into_error())),
@@ -82,6 +84,7 @@ impl EtcdBackend {
         let revision = answer.header.revision;
         if answer.succeeded {
             place.created = Some(revision);
+            place.trace = trace_lease;
             answer.skip()?;
             if claim.queue() {
                 let before = answer.keys()?.into_iter().find(|other| other.key != place.name);
@@ -145,7 +148,10 @@ impl EtcdBackend {
             None => None,
         };
         let traces = self.names.traces(&queue);
-        let look = self.ask(txn::look(&queue, &place.name, created, traces.as_deref()));
+        // One that was left again later is younger than those who stood behind it by then.
+        let trace = was_before.as_ref().and_then(|before| self.names.trace(&before.name));
+        let look = txn::look(&queue, &place.name, created, traces.as_deref(), trace.as_deref());
+        let look = self.ask(look);
         let (answer, let_go) = match &was_before {
             // Most likely it is its turn: both questions at once.
             Some(before) if before.gone => join(look, self.has_let_go(before)).await,
@@ -153,9 +159,10 @@ impl EtcdBackend {
         };
         let answer = answer.and_then(|mut answer| {
             let found = (answer.key(), answer.key(), answer.key(), answer.keys_if_any());
-            let (Ok(own), Ok(before), Ok(first), Ok(traces)) = found else {
+            let (Ok(own), Ok(before), Ok(first), Ok(mut traces)) = found else {
                 return Err(Failure::Trouble(unreadable()));
             };
+            traces.extend(answer.keys_if_any().map_err(Failure::Trouble)?);
             Ok((answer.header, own, before, first, traces))
         });
         let (header, own, before, first, traces) = match answer {
@@ -248,7 +255,7 @@ impl EtcdBackend {
             place.settled = true;
         }
         for trace in traces.into_iter().filter(|trace| own.as_ref() != Some(&trace.key)) {
-            self.pool.erase(trace.key, Some(trace.create_revision));
+            self.pool.erase(trace.key, trace.create_revision);
         }
         Step::Again
     }
@@ -315,9 +322,15 @@ impl EtcdBackend {
             self.pool.end(place.lease.id);
         }
         if let Some(trace) = self.names.trace(&place.name) {
-            // Whatever its revision is: nobody can leave it again, as nobody has that lease any more.
-            self.pool.erase(trace, None);
+            self.pool.erase_later(trace);
         }
+    }
+
+    /// Does away with places that the engine has left to their end: their traces have leases that may go on for long.
+    fn clear_away_what_is_over(&self) {
+        let over = self.claims.over().into_iter();
+        // What another client has made it keeps itself.
+        over.filter(|place| place.seconds.is_some()).for_each(|place| self.abandon(place));
     }
 
     /// After trouble: a place that something may have been asked for is remembered.
@@ -505,15 +518,14 @@ impl EtcdBackend {
         let mut seat = self.claims.seat(claim).await;
         let Some(place) = &mut *seat else { return Ok(Beating::Unknown) };
         let limit = self.link.patience().min(every);
-        self.keep_trace(place.seconds);
+        self.trace_lease(place.seconds);
         self.heart.keep_alive(&mut place.lease, limit).await
     }
 
-    /// Has the traces of places of this time kept alive.
-    pub(crate) fn keep_trace(&self, seconds: Option<i64>) {
-        if let Some(seconds) = seconds {
-            self.traces.kept(seconds, &self.heart);
-        }
+    /// The lease for traces of places of this time, if there is one. Has it kept alive.
+    pub(crate) fn trace_lease(&self, seconds: Option<i64>) -> Option<i64> {
+        self.clear_away_what_is_over();
+        seconds.and_then(|seconds| self.traces.kept(seconds, &self.heart))
     }
 }
 

@@ -3,8 +3,9 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use futures_util::future::{join_all, try_join};
+use futures_util::future::{OptionFuture, join, join_all, try_join};
 use registry_core::{BackendError, Claim, Moment, Renewal};
+use tokio::time::timeout;
 
 use crate::backend::EtcdBackend;
 use crate::claims::Place;
@@ -17,6 +18,7 @@ use crate::txn;
 use crate::wire::KeyValue;
 
 /// A place as it was when its renewal began.
+#[derive(Clone)]
 struct Renewing {
     name: Vec<u8>,
     created: i64,
@@ -25,6 +27,8 @@ struct Renewing {
     seconds: Option<i64>,
     /// What the lease was made for, if that is another one than before.
     new_seconds: Option<i64>,
+    /// The lease of its trace, as far as that is known.
+    trace: Option<i64>,
     beating: Beating,
 }
 
@@ -72,12 +76,37 @@ impl EtcdBackend {
         let Some(mut renewing) = known else { return Ok(None) };
         // However slow a member is, there must be time to ask another one.
         let limit = self.link.patience().min((claim.lease() / 6).max(LIMIT_MIN));
-        self.keep_trace(renewing.seconds);
-        renewing.beating = self.heart.keep_alive(&mut renewing.lease, limit).await?;
+        let trace = self.trace_lease(renewing.seconds);
+        let has_none = trace.is_none() || trace != renewing.trace;
+        let again = has_none.then(|| self.leave_trace_again(renewing.clone(), limit));
+        let again = OptionFuture::from(again);
+        let (beating, again) = join(self.heart.keep_alive(&mut renewing.lease, limit), again).await;
+        renewing.trace = again.unwrap_or(trace);
+        renewing.beating = beating?;
         if claim.lease() > renewing.lease.ttl() && renewing.beating == Beating::Yes {
             return self.lengthen(claim, renewing).await;
         }
         Ok(Some(renewing))
+    }
+
+    /// Sees to it that the place has a trace under a lease that is kept alive: somebody may have ended the one that there was, and only this.
+    /// Tells the lease of the trace.
+    async fn leave_trace_again(&self, renewing: Renewing, limit: Duration) -> Option<i64> {
+        let (trace, seconds) = (self.names.trace(&renewing.name)?, renewing.seconds?);
+        let leave = async {
+            let lease = self.traces.lease(seconds, &self.pool, &self.heart).await.ok()?;
+            let again = txn::leave_again(&renewing.name, renewing.created, &trace, lease);
+            match self.ask(again).await {
+                Ok(_) => Some(lease),
+                Err(Failure::NoLease) => {
+                    self.traces.forget(lease);
+                    None
+                }
+                Err(_) => None,
+            }
+        };
+        // What does not come off now is tried again with the next renewal, which waits for nothing else either.
+        timeout(limit, leave).await.ok().flatten()
     }
 
     /// Attaches the claim's key to a longer lease. The key stays the one that it is.
@@ -92,12 +121,13 @@ impl EtcdBackend {
             None => None,
         };
         let trace = trace.as_ref().map(|(name, lease)| (&**name, *lease));
+        let trace_lease = trace.map(|(_, lease)| lease);
         let longer = self.pool.grant(seconds).await?;
         let moved = txn::move_to(&renewing.name, renewing.created, longer.id, trace);
         // Of an unknown outcome the next look tells, by the lease that the key has.
         let moved = self.ask(moved).await.map_err(|failure| {
-            if matches!(failure, Failure::NoLease) {
-                self.traces.distrust();
+            if let (Failure::NoLease, Some(lease)) = (&failure, trace_lease) {
+                self.traces.forget(lease);
             }
             failure.into_error()
         });
@@ -107,6 +137,7 @@ impl EtcdBackend {
         }
         renewing.lease = longer;
         renewing.new_seconds = Some(seconds);
+        renewing.trace = trace_lease;
         Ok(Some(renewing))
     }
 
@@ -163,6 +194,7 @@ impl EtcdBackend {
             } else if place.lease.id == renewing.lease.id && place.lease.left() < left {
                 place.lease = renewing.lease;
             }
+            place.trace = renewing.trace;
             if !place.watch.as_ref().is_some_and(Watch::lives) && self.ears.are_wanted() {
                 let from = seen.revision.saturating_add(1);
                 place.watch = Some(self.ears.watch_over(claim.key(), place.name.clone(), from));
@@ -191,6 +223,8 @@ impl EtcdBackend {
         let before = std::mem::replace(&mut place.lease, lease);
         // The name does not tell the lease any more, so the lease cannot be that of another place with a name of its own.
         place.stray = true;
+        // Nor is it known where its trace is.
+        place.trace = None;
         if place.seconds.is_some() && before.id != place.lease.id {
             self.pool.end(before.id);
         }
@@ -207,6 +241,7 @@ impl Renewing {
             lease: place.lease.clone(),
             seconds: place.seconds,
             new_seconds: None,
+            trace: place.trace,
             beating: Beating::Yes,
         })
     }

@@ -71,13 +71,21 @@ fn some_traces(all: &[u8]) -> RangeRequest {
 }
 
 /// Answers with what is under `name`, with the one that came last before the revision `created`, and with the first of the queue. With
-/// `traces`, what all of them begin with, also with some that are older than `created`.
-pub(crate) fn look(queue: &[u8], name: &[u8], created: i64, traces: Option<&[u8]>) -> TxnRequest {
+/// `traces`, what all of them begin with, also with some that are older than `created`; and with what is under `trace`, whenever that came
+/// to be.
+pub(crate) fn look(
+    queue: &[u8],
+    name: &[u8],
+    created: i64,
+    traces: Option<&[u8]>,
+    trace: Option<&[u8]>,
+) -> TxnRequest {
     let mut looks = ops([one(name), before(queue, created), first(queue)].map(Op::Range));
     looks.extend(traces.map(|all| {
         let max_create_revision = created.saturating_sub(1);
         op(Op::Range(RangeRequest { max_create_revision, ..some_traces(all) }))
     }));
+    looks.extend(trace.map(|trace| op(Op::Range(one(trace)))));
     TxnRequest { success: looks, ..TxnRequest::default() }
 }
 
@@ -95,16 +103,12 @@ pub(crate) fn look_at_all<'a>(names: impl Iterator<Item = &'a [u8]>) -> TxnReque
 
 /// Deletes `name` if it is the key that came to be in `created`.
 pub(crate) fn delete(name: &[u8], created: i64) -> TxnRequest {
-    erase(name, Some(created))
+    TxnRequest { compare: vec![created_in(name, created)], ..erase(name) }
 }
 
-/// As [`delete`]; whichever key it is, if `created` is not given.
-pub(crate) fn erase(name: &[u8], created: Option<i64>) -> TxnRequest {
-    TxnRequest {
-        compare: created.map(|created| created_in(name, created)).into_iter().collect(),
-        success: ops([gone(name)]),
-        failure: Vec::new(),
-    }
+/// Deletes `name`, whichever key it is.
+pub(crate) fn erase(name: &[u8]) -> TxnRequest {
+    TxnRequest { success: ops([gone(name)]), ..TxnRequest::default() }
 }
 
 /// As [`delete`], with its trace, which goes in any case.
@@ -135,6 +139,15 @@ pub(crate) fn move_to(
     let mut success = ops([Op::Put(put_again)]);
     success.extend(trace.map(|(trace, lease)| op(put(trace, Vec::new(), lease))));
     TxnRequest { compare: vec![created_in(name, created)], success, failure: Vec::new() }
+}
+
+/// Leaves a trace for `name` again, if that is the key that came to be in `created`.
+pub(crate) fn leave_again(name: &[u8], created: i64, trace: &[u8], lease: i64) -> TxnRequest {
+    TxnRequest {
+        compare: vec![created_in(name, created)],
+        success: ops([put(trace, Vec::new(), lease)]),
+        failure: Vec::new(),
+    }
 }
 
 /// That `name` is the key that came to be in `revision`; that it is not there, for zero.

@@ -12,13 +12,13 @@ use tokio::time::{Instant, sleep};
 use crate::contest::{Contest, Keys, LEASE, LONG, millis, registry, secs};
 use crate::elsewhere;
 
-async fn server() -> (EtcdServer, EtcdConfig) {
+pub(crate) async fn server() -> (EtcdServer, EtcdConfig) {
     let server = EtcdServer::start().await.unwrap();
     let config = of(server.addr());
     (server, config)
 }
 
-fn of(addr: std::net::SocketAddr) -> EtcdConfig {
+pub(crate) fn of(addr: std::net::SocketAddr) -> EtcdConfig {
     EtcdConfig::new([(addr.ip().to_string(), addr.port())])
 }
 
@@ -72,7 +72,7 @@ async fn crashes_of_the_member_break_no_promise() {
 }
 
 /// The lease of whoever is first in the queue of `key`.
-async fn lease_of(server: &EtcdServer, key: &str) -> Option<String> {
+pub(crate) async fn lease_of(server: &EtcdServer, key: &str) -> Option<String> {
     let queue = format!("lock-registry/{key}/");
     let args = ["get", &queue, "--prefix", "--sort-by", "CREATE", "--limit", "1", "--keys-only"];
     let names = server.ctl(&args).await.unwrap();
@@ -100,7 +100,7 @@ async fn a_lease_that_somebody_else_ends_is_told_to_its_holder_at_once() {
 }
 
 /// All that is left of locks: what stands in queues, and beside them.
-async fn left(server: &EtcdServer) -> Vec<String> {
+pub(crate) async fn left(server: &EtcdServer) -> Vec<String> {
     let names = server.ctl(&["get", "lock-registry/", "--prefix", "--keys-only"]).await.unwrap();
     names.lines().filter(|line| !line.is_empty()).map(str::to_owned).collect()
 }
