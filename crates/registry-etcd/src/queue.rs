@@ -1,8 +1,9 @@
 //! The queue of a lock: who is first in it holds the lock. Joins, looks, waits and leaves.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
-use futures_util::future::join;
+use futures_util::future::{join, join_all};
 use registry_core::{Attempt, BackendError, Busy, Claim, FencingToken, Grant, Moment, Release};
 use tokio::time::{Instant, sleep, sleep_until};
 
@@ -162,7 +163,9 @@ impl EtcdBackend {
             let (Ok(own), Ok(before), Ok(first), Ok(mut traces)) = found else {
                 return Err(Failure::Trouble(unreadable()));
             };
-            traces.extend(answer.keys_if_any().map_err(Failure::Trouble)?);
+            let again = answer.keys_if_any().map_err(Failure::Trouble)?.into_iter();
+            let left_again = was_before.as_ref().map(|before| txn::left_again(before.created));
+            traces.extend(again.filter(|trace| Some(&trace.value) == left_again.as_ref()));
             Ok((answer.header, own, before, first, traces))
         });
         let (header, own, before, first, traces) = match answer {
@@ -247,17 +250,47 @@ impl EtcdBackend {
 
     /// Lets somebody who was first without leaving by its own will hear of its end, before the place that is the first now is looked at again. At
     /// the end of a lease that was not kept alive its holder has known for longer, but these cannot be told apart.
-    async fn let_hear(&self, seat: &mut Seat<'_>, place: Place, traces: Vec<KeyValue>) -> Step {
+    async fn let_hear(&self, seat: &mut Seat<'_>, place: Place, mut traces: Vec<KeyValue>) -> Step {
         let own = self.names.trace(&place.name);
+        traces.retain(|trace| own.as_ref() != Some(&trace.key));
         **seat = Some(place);
-        sleep(SETTLING).await;
+        let until = Instant::now() + SETTLING;
+        while Instant::now() < until {
+            sleep(HEARD_EACH).await;
+            if self.were_taken_away(&traces).await {
+                break;
+            }
+        }
         if let Some(place) = &mut **seat {
             place.settled = true;
         }
-        for trace in traces.into_iter().filter(|trace| own.as_ref() != Some(&trace.key)) {
+        for trace in traces {
             self.pool.erase(trace.key, trace.create_revision);
         }
         Step::Again
+    }
+
+    /// Whether all who left these traces have taken them away, for they have heard. False if there may be more traces, or if their leases have
+    /// ended too, which somebody else may have done to all leases, one after the other.
+    async fn were_taken_away(&self, traces: &[KeyValue]) -> bool {
+        if traces.is_empty() || !txn::are_all_traces(traces) {
+            return false;
+        }
+        let names = traces.iter().map(|trace| &*trace.key);
+        let Ok(mut found) = self.ask(txn::look_at_all(names)).await else { return false };
+        for trace in traces {
+            let is_there = |found: KeyValue| found.create_revision == trace.create_revision;
+            if found.key().map_or(true, |found| found.is_some_and(is_there)) {
+                return false;
+            }
+        }
+        let leases: BTreeSet<_> = traces.iter().map(|trace| trace.lease).collect();
+        join_all(leases.into_iter().map(|lease| self.lives(lease))).await.into_iter().all(|it| it)
+    }
+
+    async fn lives(&self, lease: i64) -> bool {
+        let asked = LeaseTimeToLiveRequest { id: lease };
+        matches!(self.link.call(asked).await, Ok(answer) if answer.ttl > 0)
     }
 
     /// Whether the one before, which is gone, left by its own will, where there are no traces to tell. If it did not, its lease has ended
@@ -266,8 +299,7 @@ impl EtcdBackend {
         if !before.is_ours || self.names.have_traces() {
             return true;
         }
-        let asked = LeaseTimeToLiveRequest { id: before.lease };
-        matches!(self.link.call(asked).await, Ok(answer) if answer.ttl > 0)
+        self.lives(before.lease).await
     }
 
     /// Whether the place is the first.
@@ -541,9 +573,11 @@ fn mark(place: &KeyValue) -> u64 {
 const BEAT_MIN: Duration = Duration::from_millis(500);
 /// The most, whatever a member says of how long a lease lasts.
 const BEAT_MAX: Duration = Duration::from_secs(60 * 60);
-/// How long a holder whose lease somebody has ended early has to hear of it before the next one begins. It is several times the time
-/// after which all holders listen. None is lost where a lock is let go.
-const SETTLING: Duration = Duration::from_millis(100);
+/// How long a holder whose lease somebody has ended early has to hear of it before the next one begins. It is many times the time
+/// after which all holders listen, as answers may be slow on a machine that has much to do. None is lost where a lock is let go.
+const SETTLING: Duration = Duration::from_millis(250);
+/// How often it is looked whether they have all heard.
+const HEARD_EACH: Duration = Duration::from_millis(25);
 /// How often a waiter looks at all of the queue, in which somebody else may be the first by now: only to tell who.
 const LOOK_EACH: Duration = Duration::from_secs(10);
 /// How long a waiter that cannot listen waits before it looks.

@@ -70,6 +70,11 @@ fn some_traces(all: &[u8]) -> RangeRequest {
     }
 }
 
+/// Whether there were no more than these when some were asked for.
+pub(crate) fn are_all_traces(some: &[KeyValue]) -> bool {
+    i64::try_from(some.len()).is_ok_and(|count| count < TRACES)
+}
+
 /// Answers with what is under `name`, with the one that came last before the revision `created`, and with the first of the queue. With
 /// `traces`, what all of them begin with, also with some that are older than `created`; and with what is under `trace`, whenever that came
 /// to be.
@@ -137,7 +142,7 @@ pub(crate) fn move_to(
     let put_again =
         PutRequest { key: name.to_vec(), lease, ignore_value: true, ..PutRequest::default() };
     let mut success = ops([Op::Put(put_again)]);
-    success.extend(trace.map(|(trace, lease)| op(put(trace, Vec::new(), lease))));
+    success.extend(trace.map(|(trace, lease)| op(put(trace, left_again(created), lease))));
     TxnRequest { compare: vec![created_in(name, created)], success, failure: Vec::new() }
 }
 
@@ -145,9 +150,15 @@ pub(crate) fn move_to(
 pub(crate) fn leave_again(name: &[u8], created: i64, trace: &[u8], lease: i64) -> TxnRequest {
     TxnRequest {
         compare: vec![created_in(name, created)],
-        success: ops([put(trace, Vec::new(), lease)]),
+        success: ops([put(trace, left_again(created), lease)]),
         failure: Vec::new(),
     }
+}
+
+/// What stands in a trace that was not left together with its place: which one that is. For it may be younger than places behind that one,
+/// as is the trace of whoever stands there again later.
+pub(crate) fn left_again(created: i64) -> Vec<u8> {
+    created.to_string().into_bytes()
 }
 
 /// That `name` is the key that came to be in `revision`; that it is not there, for zero.

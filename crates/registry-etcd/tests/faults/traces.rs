@@ -1,12 +1,14 @@
 //! What stands beside queues: that it is there as long as it is needed, and no longer.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use registry_core::{LockOptions, LockRegistry as _, Registry};
 use registry_etcd::EtcdBackend;
 use registry_testkit::etcd::EtcdServer;
 use registry_testkit::eventually;
 use registry_testkit::proxy::{FaultProxy, Mode};
+use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use crate::contest::{LEASE, LONG, millis, registry, secs};
@@ -16,7 +18,8 @@ use crate::one::{lease_of, left, of, server};
 async fn end_leases_of_traces(server: &EtcdServer, key: &str) {
     let place = lease_of(server, key).await.unwrap();
     let all = server.ctl(&["lease", "list"]).await.unwrap();
-    for lease in all.lines().skip(1).filter(|lease| *lease != place) {
+    // With zeros in front, other than in names.
+    for lease in all.lines().skip(1).filter(|lease| lease.trim_start_matches('0') != place) {
         server.ctl(&["lease", "revoke", lease]).await.unwrap();
     }
     assert_eq!(left(server).await.len(), 1, "only the place");
@@ -49,7 +52,7 @@ async fn a_holder_whose_trace_somebody_else_has_ended_leaves_another_one() {
             let place = lease_of(&server, "key").await.unwrap();
             // That of the waiter stays: it is the only lease of its length that has another's trace.
             let all = server.ctl(&["lease", "list"]).await.unwrap();
-            for lease in all.lines().skip(1).filter(|lease| *lease != place) {
+            for lease in all.lines().skip(1) {
                 let keys = server.ctl(&["lease", "timetolive", lease, "--keys"]).await.unwrap();
                 if keys.contains(&format!("key!{place}")) {
                     server.ctl(&["lease", "revoke", lease]).await.unwrap();
@@ -114,4 +117,48 @@ async fn those_who_come_at_once_share_one_lease_for_their_traces() {
         guard.unlock().await.unwrap();
     }
     stand(&server, 0).await;
+}
+
+/// Nor when the lease of the one before is in the queue again, behind: each of the two takes the same lease each time.
+#[tokio::test]
+async fn nobody_waits_for_those_who_let_go() {
+    const TURNS: u32 = 200;
+    let (server, config) = server().await;
+    let begun = Instant::now();
+    let mut taking_turns = JoinSet::new();
+    for _ in 0..2 {
+        let registry = registry(&config, secs(30)).await;
+        taking_turns.spawn(async move {
+            let lock = registry.obtain("key");
+            for _ in 0..TURNS / 2 {
+                lock.lock().await.unwrap().unlock().await.unwrap();
+            }
+        });
+    }
+    taking_turns.join_all().await;
+    let (took, waits) = (begun.elapsed(), millis(250) * TURNS);
+    assert!(took < waits / 2, "{took:?} for {TURNS} turns");
+    assert_eq!(left(&server).await, [""; 0]);
+}
+
+/// The one that hears says so by its trace: nobody waits for all of the time that one gets who is cut off.
+#[tokio::test]
+async fn who_comes_after_a_holder_that_heard_of_its_loss_waits_no_longer() {
+    const TURNS: u32 = 20;
+    let (server, config) = server().await;
+    let (ours, theirs) = (registry(&config, secs(30)).await, registry(&config, secs(30)).await);
+    let mut waited = Duration::ZERO;
+    for _ in 0..TURNS {
+        let guard = ours.obtain("key").lock().await.unwrap();
+        let waiting = theirs.obtain("key");
+        let waiting = tokio::spawn(async move { waiting.lock().await });
+        stand(&server, 4).await;
+        let begun = Instant::now();
+        assert!(theirs.force_release("key").await.unwrap());
+        let next = waiting.await.unwrap().unwrap();
+        waited += begun.elapsed();
+        assert!(!guard.is_held(), "it has heard");
+        next.unlock().await.unwrap();
+    }
+    assert!(waited < millis(250) * TURNS, "{waited:?} for {TURNS} turns");
 }
