@@ -23,8 +23,8 @@ pub(crate) struct Place {
     pub(crate) created: Option<i64>,
     /// It was the first, and has been since.
     pub(crate) granted: bool,
-    /// Whoever stood before it without leaving by their own will has had time to hear of that.
-    pub(crate) settled: bool,
+    /// Since when it has been the first after somebody who may not have heard yet of having been put out.
+    pub(crate) settling: Option<Moment>,
     /// Something that was asked for it may not have been carried out yet.
     pub(crate) stray: bool,
     /// The one before it, if there was any at the last look.
@@ -42,7 +42,7 @@ impl Place {
             seconds: Some(seconds),
             created: None,
             granted: false,
-            settled: false,
+            settling: None,
             stray: false,
             before: None,
             watch: None,
@@ -57,7 +57,7 @@ impl Place {
             seconds: None,
             created: Some(key.create_revision),
             granted: is_first,
-            settled: false,
+            settling: None,
             stray: false,
             before: None,
             watch: None,

@@ -183,7 +183,11 @@ impl EtcdBackend {
                 Some(before) => before.gone || !self.has_let_go(&before).await,
                 None => false,
             };
-            if !place.settled && (unheard || self.others(&place, &traces)) {
+            let settles = match place.settling {
+                Some(since) => Moment::now().since(since) < SETTLING,
+                None => unheard || self.others(&place, &traces),
+            };
+            if settles {
                 return Ok(self.let_hear(seat, place, traces).await);
             }
         }
@@ -240,13 +244,12 @@ impl EtcdBackend {
 
     /// Lets somebody who was first without leaving by its own will hear of its end, before the place that is the first now is looked at again. At
     /// the end of a lease that was not kept alive its holder has known for longer, but these cannot be told apart.
-    async fn let_hear(&self, seat: &mut Seat<'_>, place: Place, traces: Vec<KeyValue>) -> Step {
+    async fn let_hear(&self, seat: &mut Seat<'_>, mut place: Place, traces: Vec<KeyValue>) -> Step {
         let own = self.names.trace(&place.name);
+        let since = *place.settling.get_or_insert_with(Moment::now);
+        // Whoever is dropped meanwhile and asks again goes on waiting.
         **seat = Some(place);
-        sleep(SETTLING).await;
-        if let Some(place) = &mut **seat {
-            place.settled = true;
-        }
+        sleep(SETTLING.saturating_sub(Moment::now().since(since))).await;
         for trace in traces.into_iter().filter(|trace| own.as_ref() != Some(&trace.key)) {
             self.pool.erase(trace.key, Some(trace.create_revision));
         }
