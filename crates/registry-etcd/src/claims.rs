@@ -24,7 +24,9 @@ pub(crate) struct Place {
     pub(crate) created: Option<i64>,
     /// It was the first, and has been since.
     pub(crate) granted: bool,
-    /// Whoever stood before it without leaving by their own will has had time to hear of that.
+    /// Since when it has been the first after somebody who may not have heard yet of having been put out.
+    pub(crate) settling: Option<Moment>,
+    /// That one has heard, or has had time to.
     pub(crate) settled: bool,
     /// Something that was asked for it may not have been carried out yet.
     pub(crate) stray: bool,
@@ -45,6 +47,7 @@ impl Place {
             seconds: Some(seconds),
             created: None,
             granted: false,
+            settling: None,
             settled: false,
             stray: false,
             before: None,
@@ -69,6 +72,7 @@ impl Place {
             seconds: None,
             created: Some(key.create_revision),
             granted: is_first,
+            settling: None,
             settled: false,
             stray: false,
             before: None,

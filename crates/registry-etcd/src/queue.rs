@@ -193,7 +193,11 @@ impl EtcdBackend {
                 Some(before) => before.gone || !self.has_let_go(&before).await,
                 None => false,
             };
-            if !place.settled && (unheard || self.others(&place, &traces)) {
+            let settles = match place.settling {
+                Some(since) => Moment::now().since(since) < SETTLING,
+                None => unheard || self.others(&place, &traces),
+            };
+            if settles && !place.settled {
                 return Ok(self.let_hear(seat, place, traces).await);
             }
         }
@@ -250,12 +254,18 @@ impl EtcdBackend {
 
     /// Lets somebody who was first without leaving by its own will hear of its end, before the place that is the first now is looked at again. At
     /// the end of a lease that was not kept alive its holder has known for longer, but these cannot be told apart.
-    async fn let_hear(&self, seat: &mut Seat<'_>, place: Place, mut traces: Vec<KeyValue>) -> Step {
+    async fn let_hear(
+        &self,
+        seat: &mut Seat<'_>,
+        mut place: Place,
+        mut traces: Vec<KeyValue>,
+    ) -> Step {
         let own = self.names.trace(&place.name);
         traces.retain(|trace| own.as_ref() != Some(&trace.key));
+        let since = *place.settling.get_or_insert_with(Moment::now);
+        // Whoever is dropped meanwhile and asks again goes on waiting.
         **seat = Some(place);
-        let until = Instant::now() + SETTLING;
-        while Instant::now() < until {
+        while Moment::now().since(since) < SETTLING {
             sleep(HEARD_EACH).await;
             if self.were_taken_away(&traces).await {
                 break;
