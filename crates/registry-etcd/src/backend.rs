@@ -19,6 +19,7 @@ use crate::link::Link;
 use crate::names::{Names, end_of};
 use crate::pool::Pool;
 use crate::record;
+use crate::traces::Traces;
 use crate::txn::{self, Answer};
 use crate::wire::{KeyValue, LeaseTimeToLiveRequest, RangeRequest, RangeResponse, TxnRequest};
 
@@ -42,6 +43,7 @@ pub struct EtcdBackend {
     pub(crate) heart: Heart,
     pub(crate) ears: Ears,
     pub(crate) pool: Pool,
+    pub(crate) traces: Traces,
     pub(crate) claims: Claims,
 }
 
@@ -62,6 +64,7 @@ impl EtcdBackend {
             heart: Heart::new(link.clone()),
             ears: Ears::new(link.clone()),
             pool: Pool::new(link.clone()),
+            traces: Traces::default(),
             claims: Claims::default(),
             link,
             names,
@@ -236,6 +239,7 @@ impl LockBackend for EtcdBackend {
             return;
         }
         self.pool.close().await;
+        self.traces.close(&self.pool).await;
         self.link.close();
     }
 }

@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use registry_core::{Busy, Claim, ClaimId, Key, Moment};
 use tokio::sync::OwnedMutexGuard;
@@ -23,12 +24,18 @@ pub(crate) struct Place {
     pub(crate) created: Option<i64>,
     /// It was the first, and has been since.
     pub(crate) granted: bool,
+    /// Since when it has been the first after somebody who may not have heard yet of having been put out.
+    pub(crate) settling: Option<Moment>,
+    /// That one has heard, or has had time to.
+    pub(crate) settled: bool,
     /// Something that was asked for it may not have been carried out yet.
     pub(crate) stray: bool,
     /// The one before it, if there was any at the last look.
     pub(crate) before: Option<Before>,
     /// Listens for its end.
     pub(crate) watch: Option<Watch>,
+    /// The lease that its trace is attached to, as far as that is known.
+    pub(crate) trace: Option<i64>,
 }
 
 impl Place {
@@ -40,10 +47,21 @@ impl Place {
             seconds: Some(seconds),
             created: None,
             granted: false,
+            settling: None,
+            settled: false,
             stray: false,
             before: None,
             watch: None,
+            trace: None,
         }
+    }
+
+    /// Whether nobody has kept its lease alive for so long that it is over. Longer than that: the members give leases more time when their
+    /// leader changes, and then a place is worth keeping.
+    fn is_over(&self, now: Moment) -> bool {
+        let asked_for = self.seconds.and_then(|seconds| u64::try_from(seconds).ok());
+        let lasts = self.lease.ttl().max(Duration::from_secs(asked_for.unwrap_or(0)));
+        now.since(self.lease.latest()) >= lasts * 2
     }
 
     /// The place that was found under a key.
@@ -54,9 +72,12 @@ impl Place {
             seconds: None,
             created: Some(key.create_revision),
             granted: is_first,
+            settling: None,
+            settled: false,
             stray: false,
             before: None,
             watch: None,
+            trace: None,
         }
     }
 }
@@ -94,8 +115,8 @@ pub(crate) struct Claims(Mutex<Table>);
 #[derive(Debug, Default)]
 struct Table {
     known: HashMap<(ClaimId, Key), Known>,
-    /// How many there may be until those that are over are looked for.
-    tidy_at: usize,
+    /// When those that are over were looked for last.
+    looked: Option<Moment>,
 }
 
 /// What is known of one claim, for one request about it at a time.
@@ -112,24 +133,29 @@ impl Claims {
         Seat { claims: self, id, place: Some(known.lock_owned().await) }
     }
 
+    /// Forgets places whose lease nobody keeps alive, and tells them: the engine has left them to their end.
+    pub(crate) fn over(&self) -> Vec<Place> {
+        let (now, mut table) = (Moment::now(), self.table());
+        if table.looked.is_some_and(|looked| now.since(looked) < OVER_EACH) {
+            return Vec::new();
+        }
+        table.looked = Some(now);
+        let mut over = Vec::new();
+        table.known.retain(|_, known| {
+            // Whoever is about to use it has it already, as the table is locked.
+            let unused = Arc::strong_count(known) == 1;
+            let Some(mut place) = known.try_lock().ok().filter(|_| unused) else { return true };
+            let is_over = place.as_ref().is_none_or(|place| place.is_over(now));
+            if is_over {
+                over.extend(place.take());
+            }
+            !is_over
+        });
+        over
+    }
+
     fn table(&self) -> MutexGuard<'_, Table> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Table {
-    /// Forgets places whose lease nobody keeps alive: the engine has left them to their end.
-    fn tidy(&mut self) {
-        if self.known.len() < self.tidy_at.max(TIDY_MIN) {
-            return;
-        }
-        self.known.retain(|_, known| {
-            let over = known
-                .try_lock()
-                .is_ok_and(|place| place.as_ref().is_none_or(|place| !place.lease.may_last()));
-            !(over && Arc::strong_count(known) == 1)
-        });
-        self.tidy_at = self.known.len() * 2;
     }
 }
 
@@ -155,60 +181,72 @@ impl Drop for Seat<'_> {
         if is_empty && table.known.get(&self.id).is_some_and(|known| Arc::strong_count(known) == 1)
         {
             table.known.remove(&self.id);
-        } else {
-            table.tidy();
         }
     }
 }
 
-const TIDY_MIN: usize = 1_000;
+/// How often places are looked for that are over.
+const OVER_EACH: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
 
-    #[tokio::test]
-    async fn what_is_over_is_forgotten() {
-        let claims = Claims::default();
+    const TTL: Duration = Duration::from_secs(3);
+
+    async fn take_places(claims: &Claims, count: u32) -> Vec<Claim> {
         let claim = |n: u32| Claim::new(Key::new(&n.to_string()).unwrap(), Duration::from_secs(2));
-        drop(claims.seat(&claim(0)).await);
-        assert_eq!(claims.table().known.len(), 0);
-        for n in 0..3_000 {
-            let lease = Lease::new(1, Duration::ZERO, Moment::now());
-            *claims.seat(&claim(n)).await = Some(Place::new(b"q/", lease, 1));
+        let all: Vec<_> = (0..count).map(claim).collect();
+        for claim in &all {
+            let lease = Lease::new(1, TTL, Moment::now());
+            *claims.seat(claim).await = Some(Place::new(b"q/", lease, 3));
         }
-        assert!(claims.table().known.len() <= TIDY_MIN);
-        let lasting = claim(0);
-        let lease = Lease::new(1, Duration::from_secs(60), Moment::now());
-        *claims.seat(&lasting).await = Some(Place::new(b"q/", lease, 1));
-        for n in 0..3_000 {
-            let lease = Lease::new(1, Duration::ZERO, Moment::now());
-            *claims.seat(&claim(n)).await = Some(Place::new(b"q/", lease, 1));
-        }
-        assert!(claims.seat(&lasting).await.is_some());
+        all
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_is_over_is_forgotten_and_told_once() {
+        let claims = Claims::default();
+        let [used, kept, ..] = &*take_places(&claims, 10).await else { panic!("ten") };
+        tokio::time::advance(TTL).await;
+        assert!(claims.over().is_empty(), "the members may give it more time");
+        tokio::time::advance(TTL).await;
+        claims.seat(kept).await.as_mut().unwrap().lease.kept_alive(Moment::now(), TTL, 1);
+        let in_use = claims.seat(used).await;
+        assert_eq!(claims.over().len(), 8);
+        drop(in_use);
+        tokio::time::advance(OVER_EACH).await;
+        assert_eq!(claims.over().len(), 1);
+        assert_eq!(claims.table().known.len(), 1);
+        assert!(claims.seat(kept).await.is_some());
+        drop(claims.seat(used).await);
+        assert_eq!(claims.table().known.len(), 1);
+    }
+
+    /// Its lease is found again by the next renewal, and is not known until then.
+    #[tokio::test(start_paused = true)]
+    async fn a_place_whose_lease_is_not_known_just_now_is_not_over() {
+        let claims = Claims::default();
+        let [claim] = &*take_places(&claims, 1).await else { panic!("one") };
+        let lease = Lease::new(2, Duration::ZERO, Moment::now());
+        claims.seat(claim).await.as_mut().unwrap().lease = lease;
+        tokio::time::advance(TTL).await;
+        assert!(claims.over().is_empty());
     }
 
     /// Those who wait keep their leases alive, but ask nobody whether that counts.
     #[tokio::test(start_paused = true)]
     async fn who_waits_for_longer_than_a_lease_is_not_forgotten() {
-        const TTL: Duration = Duration::from_secs(3);
         let claims = Claims::default();
-        let claims_of_many: Vec<_> = (0..TIDY_MIN * 2)
-            .map(|n| Claim::new(Key::new(&n.to_string()).unwrap(), Duration::from_secs(2)))
-            .collect();
-        for claim in &claims_of_many {
-            let lease = Lease::new(1, TTL, Moment::now());
-            *claims.seat(claim).await = Some(Place::new(b"q/", lease, 1));
-        }
-        for _ in 0..3 {
+        let all = take_places(&claims, 10).await;
+        for _ in 0..6 {
             tokio::time::advance(TTL * 2 / 3).await;
-            for claim in &claims_of_many {
+            for claim in &all {
                 let mut seat = claims.seat(claim).await;
                 let place = seat.as_mut().expect("it was kept alive");
                 place.lease.kept_alive(Moment::now(), TTL, 1);
             }
+            assert!(claims.over().is_empty());
         }
     }
 }

@@ -70,6 +70,30 @@ impl Heart {
         lease.kept_alive(sent, Duration::from_secs(seconds), term);
         Ok(Beating::Yes)
     }
+
+    /// Asks for a lease to last for its whole time again. What comes of it can be looked at later.
+    pub(crate) fn ask(&self, lease: i64) -> Asked {
+        let sent = Moment::now();
+        let (answer, answered) = oneshot::channel();
+        // Where there is no stream any more, none is needed.
+        _ = self.beats.send(Beat { lease, answer });
+        Asked { sent, answered }
+    }
+}
+
+/// A lease was asked to be kept alive.
+#[derive(Debug)]
+pub(crate) struct Asked {
+    pub(crate) sent: Moment,
+    answered: oneshot::Receiver<LeaseKeepAliveResponse>,
+}
+
+impl Asked {
+    /// What has come of it. `None` as long as that is not known.
+    pub(crate) fn outcome(&mut self) -> Option<Beating> {
+        let answer = self.answered.try_recv().ok()?;
+        Some(if answer.ttl > 0 { Beating::Yes } else { Beating::Unknown })
+    }
 }
 
 impl Drop for Heart {

@@ -37,10 +37,9 @@ impl Lease {
         self.ttl.saturating_sub(Moment::now().since(self.refreshed))
     }
 
-    /// Whether it may still be there, as far as anybody has said.
-    pub(crate) fn may_last(&self) -> bool {
-        let latest = self.pending.map_or(self.refreshed, |pending| pending.refreshed);
-        Moment::now().since(latest) < self.ttl
+    /// When it was last kept alive, as far as anybody has said.
+    pub(crate) fn latest(&self) -> Moment {
+        self.pending.map_or(self.refreshed, |pending| pending.refreshed)
     }
 
     /// Notes that a request of `sent` to keep it alive was answered by a member in `term`.

@@ -36,6 +36,7 @@ mod record;
 mod txn;
 mod lease;
 mod pool;
+mod traces;
 mod heart;
 mod ears;
 mod link;

@@ -5,6 +5,8 @@
 //! | native | `NAMESPACE/KEY/`, both percent-encoded | `NAMESPACE/KEY/LEASE`, as hexadecimal digits |
 //! | etcdctl | `NAMESPACE/KEY/`, or `KEY/` without a namespace, as they are | the same |
 //!
+//! In the native layout each one in a queue has a trace beside it, `NAMESPACE/KEY!LEASE`, which is not in the queue.
+//!
 //! Whatever is below a lock's queue stands in it, so no lock's name may begin with that of another one and a slash.
 
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_percent_encode};
@@ -50,6 +52,25 @@ impl Names {
     /// The name of the one in `queue` that has this lease.
     pub(crate) fn place(queue: &[u8], lease: i64) -> Vec<u8> {
         [queue, format!("{lease:x}").as_bytes()].concat()
+    }
+
+    /// Whether whoever stands in a queue has a trace beside it. Peers have none, and users of theirs may have rights for the queue alone.
+    pub(crate) fn have_traces(&self) -> bool {
+        self.layout == Layout::Native
+    }
+
+    /// What the names of the traces of all that stand in `queue` begin with, if they have any.
+    pub(crate) fn traces(&self, queue: &[u8]) -> Option<Vec<u8>> {
+        let lock = queue.strip_suffix(b"/").filter(|_| self.have_traces())?;
+        // No key has this sign in it: it is escaped.
+        Some([lock, b"!"].concat())
+    }
+
+    /// The name of the trace of the one who stands under `place`.
+    pub(crate) fn trace(&self, place: &[u8]) -> Option<Vec<u8>> {
+        let end = place.iter().rposition(|&byte| byte == b'/')? + 1;
+        let (queue, lease) = place.split_at(end);
+        Some([&*self.traces(queue)?, lease].concat())
     }
 
     /// Refuses a key whose queue would be part of another lock's.
@@ -119,6 +140,9 @@ mod tests {
             let key = key(&text);
             let place = Names::place(&names.queue(&key), lease);
             prop_assert_eq!(names.key(&place), Some(key));
+            let trace = names.trace(&place).unwrap();
+            prop_assert_eq!(names.key(&trace), None);
+            prop_assert!(trace.starts_with(names.prefix().as_bytes()), "whoever may lock may write it");
         }
 
         #[test]
@@ -127,7 +151,12 @@ mod tests {
                 let names = Names::new(layout, "n");
                 let (one, other) = (key(&one), key(&other));
                 if one != other && names.check(&one).is_ok() && names.check(&other).is_ok() {
-                    prop_assert!(!names.queue(&one).starts_with(&names.queue(&other)));
+                    let (one, other) = (names.queue(&one), names.queue(&other));
+                    prop_assert!(!one.starts_with(&other));
+                    if let Some(traces) = names.traces(&other) {
+                        prop_assert!(!one.starts_with(&traces));
+                        prop_assert!(!names.traces(&one).unwrap().starts_with(&traces));
+                    }
                 }
             }
         }
@@ -139,6 +168,7 @@ mod tests {
         assert_eq!(Names::place(&names.queue(&key("orders")), 0x1a2b), b"orders/1a2b");
         let names = Names::new(Layout::Etcdctl, "/locks");
         assert_eq!(names.queue(&key("orders")), b"/locks/orders/");
+        assert_eq!(names.trace(b"/locks/orders/1f"), None);
         assert!(names.check(&key("a/b")).is_err());
         assert_eq!(names.key(b"/locks/a/b/1"), None);
         assert_eq!(names.key(b"/locks/a/config"), None);
@@ -150,6 +180,14 @@ mod tests {
         let queue = |namespace| Names::new(Layout::Native, namespace).queue(&key("a"));
         assert!(!queue("x/y").starts_with(&queue("x")));
         assert_eq!(queue("shop 1"), b"shop%201/a/");
+    }
+
+    #[test]
+    fn a_trace_stands_beside_the_queue() {
+        let names = Names::new(Layout::Native, "shop");
+        let place = Names::place(&names.queue(&key("a/b!c")), 0x1f);
+        assert_eq!(place, b"shop/a%2Fb%21c/1f");
+        assert_eq!(names.trace(&place).unwrap(), b"shop/a%2Fb%21c!1f");
     }
 
     #[test]

@@ -1,8 +1,9 @@
 //! The queue of a lock: who is first in it holds the lock. Joins, looks, waits and leaves.
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
-use futures_util::future::join;
+use futures_util::future::{join, join_all};
 use registry_core::{Attempt, BackendError, Busy, Claim, FencingToken, Grant, Moment, Release};
 use tokio::time::{Instant, sleep, sleep_until};
 
@@ -42,6 +43,7 @@ impl EtcdBackend {
 
     /// Joins the queue; if the claim does not wait, only where nobody stands.
     async fn join(&self, claim: &Claim, seat: &mut Seat<'_>) -> Result<Step, BackendError> {
+        self.clear_away_what_is_over();
         let queue = self.names.queue(claim.key());
         let mut place = match seat.take() {
             // The one of an attempt whose outcome is not known.
@@ -60,13 +62,21 @@ impl EtcdBackend {
             // Nothing was asked for the place this time.
             Err(error) => return Err(self.keep_or_drop(seat, place, error.as_refused())),
         }
+        let trace = match self.new_trace(&queue, &place).await {
+            Ok(trace) => trace,
+            Err(error) => return Err(self.keep_or_drop(seat, place, error.as_refused())),
+        };
+        let trace_lease = trace.as_ref().map(|trace| trace.lease);
         let record = record::write(claim, &self.host);
         let join = if claim.queue() { txn::join } else { txn::join_empty };
-        let mut answer = match self.ask(join(&queue, &place.name, record, place.lease.id)).await {
+        let join = join(&queue, &place.name, record, place.lease.id, trace);
+        let mut answer = match self.ask(join).await {
             Ok(answer) => answer,
             Err(Failure::NoLease) => {
-                // Nothing that was asked for it can arrive any more.
+                // It may be that of the trace. Nothing that was asked for the place may arrive any more.
+                self.abandon(place);
                 self.pool.distrust();
+                trace_lease.into_iter().for_each(|lease| self.traces.forget(lease));
                 return Ok(Step::Again);
             }
             Err(failure) => return Err(self.keep_or_drop(seat, place, failure.into_error())),
@@ -75,10 +85,15 @@ impl EtcdBackend {
         let revision = answer.header.revision;
         if answer.succeeded {
             place.created = Some(revision);
+            place.trace = trace_lease;
+            answer.skip()?;
             if claim.queue() {
-                answer.skip()?;
                 let before = answer.keys()?.into_iter().find(|other| other.key != place.name);
                 place.before = before.map(|before| Before::new(before, revision));
+            }
+            let traces = answer.keys_if_any()?;
+            if place.before.is_none() && self.others(&place, &traces) {
+                return Ok(self.let_hear(seat, place, traces).await);
             }
             return Ok(self.judge(claim, seat, place, None));
         }
@@ -133,20 +148,27 @@ impl EtcdBackend {
             },
             None => None,
         };
-        let look = self.ask(txn::look(&queue, &place.name, created));
+        let traces = self.names.traces(&queue);
+        // One that was left again later is younger than those who stood behind it by then.
+        let trace = was_before.as_ref().and_then(|before| self.names.trace(&before.name));
+        let look = txn::look(&queue, &place.name, created, traces.as_deref(), trace.as_deref());
+        let look = self.ask(look);
         let (answer, let_go) = match &was_before {
             // Most likely it is its turn: both questions at once.
             Some(before) if before.gone => join(look, self.has_let_go(before)).await,
             _ => (look.await, false),
         };
         let answer = answer.and_then(|mut answer| {
-            let found = (answer.key(), answer.key(), answer.key());
-            let (Ok(own), Ok(before), Ok(first)) = found else {
+            let found = (answer.key(), answer.key(), answer.key(), answer.keys_if_any());
+            let (Ok(own), Ok(before), Ok(first), Ok(mut traces)) = found else {
                 return Err(Failure::Trouble(unreadable()));
             };
-            Ok((answer.header, own, before, first))
+            let again = answer.keys_if_any().map_err(Failure::Trouble)?.into_iter();
+            let left_again = was_before.as_ref().map(|before| txn::left_again(before.created));
+            traces.extend(again.filter(|trace| Some(&trace.value) == left_again.as_ref()));
+            Ok((answer.header, own, before, first, traces))
         });
-        let (header, own, before, first) = match answer {
+        let (header, own, before, first, traces) = match answer {
             Ok(answer) => answer,
             Err(failure) => {
                 place.before = was_before;
@@ -167,10 +189,16 @@ impl EtcdBackend {
                 **seat = Some(place);
                 return Ok(Step::Again);
             }
-            if let Some(before) = was_before.filter(|_| !let_go)
-                && (before.gone || !self.has_let_go(&before).await)
-            {
-                sleep(SETTLING).await;
+            let unheard = match was_before.filter(|_| !let_go) {
+                Some(before) => before.gone || !self.has_let_go(&before).await,
+                None => false,
+            };
+            let settles = match place.settling {
+                Some(since) => Moment::now().since(since) < SETTLING,
+                None => unheard || self.others(&place, &traces),
+            };
+            if settles && !place.settled {
+                return Ok(self.let_hear(seat, place, traces).await);
             }
         }
         Ok(self.judge(claim, seat, place, first.as_ref()))
@@ -206,14 +234,82 @@ impl EtcdBackend {
         Ok(Ok(Attempt::Busy(busy)))
     }
 
-    /// Whether the one before, which is gone, left by its own will. If it did not, its lease has ended too; but peers end theirs with
-    /// the lock, and none of them would hear of a loss any sooner.
+    /// A trace for a place that is not taken yet.
+    async fn new_trace(
+        &self,
+        queue: &[u8],
+        place: &Place,
+    ) -> Result<Option<txn::Trace>, BackendError> {
+        let names = (self.names.trace(&place.name), self.names.traces(queue), place.seconds);
+        let (Some(name), Some(all), Some(seconds)) = names else { return Ok(None) };
+        let lease = self.traces.lease(seconds, &self.pool, &self.heart).await?;
+        Ok(Some(txn::Trace { name, lease, all }))
+    }
+
+    /// Whether any of these traces is that of somebody else.
+    fn others(&self, place: &Place, traces: &[KeyValue]) -> bool {
+        let own = self.names.trace(&place.name);
+        traces.iter().any(|trace| own.as_ref() != Some(&trace.key))
+    }
+
+    /// Lets somebody who was first without leaving by its own will hear of its end, before the place that is the first now is looked at again. At
+    /// the end of a lease that was not kept alive its holder has known for longer, but these cannot be told apart.
+    async fn let_hear(
+        &self,
+        seat: &mut Seat<'_>,
+        mut place: Place,
+        mut traces: Vec<KeyValue>,
+    ) -> Step {
+        let own = self.names.trace(&place.name);
+        traces.retain(|trace| own.as_ref() != Some(&trace.key));
+        let since = *place.settling.get_or_insert_with(Moment::now);
+        // Whoever is dropped meanwhile and asks again goes on waiting.
+        **seat = Some(place);
+        while Moment::now().since(since) < SETTLING {
+            sleep(HEARD_EACH).await;
+            if self.were_taken_away(&traces).await {
+                break;
+            }
+        }
+        if let Some(place) = &mut **seat {
+            place.settled = true;
+        }
+        for trace in traces {
+            self.pool.erase(trace.key, trace.create_revision);
+        }
+        Step::Again
+    }
+
+    /// Whether all who left these traces have taken them away, for they have heard. False if there may be more traces, or if their leases have
+    /// ended too, which somebody else may have done to all leases, one after the other.
+    async fn were_taken_away(&self, traces: &[KeyValue]) -> bool {
+        if traces.is_empty() || !txn::are_all_traces(traces) {
+            return false;
+        }
+        let names = traces.iter().map(|trace| &*trace.key);
+        let Ok(mut found) = self.ask(txn::look_at_all(names)).await else { return false };
+        for trace in traces {
+            let is_there = |found: KeyValue| found.create_revision == trace.create_revision;
+            if found.key().map_or(true, |found| found.is_some_and(is_there)) {
+                return false;
+            }
+        }
+        let leases: BTreeSet<_> = traces.iter().map(|trace| trace.lease).collect();
+        join_all(leases.into_iter().map(|lease| self.lives(lease))).await.into_iter().all(|it| it)
+    }
+
+    async fn lives(&self, lease: i64) -> bool {
+        let asked = LeaseTimeToLiveRequest { id: lease };
+        matches!(self.link.call(asked).await, Ok(answer) if answer.ttl > 0)
+    }
+
+    /// Whether the one before, which is gone, left by its own will, where there are no traces to tell. If it did not, its lease has ended
+    /// too; but peers end theirs with the lock, and none of them would hear of a loss any sooner.
     async fn has_let_go(&self, before: &Before) -> bool {
-        if !before.is_ours {
+        if !before.is_ours || self.names.have_traces() {
             return true;
         }
-        let asked = LeaseTimeToLiveRequest { id: before.lease };
-        matches!(self.link.call(asked).await, Ok(answer) if answer.ttl > 0)
+        self.lives(before.lease).await
     }
 
     /// Whether the place is the first.
@@ -267,6 +363,16 @@ impl EtcdBackend {
         if place.seconds.is_some() {
             self.pool.end(place.lease.id);
         }
+        if let Some(trace) = self.names.trace(&place.name) {
+            self.pool.erase_later(trace);
+        }
+    }
+
+    /// Does away with places that the engine has left to their end: their traces have leases that may go on for long.
+    fn clear_away_what_is_over(&self) {
+        let over = self.claims.over().into_iter();
+        // What another client has made it keeps itself.
+        over.filter(|place| place.seconds.is_some()).for_each(|place| self.abandon(place));
     }
 
     /// After trouble: a place that something may have been asked for is remembered.
@@ -315,10 +421,11 @@ impl EtcdBackend {
         // What comes of it is our own doing, and no loss.
         place.watch = None;
         let (created, queue) = (place.created.unwrap_or_default(), self.names.queue(claim.key()));
+        let trace = self.names.trace(&place.name);
         let leave = if place.granted {
-            txn::delete(&place.name, created)
+            txn::delete_with(&place.name, created, trace.as_deref())
         } else {
-            txn::leave(&queue, &place.name, created)
+            txn::leave(&queue, &place.name, created, trace.as_deref())
         };
         let mut answer = self.ask(leave).await.map_err(Failure::into_error)?;
         let was_first = answer.succeeded && (place.granted || answer.key()?.is_none());
@@ -337,7 +444,9 @@ impl EtcdBackend {
         let freed = match self.find(claim).await? {
             Some(found) => {
                 let created = found.created.unwrap_or_default();
-                let gone = self.ask(txn::delete(&found.name, created)).await;
+                let trace = self.names.trace(&found.name);
+                let gone = txn::delete_with(&found.name, created, trace.as_deref());
+                let gone = self.ask(gone).await;
                 gone.map_err(Failure::into_error)?.succeeded && found.granted
             }
             None => false,
@@ -345,7 +454,9 @@ impl EtcdBackend {
         if let Some(place) = &**seat {
             // Nothing that was asked for the place can take effect after that.
             self.pool.end_now(place.lease.id).await.map_err(BackendError::as_unknown)?;
-            **seat = None;
+            if let Some(place) = seat.take() {
+                self.abandon(place);
+            }
         }
         Ok(if freed { Release::Freed } else { Release::NotHeld })
     }
@@ -449,7 +560,14 @@ impl EtcdBackend {
         let mut seat = self.claims.seat(claim).await;
         let Some(place) = &mut *seat else { return Ok(Beating::Unknown) };
         let limit = self.link.patience().min(every);
+        self.trace_lease(place.seconds);
         self.heart.keep_alive(&mut place.lease, limit).await
+    }
+
+    /// The lease for traces of places of this time, if there is one. Has it kept alive.
+    pub(crate) fn trace_lease(&self, seconds: Option<i64>) -> Option<i64> {
+        self.clear_away_what_is_over();
+        seconds.and_then(|seconds| self.traces.kept(seconds, &self.heart))
     }
 }
 
@@ -465,9 +583,11 @@ fn mark(place: &KeyValue) -> u64 {
 const BEAT_MIN: Duration = Duration::from_millis(500);
 /// The most, whatever a member says of how long a lease lasts.
 const BEAT_MAX: Duration = Duration::from_secs(60 * 60);
-/// How long a holder whose lease somebody has ended early has to hear of it before the next one begins. At the end of a lease that was
-/// not kept alive it has known for longer, but these cannot be told apart. No time is lost where a lock is let go.
-const SETTLING: Duration = Duration::from_millis(100);
+/// How long a holder whose lease somebody has ended early has to hear of it before the next one begins. It is many times the time
+/// after which all holders listen, as answers may be slow on a machine that has much to do. None is lost where a lock is let go.
+const SETTLING: Duration = Duration::from_millis(250);
+/// How often it is looked whether they have all heard.
+const HEARD_EACH: Duration = Duration::from_millis(25);
 /// How often a waiter looks at all of the queue, in which somebody else may be the first by now: only to tell who.
 const LOOK_EACH: Duration = Duration::from_secs(10);
 /// How long a waiter that cannot listen waits before it looks.

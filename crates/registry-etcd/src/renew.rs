@@ -3,8 +3,9 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use futures_util::future::{join_all, try_join};
+use futures_util::future::{OptionFuture, join, join_all, try_join};
 use registry_core::{BackendError, Claim, Moment, Renewal};
+use tokio::time::timeout;
 
 use crate::backend::EtcdBackend;
 use crate::claims::Place;
@@ -17,12 +18,17 @@ use crate::txn;
 use crate::wire::KeyValue;
 
 /// A place as it was when its renewal began.
+#[derive(Clone)]
 struct Renewing {
     name: Vec<u8>,
     created: i64,
     lease: Lease,
+    /// What the lease was made for, if it is one of ours.
+    seconds: Option<i64>,
     /// What the lease was made for, if that is another one than before.
     new_seconds: Option<i64>,
+    /// The lease of its trace, as far as that is known.
+    trace: Option<i64>,
     beating: Beating,
 }
 
@@ -38,11 +44,15 @@ impl EtcdBackend {
         let settle = claims.iter().zip(begun).map(|(claim, begun)| {
             let seen = &seen;
             async move {
-                match (begun?, seen) {
+                let answer = match (begun?, seen) {
                     (None, _) => Ok(Renewal::Gone),
                     (Some(renewing), Ok(seen)) => self.settle(claim, renewing, seen).await,
                     (Some(_), Err(error)) => Err(error.clone()),
+                };
+                if matches!(answer, Ok(Renewal::Gone)) {
+                    self.give_up(claim).await;
                 }
+                answer
             }
         });
         join_all(settle).await
@@ -66,11 +76,37 @@ impl EtcdBackend {
         let Some(mut renewing) = known else { return Ok(None) };
         // However slow a member is, there must be time to ask another one.
         let limit = self.link.patience().min((claim.lease() / 6).max(LIMIT_MIN));
-        renewing.beating = self.heart.keep_alive(&mut renewing.lease, limit).await?;
+        let trace = self.trace_lease(renewing.seconds);
+        let has_none = trace.is_none() || trace != renewing.trace;
+        let again = has_none.then(|| self.leave_trace_again(renewing.clone(), limit));
+        let again = OptionFuture::from(again);
+        let (beating, again) = join(self.heart.keep_alive(&mut renewing.lease, limit), again).await;
+        renewing.trace = again.unwrap_or(trace);
+        renewing.beating = beating?;
         if claim.lease() > renewing.lease.ttl() && renewing.beating == Beating::Yes {
             return self.lengthen(claim, renewing).await;
         }
         Ok(Some(renewing))
+    }
+
+    /// Sees to it that the place has a trace under a lease that is kept alive: somebody may have ended the one that there was, and only this.
+    /// Tells the lease of the trace.
+    async fn leave_trace_again(&self, renewing: Renewing, limit: Duration) -> Option<i64> {
+        let (trace, seconds) = (self.names.trace(&renewing.name)?, renewing.seconds?);
+        let leave = async {
+            let lease = self.traces.lease(seconds, &self.pool, &self.heart).await.ok()?;
+            let again = txn::leave_again(&renewing.name, renewing.created, &trace, lease);
+            match self.ask(again).await {
+                Ok(_) => Some(lease),
+                Err(Failure::NoLease) => {
+                    self.traces.forget(lease);
+                    None
+                }
+                Err(_) => None,
+            }
+        };
+        // What does not come off now is tried again with the next renewal, which waits for nothing else either.
+        timeout(limit, leave).await.ok().flatten()
     }
 
     /// Attaches the claim's key to a longer lease. The key stays the one that it is.
@@ -80,16 +116,28 @@ impl EtcdBackend {
         mut renewing: Renewing,
     ) -> Result<Option<Renewing>, BackendError> {
         let seconds = seconds(claim.lease());
+        let trace = match self.names.trace(&renewing.name) {
+            Some(name) => Some((name, self.traces.lease(seconds, &self.pool, &self.heart).await?)),
+            None => None,
+        };
+        let trace = trace.as_ref().map(|(name, lease)| (&**name, *lease));
+        let trace_lease = trace.map(|(_, lease)| lease);
         let longer = self.pool.grant(seconds).await?;
-        let moved = txn::move_to(&renewing.name, renewing.created, longer.id);
+        let moved = txn::move_to(&renewing.name, renewing.created, longer.id, trace);
         // Of an unknown outcome the next look tells, by the lease that the key has.
-        let moved = self.ask(moved).await.map_err(Failure::into_error)?.succeeded;
-        if !moved {
+        let moved = self.ask(moved).await.map_err(|failure| {
+            if let (Failure::NoLease, Some(lease)) = (&failure, trace_lease) {
+                self.traces.forget(lease);
+            }
+            failure.into_error()
+        });
+        if !moved?.succeeded {
             self.pool.end(longer.id);
             return Ok(None);
         }
         renewing.lease = longer;
         renewing.new_seconds = Some(seconds);
+        renewing.trace = trace_lease;
         Ok(Some(renewing))
     }
 
@@ -146,6 +194,7 @@ impl EtcdBackend {
             } else if place.lease.id == renewing.lease.id && place.lease.left() < left {
                 place.lease = renewing.lease;
             }
+            place.trace = renewing.trace;
             if !place.watch.as_ref().is_some_and(Watch::lives) && self.ears.are_wanted() {
                 let from = seen.revision.saturating_add(1);
                 place.watch = Some(self.ears.watch_over(claim.key(), place.name.clone(), from));
@@ -159,11 +208,23 @@ impl EtcdBackend {
         Ok(Renewal::Renewed(left.min(claim.lease())))
     }
 
+    /// Does away with what is left of a lock that is lost: its holder knows of it.
+    async fn give_up(&self, claim: &Claim) {
+        let mut seat = self.claims.seat(claim).await;
+        if seat.as_ref().is_some_and(|place| place.granted)
+            && let Some(place) = seat.take()
+        {
+            self.abandon(place);
+        }
+    }
+
     /// Gives a place the lease that its key is attached to.
     fn change_lease(&self, place: &mut Place, lease: Lease, seconds: Option<i64>) {
         let before = std::mem::replace(&mut place.lease, lease);
         // The name does not tell the lease any more, so the lease cannot be that of another place with a name of its own.
         place.stray = true;
+        // Nor is it known where its trace is.
+        place.trace = None;
         if place.seconds.is_some() && before.id != place.lease.id {
             self.pool.end(before.id);
         }
@@ -178,7 +239,9 @@ impl Renewing {
             name: place.name.clone(),
             created,
             lease: place.lease.clone(),
+            seconds: place.seconds,
             new_seconds: None,
+            trace: place.trace,
             beating: Beating::Yes,
         })
     }

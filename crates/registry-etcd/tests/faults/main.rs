@@ -8,6 +8,7 @@
 
 mod cluster;
 mod one;
+mod traces;
 
 mod contest;
 mod elsewhere;

@@ -12,13 +12,13 @@ use tokio::time::{Instant, sleep};
 use crate::contest::{Contest, Keys, LEASE, LONG, millis, registry, secs};
 use crate::elsewhere;
 
-async fn server() -> (EtcdServer, EtcdConfig) {
+pub(crate) async fn server() -> (EtcdServer, EtcdConfig) {
     let server = EtcdServer::start().await.unwrap();
     let config = of(server.addr());
     (server, config)
 }
 
-fn of(addr: std::net::SocketAddr) -> EtcdConfig {
+pub(crate) fn of(addr: std::net::SocketAddr) -> EtcdConfig {
     EtcdConfig::new([(addr.ip().to_string(), addr.port())])
 }
 
@@ -72,7 +72,7 @@ async fn crashes_of_the_member_break_no_promise() {
 }
 
 /// The lease of whoever is first in the queue of `key`.
-async fn lease_of(server: &EtcdServer, key: &str) -> Option<String> {
+pub(crate) async fn lease_of(server: &EtcdServer, key: &str) -> Option<String> {
     let queue = format!("lock-registry/{key}/");
     let args = ["get", &queue, "--prefix", "--sort-by", "CREATE", "--limit", "1", "--keys-only"];
     let names = server.ctl(&args).await.unwrap();
@@ -96,7 +96,89 @@ async fn a_lease_that_somebody_else_ends_is_told_to_its_holder_at_once() {
     let outcome = contest.end(&server).await;
     let losses = outcome.steady_losses();
     assert!(losses.iter().all(|reason| *reason == LostReason::Gone), "{losses:?}");
-    outcome.assert_flawless_but_for_ended_leases();
+    outcome.assert_flawless();
+}
+
+/// All that is left of locks: what stands in queues, and beside them.
+pub(crate) async fn left(server: &EtcdServer) -> Vec<String> {
+    let names = server.ctl(&["get", "lock-registry/", "--prefix", "--keys-only"]).await.unwrap();
+    names.lines().filter(|line| !line.is_empty()).map(str::to_owned).collect()
+}
+
+/// Nobody stands behind the holder, whom the next one would have to wait for.
+#[tokio::test]
+async fn who_comes_after_a_holder_that_did_not_let_go_comes_when_that_one_has_heard_of_it() {
+    let (server, config) = server().await;
+    let (ours, theirs) = (registry(&config, LEASE).await, registry(&config, LEASE).await);
+    let (lock, next) = (ours.obtain("key"), theirs.obtain("key"));
+    for round in 0..6 {
+        let guard = lock.lock().await.unwrap();
+        if round == 0 {
+            // Longer than the lease of any trace lasts unless it is kept alive.
+            sleep(LEASE * 5).await;
+        }
+        let stand = left(&server).await;
+        assert_eq!(stand.len(), 2, "a place and its trace: {stand:?}");
+        if round % 2 == 0 {
+            let lease = lease_of(&server, "key").await.unwrap();
+            server.ctl(&["lease", "revoke", &lease]).await.unwrap();
+        } else {
+            server.ctl(&["del", "lock-registry/key/", "--prefix"]).await.unwrap();
+        }
+        let waits = round % 3 == 0;
+        let taken = if waits { next.lock().await.map(Some) } else { next.try_lock().await };
+        let taken = taken.unwrap().expect("nobody stands there");
+        assert!(!guard.is_held(), "it has not heard of it");
+        taken.unlock().await.unwrap();
+        // Whoever comes next need not wait.
+        eventually(LONG, async || match left(&server).await {
+            left if left.is_empty() => Ok(()),
+            left => Err(format!("{left:?}")),
+        })
+        .await;
+        drop(guard);
+    }
+}
+
+/// Nobody can know whether it has heard, so it is given the time.
+#[tokio::test]
+async fn who_comes_after_a_holder_that_does_not_say_that_it_heard_gives_it_time() {
+    let (server, config) = server().await;
+    let proxy = FaultProxy::start(server.addr()).unwrap();
+    let (ours, theirs) = (registry(&of(proxy.addr()), LEASE).await, registry(&config, LEASE).await);
+    let guard = ours.obtain("key").lock().await.unwrap();
+    proxy.set_mode(Mode::BlackHole).await.unwrap();
+    let lease = lease_of(&server, "key").await.unwrap();
+    server.ctl(&["lease", "revoke", &lease]).await.unwrap();
+    let begun = Instant::now();
+    let taken = theirs.obtain("key").try_lock().await.unwrap().expect("nobody stands there");
+    assert!(begun.elapsed() >= millis(100), "too soon: after {:?}", begun.elapsed());
+    assert_eq!(within(LONG, guard.lost()).await, LostReason::Expired);
+    taken.unlock().await.unwrap();
+}
+
+/// In one process, which goes on and has other locks: so nothing ends with it.
+#[tokio::test]
+async fn a_loss_leaves_nothing_behind() {
+    let (server, config) = server().await;
+    let ours = registry(&config, LEASE).await;
+    let other = ours.obtain("other").lock().await.unwrap();
+    for round in 0..4 {
+        let guard = ours.obtain("key").lock().await.unwrap();
+        server.ctl(&["del", "lock-registry/key/", "--prefix"]).await.unwrap();
+        within(LONG, guard.lost()).await;
+        if round % 2 == 0 {
+            guard.unlock().await.unwrap_err();
+        } else {
+            drop(guard);
+        }
+        eventually(LONG, async || match left(&server).await {
+            left if left.len() == 2 => Ok(()),
+            left => Err(format!("{left:?}")),
+        })
+        .await;
+    }
+    other.unlock().await.unwrap();
 }
 
 #[tokio::test]

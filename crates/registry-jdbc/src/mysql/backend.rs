@@ -10,14 +10,14 @@ use registry_core::{
     Holder, Key, LockBackend, Reach, Release, Renewal,
 };
 use sqlx::mysql::{MySqlQueryResult, MySqlRow};
-use sqlx::{MySql, Row};
+use sqlx::{MySql, RawSql, Row};
 
 use super::config::MySqlConfig;
 use super::error;
 use super::link::{Link, Repeat};
 use super::open::{self, Opened};
 use super::sql;
-use super::statement::{Statement, Statements, span};
+use super::statement::{Statements, span};
 use super::wake::Wakes;
 use crate::server::Errand;
 
@@ -92,7 +92,7 @@ impl MySqlBackend {
     }
 
     /// The statement that finds the claim's grant and keeps it as it is.
-    pub(super) fn fence_statement(&self, claim: &Claim, token: FencingToken) -> Statement {
+    pub(super) fn fence_statement(&self, claim: &Claim, token: FencingToken) -> RawSql {
         self.statements.fence(claim, token)
     }
 

@@ -1,15 +1,13 @@
 //! Fences a transaction by a lock in the same database.
 
 use registry_core::{FencingToken, LockGuard};
-use sqlx::mysql::MySqlRow;
-use sqlx::{MySql, Row, Transaction};
+use sqlx::{Executor as _, MySql, RawSql, Row, Transaction};
 
 use super::backend::MySqlBackend;
 use super::error;
 use super::row::MySqlRowBackend;
 use super::session::MySqlSessionBackend;
 use super::spring::MySqlSpringBackend;
-use super::statement::Statement;
 use crate::fence::{Fence, FenceError};
 
 impl Fence<MySql> for LockGuard {
@@ -28,7 +26,7 @@ impl Fence<MySql> for LockGuard {
         let Some(Fenced { statement, meta, store }) = fenced else {
             return Err(FenceError::unsupported(self, "MySQL"));
         };
-        let found: Vec<MySqlRow> = statement.fetch_all(&mut **transaction).await.map_err(sort)?;
+        let found = transaction.fetch_all(statement).await.map_err(sort)?;
         let Some(found) = found.first() else {
             return Err(why_not_found(self, meta, store, transaction).await);
         };
@@ -45,8 +43,8 @@ impl Fence<MySql> for LockGuard {
 /// What is asked in the caller's transaction, and who answers.
 pub(super) struct Fenced<'a> {
     /// Finds the grant, and keeps it as it is.
-    pub(super) statement: Statement,
-    pub(super) meta: Statement,
+    pub(super) statement: RawSql,
+    pub(super) meta: RawSql,
     /// The id of the tables.
     pub(super) store: &'a [u8],
 }
@@ -55,7 +53,7 @@ pub(super) struct Fenced<'a> {
 fn fenced(guard: &LockGuard, token: FencingToken) -> Option<Fenced<'_>> {
     let native = guard.backend::<MySqlBackend>().map(|backend| Fenced {
         statement: backend.fence_statement(guard.claim(), token),
-        meta: backend.statements.meta(),
+        meta: backend.statements.meta_there(),
         store: &backend.store,
     });
     let session = guard.backend::<MySqlSessionBackend>().map(|backend| &backend.rows);
@@ -63,7 +61,7 @@ fn fenced(guard: &LockGuard, token: FencingToken) -> Option<Fenced<'_>> {
     let native = native.or_else(|| {
         session.or_else(row).map(|backend| Fenced {
             statement: backend.statements.fence_held(guard.claim(), token),
-            meta: backend.statements.meta(),
+            meta: backend.statements.meta_there(),
             store: &backend.store,
         })
     });
@@ -74,11 +72,11 @@ fn fenced(guard: &LockGuard, token: FencingToken) -> Option<Fenced<'_>> {
 /// The row is not there: because the lock was lost, or because this is another database with lock tables.
 async fn why_not_found(
     guard: &LockGuard,
-    meta: Statement,
+    meta: RawSql,
     store: &[u8],
     transaction: &mut Transaction<'_, MySql>,
 ) -> FenceError {
-    let rows: Vec<MySqlRow> = match meta.fetch_all(&mut **transaction).await {
+    let rows = match transaction.fetch_all(meta).await {
         Ok(rows) => rows,
         Err(error) => return sort(error),
     };

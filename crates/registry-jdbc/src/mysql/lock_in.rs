@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use registry_core::{FencingToken, Key, Registry};
 use sqlx::mysql::MySqlRow;
-use sqlx::{MySql, MySqlConnection, Row, Transaction};
+use sqlx::{Executor as _, MySql, MySqlConnection, Row, Transaction};
 use tokio::time::{Instant, sleep};
 
 use super::backend::MySqlBackend;
@@ -79,7 +79,7 @@ async fn attempt(
         }
     }
     // A plain read would open the snapshot that the caller reads from when the lock is its own, and not see what is written until then.
-    let meta = backend.statements.meta_now().fetch_optional(&mut *connection).await;
+    let meta = connection.fetch_optional(backend.statements.meta_now_there()).await;
     let meta = meta.map_err(|error| sort(key, error))?;
     check_store(backend, meta.as_ref(), 1, key)?;
     Ok(None)
@@ -91,15 +91,15 @@ async fn take(
     key: &Key,
 ) -> Result<Option<FencingToken>, LockInError> {
     let sort = |error| sort(key, error);
-    let lock = backend.statements.lock_row(key).fetch_optional(&mut *connection);
+    let lock = connection.fetch_optional(backend.statements.lock_row_there(key));
     let Some(row) = lock.await.map_err(sort)? else { return Ok(None) };
     // Since the look at it. Its holder cannot renew until this transaction ends, so better at once.
     if row.try_get::<i64, _>(0).map_err(sort)? != 0 {
         return Err(LockInError::conflict(key, None));
     }
     let (claim, newest) = (row.try_get(2).map_err(sort)?, row.try_get(3).map_err(sort)?);
-    let seen = backend.statements.row_seen_in(key, claim, newest).fetch_optional(&mut *connection);
-    let seen = seen.await.map_err(sort)?;
+    let seen = backend.statements.row_seen_there(key, claim, newest);
+    let seen = connection.fetch_optional(seen).await.map_err(sort)?;
     check_store(backend, seen.as_ref(), 0, key)?;
     if seen.is_some_and(|seen| seen.try_get::<i64, _>(1).is_ok_and(|is_seen| is_seen == 0)) {
         // It began to read before the key was granted last, and would go on reading what whoever had it has overwritten.
@@ -108,7 +108,7 @@ async fn take(
     let token: i64 = row.try_get(1).map_err(sort)?;
     let written = FencingToken::try_from(token);
     let written = written.map_err(|error| sort(sqlx::Error::Decode(error.into())))?;
-    backend.statements.raise_token(key, token).execute(connection).await.map_err(sort)?;
+    connection.execute(backend.statements.raise_token_there(key, token)).await.map_err(sort)?;
     Ok(Some(written))
 }
 

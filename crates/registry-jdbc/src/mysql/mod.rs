@@ -10,6 +10,7 @@ mod backend;
 mod renew;
 mod statement;
 mod sql;
+mod plain;
 // How it reaches the server.
 mod link;
 mod error;

@@ -7,6 +7,7 @@ use sqlx::mysql::MySqlArguments;
 use sqlx::query::Query;
 use sqlx::{Encode, MySql, Type, query};
 
+use super::plain::{Value, plain};
 use super::sql::{self, Text, Texts};
 use crate::server::RowId;
 
@@ -35,9 +36,14 @@ impl Statements {
         query(self.texts.meta.safe())
     }
 
+    /// The same on a connection of the caller.
+    pub(super) fn meta_there(&self) -> RawSql {
+        plain(&self.texts.meta, &[])
+    }
+
     /// The same as it is now, without a snapshot.
-    pub(super) fn meta_now(&self) -> Statement {
-        query(self.texts.meta_now.safe())
+    pub(super) fn meta_now_there(&self) -> RawSql {
+        plain(&self.texts.meta_now, &[])
     }
 
     pub(super) fn acquire(&self, claim: &Claim) -> Statement {
@@ -90,15 +96,19 @@ impl Statements {
         self.of_key(&self.texts.force_release, key)
     }
 
-    pub(super) fn fence(&self, claim: &Claim, token: FencingToken) -> Statement {
-        let token = i64::from(token);
-        self.of_key(&self.texts.fence, claim.key()).bind(claim_bytes(claim)).bind(token).bind(token)
+    pub(super) fn fence(&self, claim: &Claim, token: FencingToken) -> RawSql {
+        self.fence_by(&self.texts.fence, claim, token)
     }
 
-    pub(super) fn fence_held(&self, claim: &Claim, token: FencingToken) -> Statement {
+    pub(super) fn fence_held(&self, claim: &Claim, token: FencingToken) -> RawSql {
+        self.fence_by(&self.texts.fence_held, claim, token)
+    }
+
+    fn fence_by(&self, text: &Text, claim: &Claim, token: FencingToken) -> RawSql {
         let token = i64::from(token);
-        let statement = self.of_key(&self.texts.fence_held, claim.key());
-        statement.bind(claim_bytes(claim)).bind(token).bind(token)
+        let row = self.value(claim.key());
+        let claim = Value::Bytes(claim_bytes(claim));
+        plain(text, &[row, claim, Value::Number(token), Value::Number(token)])
     }
 
     pub(super) fn session_keep(&self, claim: &Claim, token: FencingToken) -> Statement {
@@ -168,12 +178,17 @@ impl Statements {
         self.of_key(&self.texts.lock_row, key)
     }
 
-    pub(super) fn row_seen_in(&self, key: &Key, claim: Option<Vec<u8>>, token: i64) -> Statement {
-        self.of_key(&self.texts.row_seen_in, key).bind(claim).bind(token)
+    pub(super) fn lock_row_there(&self, key: &Key) -> RawSql {
+        plain(&self.texts.lock_row, &[self.value(key)])
     }
 
-    pub(super) fn raise_token(&self, key: &Key, token: i64) -> Statement {
-        query(self.texts.raise_token.safe()).bind(token).bind(id_bytes(self.row(key)))
+    pub(super) fn row_seen_there(&self, key: &Key, claim: Option<Vec<u8>>, token: i64) -> RawSql {
+        let values = [self.value(key), Value::MaybeBytes(claim), Value::Number(token)];
+        plain(&self.texts.row_seen_in, &values)
+    }
+
+    pub(super) fn raise_token_there(&self, key: &Key, token: i64) -> RawSql {
+        plain(&self.texts.raise_token, &[Value::Number(token), self.value(key)])
     }
 
     /// All of the claims want the same lease.
@@ -196,6 +211,10 @@ impl Statements {
     pub(super) fn held(&self, rows: &[RowId]) -> Statement {
         let statement = query(Texts::sized(&self.texts.held, rows.len()).safe());
         filled(statement, rows.iter().map(|row| id_bytes(*row)))
+    }
+
+    fn value(&self, key: &Key) -> Value {
+        Value::Bytes(id_bytes(self.row(key)))
     }
 
     fn of_key(&self, text: &Text, key: &Key) -> Statement {

@@ -1,11 +1,15 @@
 //! A lock that lasts as long as the caller's transaction.
 
+use std::cell::RefCell;
 use std::sync::Arc;
 use std::time::Duration;
 
+use registry_conformance::sweep::{Swept, sweep};
 use registry_core::{LockBackend, LockOptions, LockRegistry, Registry, Renewal};
+use registry_jdbc::sqlx::mysql::MySqlPoolOptions;
 use registry_jdbc::sqlx::{AssertSqlSafe, Connection, Executor, Row};
-use registry_jdbc::{LockIn, LockInError, MySqlBackend};
+use registry_jdbc::{Fence, LockIn, LockInError, MySqlBackend};
+use registry_testkit::eventually;
 use tokio::time::timeout;
 
 use crate::lab::{SOON, backend, claim, config, data, grant, lock, registry, run, server};
@@ -198,4 +202,51 @@ async fn counters_of_transactions_and_leases_come_out_exact() {
     }
     workers.join_all().await;
     assert_eq!(server.sql("SELECT n FROM counter").await.unwrap().trim(), (4 * EACH).to_string());
+}
+
+/// Whatever is dropped in the middle of a transaction, at any point: that is rolled back, its connection serves the next one, and the lock is free.
+#[tokio::test]
+#[expect(clippy::async_yields_async, reason = "the sweep polls what is made")]
+async fn a_transaction_that_is_dropped_at_any_point_leaves_nothing_behind() {
+    let server = server().await;
+    let registry = registry(config(&server)).await;
+    let pool = MySqlPoolOptions::new().max_connections(1).connect(&server.url()).await.unwrap();
+    let tokens = RefCell::new(Vec::new());
+    let check_lock = async |end| {
+        if let Swept::Completed { output, .. } = end {
+            tokens.borrow_mut().push(output);
+        }
+        let guard = timeout(SOON, registry.obtain("orders/42").lock()).await.unwrap().unwrap();
+        tokens.borrow_mut().push(guard.fencing_token().unwrap());
+        guard.unlock().await.unwrap();
+    };
+    let locked = async || {
+        let mut tx = timeout(SOON, pool.begin()).await.unwrap().unwrap();
+        let registry = registry.clone();
+        async move {
+            let lock = registry.lock_in(&mut tx, "orders/42").await.unwrap();
+            tx.commit().await.unwrap();
+            lock.fencing_token()
+        }
+    };
+    sweep(locked, 100, check_lock).await;
+    assert!(tokens.borrow().is_sorted_by(|one, next| one < next), "{tokens:?}");
+
+    let guard = Arc::new(registry.obtain("orders/43").lock().await.unwrap());
+    let fenced = async || {
+        let mut tx = timeout(SOON, pool.begin()).await.unwrap().unwrap();
+        let guard = Arc::clone(&guard);
+        async move {
+            guard.fence(&mut tx).await.unwrap();
+            tx.commit().await.unwrap();
+        }
+    };
+    // The pool takes its time to roll back, and the server to hear of it.
+    let renewed =
+        async || guard.renew(Duration::from_secs(30)).await.map_err(|error| error.to_string());
+    let check_guard = async |_| {
+        eventually(SOON, renewed).await;
+        assert!(guard.is_held());
+    };
+    sweep(fenced, 100, check_guard).await;
 }

@@ -20,6 +20,7 @@ use super::error;
 use super::fence::Fenced;
 use super::link::{Link, Repeat};
 use super::open::{self, Opened};
+use super::plain::{Value, plain};
 use super::purge;
 use super::sql::{SIZES, Texts as NativeTexts, quoted};
 use super::statement::{Statement, filled, span};
@@ -81,14 +82,16 @@ impl MySqlSpringBackend {
     /// What a fence asks.
     pub(super) fn fenced(&self, claim: &Claim, token: FencingToken) -> Fenced<'_> {
         let (lock_key, token) = (lock_key(claim.key()), i64::from(token));
-        let statement = query(self.texts.fence.safe())
-            .bind(self.row_id(&lock_key))
-            .bind(claim.id().to_bytes().to_vec())
-            .bind(token)
-            .bind(token)
-            .bind(lock_key)
-            .bind(client_id(claim.id()));
-        Fenced { statement, meta: query(self.native.meta.safe()), store: &self.store }
+        let values = [
+            Value::Bytes(self.row_id(&lock_key)),
+            Value::Bytes(claim.id().to_bytes().to_vec()),
+            Value::Number(token),
+            Value::Number(token),
+            Value::Word(lock_key),
+            Value::Word(client_id(claim.id())),
+        ];
+        let statement = plain(&self.texts.fence, &values);
+        Fenced { statement, meta: plain(&self.native.meta, &[]), store: &self.store }
     }
 
     /// Who has the key.

@@ -1,0 +1,88 @@
+//! Statements with their values in them, for connections of the caller, whose futures may be dropped at any time.
+//!
+//! sqlx prepares a statement before it sends the values. A future that is dropped between the two leaves answers on the connection that
+//! nobody counts any more, so that whatever comes next on it, the rollback first of all, waits for ever for its own
+//! (seen with sqlx 0.9.0; connections of our own are closed when that happens). The answer to a statement that is sent as text is always counted.
+
+use std::fmt::Write as _;
+
+use sqlx::{AssertSqlSafe, RawSql, raw_sql};
+
+use super::sql::Text;
+
+/// What stands for a question mark.
+#[derive(Debug)]
+pub(super) enum Value {
+    Bytes(Vec<u8>),
+    MaybeBytes(Option<Vec<u8>>),
+    Number(i64),
+    /// A word of ours: letters, digits and hyphens.
+    Word(String),
+}
+
+/// The statement, ready to be sent.
+pub(super) fn plain(text: &Text, values: &[Value]) -> RawSql {
+    raw_sql(AssertSqlSafe(filled_in(text.as_str(), values)))
+}
+
+fn filled_in(text: &str, values: &[Value]) -> String {
+    let mut plain = String::with_capacity(text.len() * 2);
+    let mut values = values.iter();
+    // Names and words may have any sign in them, but for quotes, which are doubled.
+    let mut quote = None;
+    for sign in text.chars() {
+        match (sign, quote) {
+            ('`' | '\'', None) => quote = Some(sign),
+            _ if quote == Some(sign) => quote = None,
+            _ => {}
+        }
+        if sign == '?' && quote.is_none() {
+            values.next().expect("there is a value for each question mark").write_to(&mut plain);
+        } else {
+            plain.push(sign);
+        }
+    }
+    debug_assert!(values.next().is_none(), "too many values");
+    plain
+}
+
+impl Value {
+    fn write_to(&self, text: &mut String) {
+        match self {
+            Self::Bytes(bytes) | Self::MaybeBytes(Some(bytes)) => {
+                text.push_str("x'");
+                for byte in bytes {
+                    _ = write!(text, "{byte:02x}");
+                }
+                text.push('\'');
+            }
+            Self::MaybeBytes(None) => text.push_str("NULL"),
+            // In brackets, because a sign binds less than what may stand before it.
+            Self::Number(number) => _ = write!(text, "({number})"),
+            Self::Word(word) => {
+                debug_assert!(word.chars().all(|c| c.is_ascii_alphanumeric() || c == '-'));
+                _ = write!(text, "'{word}'");
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn values_stand_where_the_question_marks_were() {
+        let values = [
+            Value::Bytes(vec![0, 255, b'\'']),
+            Value::MaybeBytes(None),
+            Value::MaybeBytes(Some(vec![])),
+            Value::Number(-1),
+            Value::Word("1b-2".to_owned()),
+        ];
+        assert_eq!(
+            filled_in("`a?``'?` = ? AND b <=> ? AND c = ? AND d=? AND e = ? AND f = '?'", &values),
+            "`a?``'?` = x'00ff27' AND b <=> NULL AND c = x'' AND d=(-1) AND e = '1b-2' AND f = '?'"
+        );
+    }
+}
