@@ -164,6 +164,10 @@ impl Text {
         Self(text.into())
     }
 
+    pub(super) fn as_str(&self) -> &str {
+        &self.0
+    }
+
     /// For the client, which asks for a promise that no value was put into it.
     pub(super) fn safe(&self) -> SqlStr {
         AssertSqlSafe(Arc::clone(&self.0)).into_sql_str()

@@ -5,7 +5,7 @@ use std::time::Duration;
 use registry_core::{Claim, ClaimId, FencingToken, Key};
 use sqlx::mysql::MySqlArguments;
 use sqlx::query::Query;
-use sqlx::{Encode, MySql, Type, query};
+use sqlx::{Encode, MySql, RawSql, Type, query};
 
 use super::plain::{Value, plain};
 use super::sql::{self, Text, Texts};
