@@ -26,8 +26,6 @@ pub(crate) struct Place {
     pub(crate) granted: bool,
     /// Since when it has been the first after somebody who may not have heard yet of having been put out.
     pub(crate) settling: Option<Moment>,
-    /// That one has heard, or has had time to.
-    pub(crate) settled: bool,
     /// Something that was asked for it may not have been carried out yet.
     pub(crate) stray: bool,
     /// The one before it, if there was any at the last look.
@@ -48,7 +46,6 @@ impl Place {
             created: None,
             granted: false,
             settling: None,
-            settled: false,
             stray: false,
             before: None,
             watch: None,
@@ -73,7 +70,6 @@ impl Place {
             created: Some(key.create_revision),
             granted: is_first,
             settling: None,
-            settled: false,
             stray: false,
             before: None,
             watch: None,

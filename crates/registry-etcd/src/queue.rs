@@ -1,9 +1,8 @@
 //! The queue of a lock: who is first in it holds the lock. Joins, looks, waits and leaves.
 
-use std::collections::BTreeSet;
 use std::time::Duration;
 
-use futures_util::future::{join, join_all};
+use futures_util::future::join;
 use registry_core::{Attempt, BackendError, Busy, Claim, FencingToken, Grant, Moment, Release};
 use tokio::time::{Instant, sleep, sleep_until};
 
@@ -197,7 +196,7 @@ impl EtcdBackend {
                 Some(since) => Moment::now().since(since) < SETTLING,
                 None => unheard || self.others(&place, &traces),
             };
-            if settles && !place.settled {
+            if settles {
                 return Ok(self.let_hear(seat, place, traces).await);
             }
         }
@@ -265,37 +264,11 @@ impl EtcdBackend {
         let since = *place.settling.get_or_insert_with(Moment::now);
         // Whoever is dropped meanwhile and asks again goes on waiting.
         **seat = Some(place);
-        while Moment::now().since(since) < SETTLING {
-            sleep(HEARD_EACH).await;
-            if self.were_taken_away(&traces).await {
-                break;
-            }
-        }
-        if let Some(place) = &mut **seat {
-            place.settled = true;
-        }
+        sleep(SETTLING.saturating_sub(Moment::now().since(since))).await;
         for trace in traces {
             self.pool.erase(trace.key, trace.create_revision);
         }
         Step::Again
-    }
-
-    /// Whether all who left these traces have taken them away, for they have heard. False if there may be more traces, or if their leases have
-    /// ended too, which somebody else may have done to all leases, one after the other.
-    async fn were_taken_away(&self, traces: &[KeyValue]) -> bool {
-        if traces.is_empty() || !txn::are_all_traces(traces) {
-            return false;
-        }
-        let names = traces.iter().map(|trace| &*trace.key);
-        let Ok(mut found) = self.ask(txn::look_at_all(names)).await else { return false };
-        for trace in traces {
-            let is_there = |found: KeyValue| found.create_revision == trace.create_revision;
-            if found.key().map_or(true, |found| found.is_some_and(is_there)) {
-                return false;
-            }
-        }
-        let leases: BTreeSet<_> = traces.iter().map(|trace| trace.lease).collect();
-        join_all(leases.into_iter().map(|lease| self.lives(lease))).await.into_iter().all(|it| it)
     }
 
     async fn lives(&self, lease: i64) -> bool {
@@ -586,8 +559,6 @@ const BEAT_MAX: Duration = Duration::from_secs(60 * 60);
 /// How long a holder whose lease somebody has ended early has to hear of it before the next one begins. It is many times the time
 /// after which all holders listen, as answers may be slow on a machine that has much to do. None is lost where a lock is let go.
 const SETTLING: Duration = Duration::from_millis(250);
-/// How often it is looked whether they have all heard.
-const HEARD_EACH: Duration = Duration::from_millis(25);
 /// How often a waiter looks at all of the queue, in which somebody else may be the first by now: only to tell who.
 const LOOK_EACH: Duration = Duration::from_secs(10);
 /// How long a waiter that cannot listen waits before it looks.

@@ -70,11 +70,6 @@ fn some_traces(all: &[u8]) -> RangeRequest {
     }
 }
 
-/// Whether there were no more than these when some were asked for.
-pub(crate) fn are_all_traces(some: &[KeyValue]) -> bool {
-    i64::try_from(some.len()).is_ok_and(|count| count < TRACES)
-}
-
 /// Answers with what is under `name`, with the one that came last before the revision `created`, and with the first of the queue. With
 /// `traces`, what all of them begin with, also with some that are older than `created`; and with what is under `trace`, whenever that came
 /// to be.

@@ -1,7 +1,6 @@
 //! What stands beside queues: that it is there as long as it is needed, and no longer.
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use registry_core::{LockOptions, LockRegistry as _, Registry};
 use registry_etcd::EtcdBackend;
@@ -72,7 +71,7 @@ async fn a_holder_whose_trace_somebody_else_has_ended_leaves_another_one() {
             Some(waiting) => waiting.await.unwrap().unwrap(),
             None => theirs.obtain("key").lock().await.unwrap(),
         };
-        assert!(begun.elapsed() >= millis(100), "too soon: after {:?}", begun.elapsed());
+        assert!(begun.elapsed() >= millis(250), "too soon: after {:?}", begun.elapsed());
         next.unlock().await.unwrap();
         proxy.set_mode(Mode::Pass).await.unwrap();
         drop(guard);
@@ -139,26 +138,4 @@ async fn nobody_waits_for_those_who_let_go() {
     let (took, waits) = (begun.elapsed(), millis(250) * TURNS);
     assert!(took < waits / 2, "{took:?} for {TURNS} turns");
     assert_eq!(left(&server).await, [""; 0]);
-}
-
-/// The one that hears says so by its trace: nobody waits for all of the time that one gets who is cut off.
-#[tokio::test]
-async fn who_comes_after_a_holder_that_heard_of_its_loss_waits_no_longer() {
-    const TURNS: u32 = 20;
-    let (server, config) = server().await;
-    let (ours, theirs) = (registry(&config, secs(30)).await, registry(&config, secs(30)).await);
-    let mut waited = Duration::ZERO;
-    for _ in 0..TURNS {
-        let guard = ours.obtain("key").lock().await.unwrap();
-        let waiting = theirs.obtain("key");
-        let waiting = tokio::spawn(async move { waiting.lock().await });
-        stand(&server, 4).await;
-        let begun = Instant::now();
-        assert!(theirs.force_release("key").await.unwrap());
-        let next = waiting.await.unwrap().unwrap();
-        waited += begun.elapsed();
-        assert!(!guard.is_held(), "it has heard");
-        next.unlock().await.unwrap();
-    }
-    assert!(waited < millis(250) * TURNS, "{waited:?} for {TURNS} turns");
 }
