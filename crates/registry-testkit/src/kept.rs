@@ -20,16 +20,15 @@ pub(crate) const START_LIMIT: Duration = Duration::from_secs(60);
 /// How long the kernel may take to stop or to end a process.
 const SIGNAL_LIMIT: Duration = Duration::from_secs(30);
 
-/// Starts its arguments as a server and says the server's process id. Ends when the server does; and ends the server when
+/// Starts its arguments as a server and says the server's process id, before the server says anything. Ends when the server does; and ends the server when
 /// its own input ends, because a test that is killed runs no `Drop`. The kernel then hangs up on groups that it leaves
 /// behind with a paused member; without the trap, that would be the end of the watcher. What a server has started can be paused on
 /// its own, and would then never notice that the server is gone.
 const KEEPER: &str = r#"
 trap '' HUP
 exec 3<&0
-"$@" </dev/null 3<&- 2>&1 &
+sh -c 'echo "server $$"; exec "$@"' sh "$@" </dev/null 3<&- 2>&1 &
 server=$!
-echo "server $server"
 { cat <&3; kill -9 $server $(cat /proc/$server/task/$server/children); } >/dev/null 2>&1 &
 watcher=$!
 exec 3<&-
