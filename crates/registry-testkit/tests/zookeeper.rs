@@ -57,12 +57,16 @@ async fn a_killed_zookeeper_comes_back_with_its_data_and_its_sessions() {
 
 #[tokio::test]
 async fn a_session_is_ended_from_a_second_connection() {
+    let alone = ZooKeeperServer::start().await.unwrap();
     let ensemble = ZooKeeperEnsemble::start().await.unwrap();
     let [one, two, _] = ensemble.members() else { unreachable!() };
-    for other in [one, two] {
-        let client = client(&one.url(), Duration::from_secs(6)).await;
+    for (own, other) in [(&alone, &alone), (one, two), (two, one)] {
+        let client = client(&own.url(), Duration::from_secs(6)).await;
         create(&client, "/mine", CreateMode::Ephemeral).await;
         let mut states = client.state_watcher();
+        if own.addr() != other.addr() {
+            own.end_session(client.session_id().0).await.unwrap_err();
+        }
         other.end_session(client.session_id().0).await.unwrap();
         within(LIMIT, async { while states.changed().await != SessionState::Expired {} }).await;
         let witness = self::client(&other.url(), LIMIT).await;

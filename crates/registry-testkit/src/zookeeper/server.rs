@@ -230,12 +230,20 @@ impl ZooKeeperServer {
 
     /// Ends a session from a second connection, as if its own client had. Its client hears that it has expired.
     ///
+    /// A member of an ensemble must not be the one that the session's client is connected to. That one may go on answering the client's
+    /// pings for ever if the client comes back just before the end of its session; a server on its own has no such gap.
+    ///
     /// # Errors
-    /// The connection's, or that the server knows no such session.
+    /// The connection's, that the server knows no such session, or that it is the client's own member of an ensemble.
     ///
     /// # Cancel safety
     /// The session may have ended or not.
     pub async fn end_session(&self, session: i64) -> io::Result<()> {
+        let ours = self.clients().await?.iter().any(|client| client.session == session);
+        if ours && self.mode().await?.is_some_and(|mode| mode != "standalone") {
+            let why = format!("session {session:#x} is this member's; another one must end it");
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
+        }
         session::end(self.port.addr(), session).await
     }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 
 /// A connection that a server has, as it tells of it (`cons`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,14 +59,17 @@ const TIMEOUT: i32 = 1_000;
 /// How often it is tried to end a session, and the pause after a connection that was lost.
 const TRIES: usize = 500;
 const PAUSE: Duration = Duration::from_millis(20);
+/// How long one try may take: where two want the same session at once, one of them may get no answer.
+const TRY_LIMIT: Duration = Duration::from_secs(1);
 
 /// Takes over a session and ends it, as its own client could from another connection.
 ///
-/// The client comes back as soon as its connection is taken from it, and then takes ours. Whoever is last before the end of the session
-/// is a matter of luck, so it is tried again.
+/// A client of the same server comes back as soon as its connection is taken from it, and then takes ours. Whoever is last before the end
+/// of the session is a matter of luck, so it is tried again.
 pub(super) async fn end(addr: SocketAddr, session: i64) -> io::Result<()> {
     for number in 0..TRIES {
-        match take_and_end(addr, session).await {
+        let tried = timeout(TRY_LIMIT, take_and_end(addr, session)).await;
+        match tried.unwrap_or_else(|late| Err(late.into())) {
             Ok(false) if number == 0 => {
                 return Err(io::Error::other(format!("the server knows no session {session:#x}")));
             }
