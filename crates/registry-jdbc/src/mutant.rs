@@ -14,6 +14,8 @@ pub enum Mutant {
     ReleaseWithoutOwner = 1,
     /// A renewal brings a lease back that has ended.
     RenewalRevives,
+    /// A key that was let go is granted again, whoever has it meanwhile.
+    TakesAgainWhatOthersHold,
     /// A grant has the token of the one before.
     TokenStandsStill,
     /// Each client reads a clock of its own.
@@ -28,9 +30,10 @@ pub enum Mutant {
 
 impl Mutant {
     /// All of them.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::ReleaseWithoutOwner,
         Self::RenewalRevives,
+        Self::TakesAgainWhatOthersHold,
         Self::TokenStandsStill,
         Self::ClientClock,
         Self::FenceWithoutLock,

@@ -19,7 +19,7 @@ use super::open::{self, Opened};
 use super::sql;
 use super::statement::{Statements, span};
 use super::wake::Wakes;
-use crate::server::Errand;
+use crate::server::{Errand, LetGo};
 
 /// Locks in a MariaDB or MySQL database: they exclude all who reach it. MariaDB 10.6, MySQL 8.0, or newer; tables of InnoDB.
 ///
@@ -59,6 +59,7 @@ pub struct MySqlBackend {
     pub(super) link: Arc<Link>,
     pub(super) statements: Arc<Statements>,
     pub(super) wakes: Wakes,
+    let_go: LetGo,
 }
 
 impl MySqlBackend {
@@ -76,7 +77,7 @@ impl MySqlBackend {
         let Opened { texts, store } = open::open(&config, &link).await?;
         let statements = Arc::new(Statements { texts, namespace: config.namespace.clone() });
         let wakes = Wakes::new(Arc::clone(&link), Arc::clone(&statements));
-        Ok(Self { config, store, link, statements, wakes })
+        Ok(Self { config, store, link, statements, wakes, let_go: LetGo::default() })
     }
 
     /// The statements that make the tables of this store, for those who let nobody else make tables.
@@ -99,8 +100,20 @@ impl MySqlBackend {
     /// One statement: grants the key if it is free.
     async fn take(&self, claim: &Claim) -> Result<Option<FencingToken>, BackendError> {
         // A claim that was granted is found by the look that follows: to ask twice does no harm.
-        let make = || self.statements.acquire(claim);
-        let done = self.link.change(Errand::Acquire, Repeat::Harmless, make).await?;
+        let done = if self.let_go.take(self.statements.row(claim.key())) {
+            let make = || self.statements.take_again(claim);
+            match self.link.change(Errand::Acquire, Repeat::Harmless, make).await {
+                Err(error) if error::tells_of_locked_row(&error) => {
+                    // By a fence of somebody who has it meanwhile, perhaps; then it is busy.
+                    let is_held = self.look(claim.key()).await?.is_some();
+                    return if is_held { Ok(None) } else { Err(error) };
+                }
+                done => done?,
+            }
+        } else {
+            let make = || self.statements.acquire(claim);
+            self.link.change(Errand::Acquire, Repeat::Harmless, make).await?
+        };
         match done.last_insert_id() {
             0 => Ok(None),
             token => self.fencing_token(i64::try_from(token).unwrap_or(-1)).map(Some),
@@ -233,9 +246,13 @@ impl LockBackend for MySqlBackend {
         // Asked twice, it would say that the claim held nothing. Who repeats it must know that.
         let make = || self.statements.release(claim);
         let done = self.link.change(Errand::Release, Repeat::Never, make).await?;
+        let released = freed(&done);
+        if released == Release::Freed {
+            self.let_go.note(self.statements.row(claim.key()));
+        }
         self.wakes.look_soon(claim.key());
         self.purge_by_chance(claim).await;
-        Ok(freed(&done))
+        Ok(released)
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {

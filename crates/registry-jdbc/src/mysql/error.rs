@@ -165,6 +165,12 @@ pub(super) fn is_busy(error: &sqlx::Error) -> bool {
     matches!(number_of(error), Some(DEADLOCK | CHECK_READ | LOCK_WAIT_TIMEOUT))
 }
 
+/// Whether somebody else had the row locked for longer than the statement waits.
+pub(super) fn tells_of_locked_row(error: &BackendError) -> bool {
+    let source = std::error::Error::source(error).and_then(|source| source.downcast_ref());
+    source.is_some_and(|error| number_of(error) == Some(LOCK_WAIT_TIMEOUT))
+}
+
 /// Whether the server refuses for want of a right.
 pub(super) fn is_denied(error: &sqlx::Error) -> bool {
     number_of(error).is_some_and(|number| judge(number).kind == Denied)

@@ -49,6 +49,7 @@ pub(super) struct Texts {
     pub(super) meta: Text,
     pub(super) meta_now: Text,
     pub(super) acquire: Text,
+    pub(super) take_again: Text,
     pub(super) look: Text,
     pub(super) holder: Text,
     pub(super) holder_by_lease: Text,
@@ -102,6 +103,10 @@ impl Texts {
             meta: one(META),
             meta_now: one(&format!("{META} LOCK IN SHARE MODE")),
             acquire: one(&slipped(&ACQUIRE, &[TOKEN_STANDS_STILL]).replace("{end}", "{now} + ?")),
+            take_again: one(&slipped(
+                TAKE_AGAIN,
+                &[TOKEN_STANDS_STILL_AGAIN, TAKES_WHAT_OTHERS_HOLD],
+            )),
             look: one(LOOK),
             holder: one(&holders("id = ?", HOLDING_CONNECTION)),
             holder_by_lease: one(&holders("id = ?", "NULL")),
@@ -151,6 +156,10 @@ const TOKEN_STANDS_STILL: Slip = Slip::new(
     "GREATEST(VALUES(token), {locks}.token + {locks}.block)",
     "GREATEST(0, {locks}.token)",
 );
+const TOKEN_STANDS_STILL_AGAIN: Slip =
+    Slip::new(Mutant::TokenStandsStill, "GREATEST({now}, token + block)", "GREATEST(0, token)");
+const TAKES_WHAT_OTHERS_HOLD: Slip =
+    Slip::new(Mutant::TakesAgainWhatOthersHold, "(claim IS NULL OR until <= {now})", "TRUE");
 const FENCE_WITHOUT_LOCK: Slip = Slip::new(Mutant::FenceWithoutLock, "FOR UPDATE", "");
 const SESSION_TRUSTS_ITS_MEMORY: Slip =
     Slip::new(Mutant::SessionTrustsItsMemory, "AND l.claim = ?", "AND ? IS NOT NULL");
@@ -240,6 +249,19 @@ static ACQUIRE: LazyLock<String> = LazyLock::new(|| {
         kept("claim"),
     )
 });
+
+/// Grants the key like [`ACQUIRE`], if there is a row that nobody holds: for less than half of the server's time, as it neither reads what is there
+/// beforehand nor tries to insert. For those who guess so: otherwise it may wait for a row that is locked, and the *last insert id* is zero.
+///
+/// The row's own token covers all of the key's that came before: a row is made above those of deleted ones. It stands first, because assignments
+/// see what was assigned before.
+///
+/// block, label, claim, lease, id
+const TAKE_AGAIN: &str = "\
+    UPDATE {locks} SET \
+        token = LAST_INSERT_ID(GREATEST({now}, token + block)), \
+        block = ?, label = ?, since = {now}, claim = ?, until = {now} + ? \
+    WHERE id = ? AND (claim IS NULL OR until <= {now}) AND {writable}";
 
 /// id
 const LOOK: &str = "\

@@ -53,6 +53,16 @@ impl Statements {
         statement.bind(micros(claim.lease())).bind(id_bytes(id))
     }
 
+    /// The same for a row that is there.
+    pub(super) fn take_again(&self, claim: &Claim) -> Statement {
+        query(self.texts.take_again.safe())
+            .bind(i64::from(claim.token_block()))
+            .bind(claim.label().map(|label| label.as_bytes().to_vec()))
+            .bind(claim_bytes(claim))
+            .bind(micros(claim.lease()))
+            .bind(id_bytes(self.row(claim.key())))
+    }
+
     /// A grant of no time and of so many tokens: for those who want a lease the row is free, and its tokens count.
     pub(super) fn session_note(&self, claim: &Claim, block: i64) -> Statement {
         let id = self.row(claim.key());

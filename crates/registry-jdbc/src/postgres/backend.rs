@@ -19,7 +19,7 @@ use super::open::{self, Opened};
 use super::renew::CLAIMS_MAX;
 use super::sql::{self, Text, Texts};
 use super::statement::{Statement, Value};
-use crate::server::{Errand, RowId};
+use crate::server::{Errand, LetGo, RowId};
 
 /// Locks in a PostgreSQL database: they exclude all who reach it.
 ///
@@ -56,6 +56,7 @@ pub struct PostgresBackend {
     pub(super) link: Link,
     pub(super) ears: Option<Ears>,
     channel: Channel,
+    let_go: LetGo,
 }
 
 impl PostgresBackend {
@@ -79,6 +80,7 @@ impl PostgresBackend {
             store,
             ears,
             channel,
+            let_go: LetGo::default(),
         })
     }
 
@@ -145,19 +147,19 @@ impl PostgresBackend {
     /// Grants the key if it is free, or tells who has it. `None` if it was taken or let go in this very moment.
     async fn ask_for(&self, claim: &Claim, mark: u64) -> Result<Option<Attempt>, BackendError> {
         let id = self.row_id(claim.key());
-        let statement = Statement::new(
-            &self.texts.acquire,
-            [
-                bytes(id.bytes()),
-                bytes(self.config.namespace.as_bytes()),
-                bytes(claim.key().as_str().as_bytes()),
-                claim_id(claim),
-                Value::Number(i64::from(claim.token_block())),
-                Value::MaybeBytes(claim.label().map(|label| label.as_bytes().to_vec())),
-                Value::Number(micros(claim.lease())),
-            ],
-        )
-        .for_one();
+        let block = Value::Number(i64::from(claim.token_block()));
+        let label = Value::MaybeBytes(claim.label().map(|label| label.as_bytes().to_vec()));
+        let lease = Value::Number(micros(claim.lease()));
+        let statement = if self.let_go.take(id) {
+            let values = [bytes(id.bytes()), claim_id(claim), block, label, lease];
+            Statement::new(&self.texts.take_again, values)
+        } else {
+            let namespace = bytes(self.config.namespace.as_bytes());
+            let key = bytes(claim.key().as_str().as_bytes());
+            let values = [bytes(id.bytes()), namespace, key, claim_id(claim), block, label, lease];
+            Statement::new(&self.texts.acquire, values)
+        };
+        let statement = statement.for_one();
         // A claim that was granted is granted again, with the same token: to ask twice does no harm.
         let rows = self.link.rows(Errand::Acquire, &statement, Repeat::Harmless).await?;
         if let Some(row) = rows.first() {
@@ -283,8 +285,12 @@ impl LockBackend for PostgresBackend {
         let statement = Statement::new(&self.texts.release, values).for_one();
         // Asked twice, it would say that the claim held nothing. Who repeats it must know that.
         let rows = self.link.rows(Errand::Release, &statement, Repeat::Never).await?;
+        let released = freed(&rows);
+        if released == Release::Freed {
+            self.let_go.note(id);
+        }
         self.purge_by_chance(claim).await;
-        Ok(freed(&rows))
+        Ok(released)
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {

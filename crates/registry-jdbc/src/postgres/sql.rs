@@ -28,6 +28,7 @@ pub(super) const SCHEMA: &str = include_str!("schema.sql");
 pub(super) struct Texts {
     pub(super) meta: Text,
     pub(super) acquire: Text,
+    pub(super) take_again: Text,
     pub(super) look: Text,
     pub(super) holder: Text,
     pub(super) list: Text,
@@ -66,6 +67,10 @@ impl Texts {
         Self {
             meta: text(META),
             acquire: text(&slipped(ACQUIRE, &[TOKEN_STANDS_STILL])),
+            take_again: text(&slipped(
+                TAKE_AGAIN,
+                &[TOKEN_STANDS_STILL_AGAIN, TAKES_WHAT_OTHERS_HOLD],
+            )),
             look: text(LOOK),
             holder: text(&HOLDERS.replace("{who}", "id = $1::bytea").replace("{marked}", MARKED)),
             list: text(
@@ -110,6 +115,13 @@ const TOKEN_STANDS_STILL: Slip = Slip::new(
     "greatest(excluded.token, l.token + l.block)",
     "greatest(0, l.token)",
 );
+const TOKEN_STANDS_STILL_AGAIN: Slip = Slip::new(
+    Mutant::TokenStandsStill,
+    "greatest({now}, l.token + l.block)",
+    "greatest(0, l.token)",
+);
+const TAKES_WHAT_OTHERS_HOLD: Slip =
+    Slip::new(Mutant::TakesAgainWhatOthersHold, "(claim IS NULL OR until <= {now})", "true");
 const FENCE_WITHOUT_LOCK: Slip = Slip::new(Mutant::FenceWithoutLock, "FOR KEY SHARE", "");
 const SESSION_TRUSTS_ITS_MEMORY: Slip =
     Slip::new(Mutant::SessionTrustsItsMemory, "AND claim = $2::bytea", "AND $2::bytea IS NOT NULL");
@@ -167,6 +179,25 @@ const ACQUIRE: &str = "\
         since = {now}, \
         until = {now} + $7::bigint \
     WHERE l.claim IS NULL OR l.until <= {now} \
+    RETURNING token";
+
+/// Grants the key like [`ACQUIRE`], if there is a row that nobody holds: for less of the server's time, as nothing is read that only a row
+/// needs that is not there. Otherwise it says nothing.
+///
+/// The row is locked in the strongest way first, to keep out of a fence's way, which a mere update would not; whether it is free is judged behind that lock. Its own token
+/// covers all of the key's that came before: a row is made above those of deleted ones.
+///
+/// id, claim, block, label, lease
+const TAKE_AGAIN: &str = "\
+    UPDATE {locks} AS l SET \
+        claim = $2::bytea, \
+        token = greatest({now}, l.token + l.block), \
+        block = $3::bigint, \
+        label = $4::bytea, \
+        since = {now}, \
+        until = {now} + $5::bigint \
+    FROM (SELECT FROM {locks} WHERE id = $1::bytea AND (claim IS NULL OR until <= {now}) FOR UPDATE) AS free \
+    WHERE l.id = $1::bytea \
     RETURNING token";
 
 /// Who holds the key, if anybody.

@@ -2,6 +2,7 @@
 
 mod encryption;
 mod hands;
+mod let_go;
 mod pool;
 mod row_id;
 mod runs;
@@ -11,6 +12,7 @@ mod sessions;
 pub(crate) mod spring;
 
 pub use encryption::Encryption;
+pub(crate) use let_go::LetGo;
 #[cfg(feature = "postgres")]
 pub(crate) use pool::Greet;
 pub(crate) use pool::{Errand, Pool, PoolLimits, Refusal, Seat};

@@ -3,14 +3,21 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use registry_core::{Attempt, BackendErrorKind, LockBackend, Release, Renewal};
+use registry_core::{
+    Attempt, BackendErrorKind, LockBackend, LockOptions, LockRegistry, Release, Renewal,
+};
+use registry_jdbc::Fence as _;
+use registry_jdbc::sqlx::Connection as _;
 use registry_testkit::clock::ClockShim;
 use registry_testkit::eventually;
 use registry_testkit::mariadb::{MariaDbOptions, MariaDbServer};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout};
 
-use crate::lab::{SOON, backend, busy, claim, config, data, grant, key, run, server, token, told};
+use crate::lab::{
+    LEASE, SOON, backend, busy, claim, config, data, grant, key, lock, registry, run, server,
+    token, told,
+};
 
 /// How many rows InnoDB has written, and for whom rows have been locked.
 async fn written(server: &MariaDbServer) -> String {
@@ -37,6 +44,85 @@ async fn a_busy_attempt_writes_nothing() {
         backend.inspect(&key("k")).await.unwrap();
     }
     assert_eq!(written(&server).await, before);
+}
+
+#[tokio::test]
+async fn a_key_that_was_let_go_is_taken_again_unless_somebody_was_faster() {
+    let server = server().await;
+    let (ours, theirs) = (backend(config(&server)).await, backend(config(&server)).await);
+    let mut last = 0;
+    for round in 0..3 {
+        let first = claim("k").with_label(Some("first".into())).with_token_block(7);
+        let token_of_first = token(&ours, &first).await;
+        assert!(token_of_first > last, "round {round}");
+        let holder = theirs.inspect(&key("k")).await.unwrap().unwrap();
+        assert_eq!(holder.label.as_deref(), Some("first"));
+        assert_eq!(ours.release(&first).await.unwrap(), Release::Freed);
+        // Nobody was faster,
+        let again = claim("k");
+        let token_again = token(&ours, &again).await;
+        assert!(token_again >= token_of_first + 7, "round {round}: {token_again}");
+        let holder = theirs.inspect(&key("k")).await.unwrap().unwrap();
+        assert_eq!((holder.label, holder.token.map(Into::into)), (None, Some(token_again)));
+        assert!(holder.lease_left.unwrap() > LEASE / 2, "{:?}", holder.lease_left);
+        assert_eq!(ours.release(&again).await.unwrap(), Release::Freed);
+        // or somebody was.
+        let faster = claim("k");
+        let token_of_faster = token(&theirs, &faster).await;
+        let before = written(&server).await;
+        let told = busy(&ours, &claim("k")).await;
+        assert_eq!(written(&server).await, before);
+        assert_eq!(told.holder.unwrap().token.map(Into::into), Some(token_of_faster));
+        let renewed = theirs.renew(std::slice::from_ref(&faster)).await.remove(0);
+        assert!(matches!(renewed, Ok(Renewal::Renewed(_))), "{renewed:?}");
+        assert_eq!(theirs.release(&faster).await.unwrap(), Release::Freed);
+        // Or the row is gone.
+        let gone = claim("k");
+        last = token(&ours, &gone).await;
+        assert_eq!(ours.release(&gone).await.unwrap(), Release::Freed);
+        server.sql("DELETE FROM lock_registry_locks").await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_key_that_was_let_go_is_not_taken_again_behind_a_fence() {
+    let server = server().await;
+    let patient = config(&server).with_busy_timeout(Duration::from_secs(8));
+    let (ours, theirs) = (Arc::new(backend(patient).await), registry(config(&server)).await);
+    let before = claim("k");
+    grant(&ours, &before).await;
+    assert_eq!(ours.release(&before).await.unwrap(), Release::Freed);
+    let options = LockOptions::new().lease(Duration::from_secs(1)).renew(false);
+    let guard = theirs.obtain("k").lock_with(options).await.unwrap().unwrap();
+    let mut data = data(&server).await;
+    let mut transaction = data.begin().await.unwrap();
+    guard.fence(&mut transaction).await.unwrap();
+    timeout(SOON, guard.lost()).await.unwrap();
+    let backend = Arc::clone(&ours);
+    let attempt = tokio::spawn(async move { backend.try_acquire(&claim("k")).await });
+    waits_for_a_row(&server).await;
+    transaction.commit().await.unwrap();
+    let attempt = timeout(SOON, attempt).await.unwrap().unwrap().unwrap();
+    let Attempt::Granted(grant) = attempt else { panic!("{attempt:?}") };
+    assert!(grant.token > guard.fencing_token());
+}
+
+#[tokio::test]
+async fn a_key_that_was_let_go_is_busy_while_somebody_has_fenced_with_it() {
+    let server = server().await;
+    let hasty = config(&server).with_busy_timeout(Duration::from_millis(200));
+    let (ours, theirs) = (backend(hasty).await, registry(config(&server)).await);
+    let before = claim("k");
+    grant(&ours, &before).await;
+    assert_eq!(ours.release(&before).await.unwrap(), Release::Freed);
+    let guard = lock(&theirs, "k").await;
+    let mut data = data(&server).await;
+    let mut transaction = data.begin().await.unwrap();
+    guard.fence(&mut transaction).await.unwrap();
+    let told = busy(&ours, &claim("k")).await;
+    assert_eq!(told.holder.unwrap().token, guard.fencing_token());
+    transaction.commit().await.unwrap();
+    guard.unlock().await.unwrap();
 }
 
 #[tokio::test]
@@ -164,10 +250,7 @@ async fn a_lease_ends_early_when_the_clock_jumps_and_its_holder_is_told() {
     let left = busy(&backend, &claim("k")).await.retry_after.unwrap();
     assert!(left > Duration::from_secs(3_000), "{left:?}");
     let renewed = backend.renew(std::slice::from_ref(&second)).await.remove(0).unwrap();
-    assert!(
-        matches!(renewed, Renewal::Renewed(lease) if lease <= crate::lab::LEASE),
-        "{renewed:?}"
-    );
+    assert!(matches!(renewed, Renewal::Renewed(lease) if lease <= LEASE), "{renewed:?}");
     assert_eq!(backend.release(&second).await.unwrap(), Release::Freed);
     grant(&backend, &claim("k")).await;
 }

@@ -1,14 +1,22 @@
 //! What is written, and what is not.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use registry_core::{Attempt, BackendErrorKind, LockBackend, Release, Renewal};
+use registry_core::{
+    Attempt, BackendErrorKind, LockBackend, LockOptions, LockRegistry, Release, Renewal,
+};
+use registry_jdbc::Fence as _;
+use registry_jdbc::sqlx::Connection as _;
 use registry_jdbc::{PostgresConfig, PostgresRowBackend};
+use registry_testkit::eventually;
 use registry_testkit::pgbouncer::PgBouncer;
 use registry_testkit::postgres::PostgresServer;
 use tokio::time::{Instant, timeout};
 
-use crate::lab::{SOON, backend, busy, claim, config, data, grant, key, run, server, token, told};
+use crate::lab::{
+    LEASE, SOON, backend, busy, claim, config, data, grant, key, registry, run, server, token, told,
+};
 
 /// The next transaction that writes will have this number.
 async fn next_transaction(server: &PostgresServer) -> String {
@@ -30,6 +38,68 @@ async fn a_busy_attempt_writes_nothing() {
 }
 
 #[tokio::test]
+async fn a_key_that_was_let_go_is_taken_again_unless_somebody_was_faster() {
+    let server = server().await;
+    let (ours, theirs) = (backend(config(&server)).await, backend(config(&server)).await);
+    let mut last = 0;
+    for round in 0..3 {
+        let first = claim("k").with_label(Some("first".into())).with_token_block(7);
+        let token_of_first = token(&ours, &first).await;
+        assert!(token_of_first > last, "round {round}");
+        let holder = theirs.inspect(&key("k")).await.unwrap().unwrap();
+        assert_eq!(holder.label.as_deref(), Some("first"));
+        assert_eq!(ours.release(&first).await.unwrap(), Release::Freed);
+        // Nobody was faster,
+        let again = claim("k");
+        let token_again = token(&ours, &again).await;
+        assert!(token_again >= token_of_first + 7, "round {round}: {token_again}");
+        let holder = theirs.inspect(&key("k")).await.unwrap().unwrap();
+        assert_eq!((holder.label, holder.token.map(Into::into)), (None, Some(token_again)));
+        assert!(holder.lease_left.unwrap() > LEASE / 2, "{:?}", holder.lease_left);
+        assert_eq!(ours.release(&again).await.unwrap(), Release::Freed);
+        // or somebody was.
+        let faster = claim("k");
+        let token_of_faster = token(&theirs, &faster).await;
+        let before = next_transaction(&server).await;
+        let told = busy(&ours, &claim("k")).await;
+        assert_eq!(next_transaction(&server).await, before);
+        assert_eq!(told.holder.unwrap().token.map(Into::into), Some(token_of_faster));
+        let renewed = theirs.renew(std::slice::from_ref(&faster)).await.remove(0);
+        assert!(matches!(renewed, Ok(Renewal::Renewed(_))), "{renewed:?}");
+        assert_eq!(theirs.release(&faster).await.unwrap(), Release::Freed);
+        // Of one that somebody deleted, all that is left is what its tokens were.
+        let far_ahead = claim("k").with_token_block(u32::MAX);
+        last = token(&ours, &far_ahead).await + u64::from(u32::MAX) - 1;
+        assert_eq!(ours.release(&far_ahead).await.unwrap(), Release::Freed);
+        server.sql("DELETE FROM lock_registry_locks").await.unwrap();
+    }
+}
+
+#[tokio::test]
+async fn a_key_that_was_let_go_is_not_taken_again_behind_a_fence() {
+    let server = server().await;
+    let patient = config(&server).with_busy_timeout(Duration::from_secs(8));
+    let (ours, theirs) = (Arc::new(backend(patient).await), registry(config(&server)).await);
+    let before = claim("k");
+    grant(&ours, &before).await;
+    assert_eq!(ours.release(&before).await.unwrap(), Release::Freed);
+    let options = LockOptions::new().lease(Duration::from_secs(1)).renew(false);
+    let guard = theirs.obtain("k").lock_with(options).await.unwrap().unwrap();
+    let mut data = data(&server).await;
+    let mut transaction = data.begin().await.unwrap();
+    guard.fence(&mut transaction).await.unwrap();
+    timeout(SOON, guard.lost()).await.unwrap();
+    let backend = Arc::clone(&ours);
+    let attempt = tokio::spawn(async move { backend.try_acquire(&claim("k")).await });
+    let waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'";
+    eventually(SOON, async || server.sql(waiting).await.is_ok_and(|count| count == "1")).await;
+    transaction.commit().await.unwrap();
+    let attempt = timeout(SOON, attempt).await.unwrap().unwrap().unwrap();
+    let Attempt::Granted(grant) = attempt else { panic!("{attempt:?}") };
+    assert!(grant.token > guard.fencing_token());
+}
+
+#[tokio::test]
 async fn a_grant_is_durable_and_a_release_need_not_be() {
     let server = server().await;
     let busy_timeout = Duration::from_millis(100);
@@ -47,7 +117,7 @@ async fn a_grant_is_durable_and_a_release_need_not_be() {
         let rows = server.sql("SHOW synchronous_standby_names").await?;
         if rows == "ghost" { Ok(()) } else { Err(std::io::Error::other(rows)) }
     };
-    registry_testkit::eventually(SOON, waits).await;
+    eventually(SOON, waits).await;
     // The setting reaches each session on its own time; an idle one takes it before its next statement.
     let began = Instant::now();
     assert_eq!(backend.release(&first).await.unwrap(), Release::Freed);
@@ -157,7 +227,7 @@ async fn tables_that_somebody_has_locked_are_trouble_and_nothing_is_granted_afte
 async fn renewals_get_through_while_acquisitions_have_all_connections() {
     let server = server().await;
     let config = config(&server).with_connections(1).with_busy_timeout(Duration::from_secs(5));
-    let backend = std::sync::Arc::new(backend(config).await);
+    let backend = Arc::new(backend(config).await);
     let (held, gone, locked) = (claim("held"), claim("gone"), claim("locked"));
     for claim in [&held, &gone, &locked] {
         grant(&backend, claim).await;
@@ -169,7 +239,7 @@ async fn renewals_get_through_while_acquisitions_have_all_connections() {
 
     let mut attempts = tokio::task::JoinSet::new();
     for _ in 0..8 {
-        let backend = std::sync::Arc::clone(&backend);
+        let backend = Arc::clone(&backend);
         attempts.spawn(async move { backend.try_acquire(&claim("locked")).await });
     }
     // One of them is in the server, and the others wait for its connection.
@@ -177,7 +247,7 @@ async fn renewals_get_through_while_acquisitions_have_all_connections() {
         let rows = server.sql("SELECT count(*) FROM pg_locks WHERE NOT granted").await?;
         if rows == "0" { Err(std::io::Error::other("nobody waits")) } else { Ok(()) }
     };
-    registry_testkit::eventually(SOON, waits).await;
+    eventually(SOON, waits).await;
     let began = Instant::now();
     assert!(matches!(backend.renew(&[held]).await[0], Ok(Renewal::Renewed(_))));
     assert_eq!(backend.release(&gone).await.unwrap(), Release::Freed);
