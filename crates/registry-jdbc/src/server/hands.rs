@@ -138,7 +138,7 @@ impl<D: Desk> Hands<D> {
         let was_used = mem::take(&mut state.was_used);
         // Whoever used it just now may do so again: then nobody need ring for what comes of it.
         let soon = was_used.then(|| Instant::now() + ROUND);
-        state.planned = desk.next_errand().or(soon);
+        state.planned = desk.next_errand().into_iter().chain(soon).min();
         state.desk = Whose::Nobodys(desk);
     }
 
@@ -159,6 +159,15 @@ impl<D: Desk> Hands<D> {
                 () = time => return,
                 () = self.bell.notified() => {}
             }
+        }
+    }
+
+    /// Has the task come at this moment at the latest.
+    fn plan(&self, mut state: MutexGuard<'_, State<D>>, moment: Instant) {
+        if state.planned.is_none_or(|planned| moment < planned) {
+            state.planned = Some(moment);
+            drop(state);
+            self.bell.notify_one();
         }
     }
 
@@ -208,29 +217,16 @@ impl<D: Desk> Here<D> {
                 none => *none = Some(cx.waker().clone()),
             }
             state.desk = Whose::Callers { number: self.number, errand, caller };
-            // What was asked for may be done, and nobody know of it, if the caller does not go on.
-            let is_news = state.planned.is_none();
-            if is_news {
-                state.planned = Some(Instant::now() + ROUND);
-            }
-            drop(state);
-            if is_news {
-                hands.bell.notify_one();
-            }
+            // If the caller does not go on, what was asked for may be done, and nobody know of it.
+            hands.plan(state, Instant::now() + ROUND);
             return Poll::Pending;
         };
         self.is_done = true;
         state.was_used = true;
         let next = desk.next_errand();
-        let is_early = |next: &Instant| state.planned.is_none_or(|planned| *next < planned);
-        let is_news = next.as_ref().is_some_and(is_early);
-        if is_news {
-            state.planned = next;
-        }
         state.desk = Whose::Nobodys(desk);
-        drop(state);
-        if is_news {
-            hands.bell.notify_one();
+        if let Some(next) = next {
+            hands.plan(state, next);
         }
         Poll::Ready(Some(answer))
     }
@@ -336,10 +332,14 @@ mod tests {
         assert_eq!(hands.fetch().await.unwrap().1, Some(1));
     }
 
-    /// Although nobody wants anything else.
+    /// Although nobody wants anything else, and nothing has its time soon.
     #[tokio::test(start_paused = true)]
     async fn what_a_caller_does_not_go_on_with_is_finished_by_the_task() {
-        let (hands, gate) = (toy(), Arc::new(Semaphore::new(0)));
+        let gate = Arc::new(Semaphore::new(0));
+        let toy = Toy { due: Some(Instant::now() + HOUR), ..Toy::default() };
+        let hands = Arc::new(Hands::new(toy, Handle::current()));
+        let (desk, _) = hands.fetch().await.unwrap();
+        hands.leave(desk);
         let mut idle = Box::pin(hands.idle());
         assert!(poll!(&mut idle).is_pending());
         let mut first = here(hands.begin((1, Arc::clone(&gate)), waiting));

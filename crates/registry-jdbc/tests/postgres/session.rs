@@ -288,6 +288,29 @@ async fn a_server_that_stays_silent_ends_the_lock_before_anybody_can_have_it() {
     drop(timeout(SOON, registry.obtain("orders/42").lock()).await.unwrap().unwrap());
 }
 
+#[tokio::test]
+async fn a_grant_that_nobody_looks_at_ends_with_its_lease() {
+    let server = server().await;
+    let short = Claim::new(crate::lab::key("orders/42"), Duration::from_secs(2));
+    // As far as the server grants it, and no further. Rarely the answer is there at the same time.
+    let asking = eventually(SOON, async || {
+        let (session, claim) = (session(&server).await, short.clone());
+        let mut asking = Box::pin(async move { attempt(&session, &claim).await });
+        while server.sql(HOLDERS).await.unwrap().is_empty() {
+            if futures_util::poll!(&mut asking).is_ready() {
+                return None;
+            }
+        }
+        Some(asking)
+    });
+    let asking = asking.await;
+    // Far sooner than the server ends a silent session.
+    let other = registry(&session(&server).await);
+    let guard = timeout(SOON, other.obtain("orders/42").lock()).await.unwrap().unwrap();
+    assert!(guard.is_held());
+    drop(asking);
+}
+
 /// The server has it for the session, while the session knows nothing of it: nobody would ever get it.
 #[tokio::test]
 async fn a_session_that_cannot_give_a_lock_back_ends_with_it() {
