@@ -94,7 +94,7 @@ pub(crate) enum Failure {
 
 impl Failure {
     /// Of what the session cannot go on without.
-    pub(crate) fn as_broken(self) -> Self {
+    pub(crate) fn into_broken(self) -> Self {
         match self {
             Self::Answered(error) | Self::Broken(error) => Self::Broken(error),
         }
