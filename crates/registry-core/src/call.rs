@@ -9,6 +9,7 @@ use std::pin::{Pin, pin};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use crate::clock::sleep;
 use crate::janitor::Janitor;
 
 pub(crate) type CallFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
@@ -27,7 +28,7 @@ pub(crate) async fn within<F: Future + Unpin>(limit: Duration, mut future: F) ->
     if let Poll::Ready(answer) = poll_fn(|cx| Poll::Ready(Pin::new(&mut future).poll(cx))).await {
         return Some(answer);
     }
-    let mut end = pin!(tokio::time::sleep(limit));
+    let mut end = pin!(sleep(limit));
     // Just now, by this very task.
     let mut polled = true;
     poll_fn(|cx| {

@@ -4,9 +4,32 @@
 //! The kernel knows the difference (boot time minus monotonic time); adding it to tokio's clock counts suspend
 //! and still stands still with tokio's paused time in tests. No wall clock is read anywhere.
 
+use std::future::poll_fn;
+use std::mem;
+use std::pin::pin;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::{Duration, Instant};
+
+use tokio::runtime::Handle;
+
+/// Returns after `span` on tokio's clock, in whichever runtimes it is polled.
+///
+/// A caller may leave to the janitor what it has begun in a runtime of its own. A timer that was set there would panic once that runtime has ended, so
+/// it is set anew where this goes on.
+pub(crate) async fn sleep(span: Duration) {
+    let mut timer = pin!(tokio::time::sleep(span));
+    let mut runtime = Handle::current().id();
+    poll_fn(|cx| {
+        let here = Handle::current().id();
+        if mem::replace(&mut runtime, here) != here {
+            let deadline = timer.deadline();
+            timer.set(tokio::time::sleep_until(deadline));
+        }
+        timer.as_mut().poll(cx)
+    })
+    .await;
+}
 
 /// A moment on the engine's clock, in nanoseconds from an arbitrary origin of this process.
 ///
@@ -186,7 +209,23 @@ static SUSPENDED: AtomicI64 = AtomicI64::new(0);
 
 #[cfg(test)]
 mod tests {
+    use futures_util::poll;
+    use tokio::runtime::{Builder, Runtime};
+
     use super::*;
+
+    fn runtime() -> Runtime {
+        Builder::new_current_thread().enable_time().build().unwrap()
+    }
+
+    #[test]
+    fn a_sleep_outlives_the_runtime_it_was_begun_in() {
+        let mut sleeping = Box::pin(sleep(Duration::from_millis(20)));
+        let first = runtime();
+        first.block_on(async { assert!(poll!(&mut sleeping).is_pending()) });
+        drop(first);
+        runtime().block_on(sleeping);
+    }
 
     #[tokio::test(start_paused = true)]
     async fn moments_follow_paused_time() {

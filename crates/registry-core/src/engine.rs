@@ -9,7 +9,7 @@ use std::time::Duration;
 use crate::backend::{Attempt, Claim, LockBackend, Release, Renewal};
 use crate::call::{Call, CallFuture};
 use crate::capabilities::Capabilities;
-use crate::clock::Moment;
+use crate::clock::{Moment, sleep};
 use crate::error::{BackendError, LockError};
 use crate::event::{LockEvent, Observers};
 use crate::gauge::Gauge;
@@ -171,7 +171,7 @@ impl Engine {
                 return;
             }
             // tokio's timers do not count suspend; a look now and then does.
-            tokio::time::sleep(left.min(LOOK_AT_CLOCK)).await;
+            sleep(left.min(LOOK_AT_CLOCK)).await;
         }
     }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::backend::{Claim, Release};
 use crate::call::Call;
-use crate::clock::Moment;
+use crate::clock::{Moment, sleep};
 use crate::engine::{Engine, backoff};
 use crate::error::BackendError;
 use crate::event::LockEvent;
@@ -93,7 +93,7 @@ async fn release_until_answered(giving: &mut GivingBack) -> GivenBack {
         {
             return GivenBack::Unknown(error);
         }
-        tokio::time::sleep(pause).await;
+        sleep(pause).await;
         attempt += 1;
     }
 }
