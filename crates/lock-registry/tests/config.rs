@@ -72,7 +72,7 @@ fn what_can_be_told_without_the_store_is_told_by_the_check() {
         ("etcd://h?namespace=", "namespace"),
         ("etcd://h?lease=1999ms", "lease"),
     ] {
-        let error = RegistryConfig::from_url(url).unwrap().check().unwrap_err();
+        let error = RegistryConfig::new().url(url).check().unwrap_err();
         assert!(matches!(error, ConfigError::Invalid(_)), "{url}: {error:?}");
         assert!(error.to_string().contains(hint), "{url}: {error}");
     }
@@ -93,7 +93,7 @@ fn what_can_be_told_without_the_store_is_told_by_the_check() {
 #[cfg(feature = "zk-tls")]
 #[test]
 fn encrypted_zookeeper_needs_an_authority_before_it_is_reached() {
-    let error = RegistryConfig::from_url("zks://h").unwrap().check().unwrap_err();
+    let error = RegistryConfig::new().url("zks://h").check().unwrap_err();
     assert!(error.to_string().contains("`ca`"), "{error}");
 }
 

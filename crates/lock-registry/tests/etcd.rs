@@ -87,6 +87,8 @@ async fn a_cluster_that_is_not_there_is_told() {
     server.kill();
     let gone = url(&server, "worker:canary@");
     assert_eq!(refused(&gone).await, BackendErrorKind::Transient);
+    let text = error_text(&connect(&gone).await.unwrap_err());
+    assert!(text.contains("tcp connect error: Connection refused"), "{text}");
 }
 
 #[tokio::test]
