@@ -81,6 +81,16 @@ pub async fn connect(url: &str) -> Result<Registry, ConfigError> {
 }
 
 /// Refuses what the store itself would refuse before it sends anything. Files that options name are not looked at.
+#[cfg_attr(
+    not(any(
+        feature = "postgres",
+        feature = "mysql",
+        feature = "redis",
+        feature = "zk",
+        feature = "etcd"
+    )),
+    expect(unused_variables, reason = "there is no server then")
+)]
 pub(crate) fn check(store: &Store, options: &Layer) -> Result<(), ConfigError> {
     let checked: Result<(), BackendError> = match store {
         Store::Memory { .. } | Store::PassThrough | Store::Sqlite { .. } => Ok(()),
