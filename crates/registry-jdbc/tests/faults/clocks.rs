@@ -18,7 +18,8 @@ async fn a_clock_that_jumps_ahead_costs_exclusion_until_the_next_renewal(kind: K
     let contest = Contest::begin(&server).await;
     let mut windows = Vec::new();
     for _ in 0..2 {
-        let (begin, before) = (contest.now(), contest.losses());
+        let before = contest.holds_on().await;
+        let begin = contest.now();
         clock.jump_wall(61).unwrap();
         let end = contest.after(LEASE);
         contest.loses(before).await;

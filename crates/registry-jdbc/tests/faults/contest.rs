@@ -43,9 +43,27 @@ struct Ring {
     written: Mutex<HashMap<String, FencingToken>>,
     granted: watch::Sender<u64>,
     lost: watch::Sender<u64>,
+    steady: watch::Sender<Steady>,
     stop: watch::Sender<bool>,
     /// Errors that no outage explains.
     wrong: Mutex<Vec<String>>,
+}
+
+/// Those who do not let go soon.
+#[derive(Debug, Default)]
+struct Steady {
+    /// How many have their lock.
+    holds: u32,
+    /// Whether they have it until they lose it.
+    is_kept: bool,
+}
+
+impl Steady {
+    /// Ends a hold, if it may end.
+    fn let_go(&mut self) -> bool {
+        self.holds -= u32::from(!self.is_kept);
+        !self.is_kept
+    }
 }
 
 impl Contest {
@@ -71,6 +89,7 @@ impl Contest {
             written: Mutex::default(),
             granted: watch::Sender::default(),
             lost: watch::Sender::default(),
+            steady: watch::Sender::default(),
             stop: watch::Sender::new(false),
             wrong: Mutex::default(),
         });
@@ -110,15 +129,24 @@ impl Contest {
         drop(within(LONG, granted.wait_for(|granted| *granted >= enough)).await.unwrap());
     }
 
-    /// How many holds were lost so far.
-    pub(crate) fn losses(&self) -> u64 {
-        *self.ring.lost.borrow()
+    /// Returns when there is somebody who has a lock and does not let go of it before it is lost: what happens next costs a hold, if it can.
+    /// Tells how many were lost so far. Goes on until [`loses`](Self::loses).
+    pub(crate) async fn holds_on(&self) -> u64 {
+        let mut steady = self.ring.steady.subscribe();
+        self.ring.steady.send_modify(|steady| steady.is_kept = true);
+        drop(within(LONG, steady.wait_for(|steady| steady.holds > 0)).await.unwrap());
+        self.losses()
     }
 
     /// Returns when a hold was lost after so many.
     pub(crate) async fn loses(&self, before: u64) {
         let mut lost = self.ring.lost.subscribe();
         drop(within(LONG, lost.wait_for(|lost| *lost > before)).await.unwrap());
+        self.ring.steady.send_modify(|steady| steady.is_kept = false);
+    }
+
+    fn losses(&self) -> u64 {
+        *self.ring.lost.borrow()
     }
 
     /// Ends the contest when all is well again, and sees to it that nothing is left: everything is given back, and a newcomer gets every key.
@@ -167,8 +195,7 @@ impl Ring {
             match witness.lock_with(lock, LockOptions::new().wait(wait)).await {
                 Ok(Some(guard)) => {
                     self.granted.send_modify(|granted| *granted += 1);
-                    let hold = if is_steady { 3_000 } else { fastrand::u64(1..30) };
-                    self.keep(guard, client, Duration::from_millis(hold), &mut stop).await;
+                    self.keep(guard, client, is_steady, &mut stop).await;
                 }
                 Ok(None) => {}
                 Err(error) => {
@@ -179,21 +206,29 @@ impl Ring {
         }
     }
 
-    /// Works under the lock until `hold` is over, the lock is lost, or the contest ends.
+    /// Works under the lock until it has been held long enough, is lost, or the contest ends.
     async fn keep(
         &self,
         guard: WitnessedGuard,
         client: u32,
-        hold: Duration,
+        is_steady: bool,
         stop: &mut watch::Receiver<bool>,
     ) {
-        let until = Instant::now() + hold;
+        let hold = if is_steady { 3_000 } else { fastrand::u64(1..30) };
+        let until = Instant::now() + Duration::from_millis(hold);
+        self.steady.send_modify(|steady| steady.holds += u32::from(is_steady));
+        let has_ended = || self.steady.send_modify(|steady| steady.holds -= u32::from(is_steady));
         let lost = guard.lost();
         tokio::pin!(lost);
         loop {
             guard.note();
             self.write(client, &guard);
-            let look = until.min(Instant::now() + LOOK_EACH);
+            let now = Instant::now();
+            if now >= until && (!is_steady || self.steady.send_if_modified(Steady::let_go)) {
+                break;
+            }
+            let look = now + LOOK_EACH;
+            let look = if now < until { look.min(until) } else { look };
             tokio::select! {
                 biased;
                 _ = &mut lost => {
@@ -201,10 +236,14 @@ impl Ring {
                     self.lost.send_modify(|lost| *lost += 1);
                     // What a holder does who does not listen.
                     self.write(client, &guard);
+                    has_ended();
                     break;
                 }
-                () = sleep_until(look) => if look == until { break },
-                _ = stop.wait_for(|stop| *stop) => break,
+                () = sleep_until(look) => {}
+                _ = stop.wait_for(|stop| *stop) => {
+                    has_ended();
+                    break;
+                }
             }
         }
         if let Err(error) = guard.unlock().await {

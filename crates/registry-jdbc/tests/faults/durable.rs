@@ -17,7 +17,7 @@ async fn a_server_that_stands_still_makes_no_second_holder(kind: Kind) {
         server.resume();
         contest.goes_on().await;
         // and for as long as it takes until somebody has lost his.
-        let before = contest.losses();
+        let before = contest.holds_on().await;
         server.pause();
         contest.loses(before).await;
         server.resume();

@@ -26,7 +26,8 @@ async fn connections_are_cut(kind: Kind, mode: Mode) {
     let contest = Contest::begin_in(&server, mode).await;
     let mut windows = Vec::new();
     for _ in 0..4 {
-        let (before, losses) = (contest.now(), contest.losses());
+        let losses = contest.holds_on().await;
+        let before = contest.now();
         server.cut_all().await;
         windows.push((before, contest.after(UNAWARE)));
         contest.loses(losses).await;
@@ -70,7 +71,7 @@ async fn stands_still_for_long(kind: Kind, mode: Mode) {
     let server = kind.start().await;
     let contest = Contest::begin_in(&server, mode).await;
     for _ in 0..2 {
-        let losses = contest.losses();
+        let losses = contest.holds_on().await;
         server.pause();
         contest.loses(losses).await;
         sleep(LEASE).await;
@@ -94,7 +95,8 @@ async fn is_killed(kind: Kind, mode: Mode) {
     let contest = Contest::begin_in(&server, mode).await;
     let mut windows = Vec::new();
     for _ in 0..2 {
-        let (before, losses) = (contest.now(), contest.losses());
+        let losses = contest.holds_on().await;
+        let before = contest.now();
         server.kill();
         server.start_again().await;
         windows.push((before, contest.after(UNAWARE)));

@@ -17,11 +17,19 @@ mod trouble;
 use std::time::Duration;
 
 use registry_jdbc::SpringTable;
-use shared::{Way, keeps_its_promises};
+use registry_testkit::mariadb::MariaDbOptions;
+use shared::{Way, keeps_its_promises, keeps_its_promises_on};
 
 #[test]
 fn a_server_keeps_all_promises() {
     keeps_its_promises(Way::ByLease, 210, 11);
+}
+
+/// Of one that all who lock use.
+#[test]
+fn a_node_of_a_galera_cluster_keeps_all_promises() {
+    let options = MariaDbOptions::new().galera_node().args(&["--max-connections=1000"]);
+    keeps_its_promises_on(&options, Way::ByLease, 210, 11);
 }
 
 #[test]

@@ -62,8 +62,18 @@ impl Way {
 /// # Panics
 /// With the names of the clauses that were not kept.
 pub(crate) fn keeps_its_promises(way: Way, runs: usize, skips: usize) {
+    let options = MariaDbOptions::new().args(&["--max-connections=1000"]);
+    keeps_its_promises_on(&options, way, runs, skips);
+}
+
+/// The same on such a server.
+///
+/// # Panics
+/// As [`keeps_its_promises`].
+pub(crate) fn keeps_its_promises_on(options: &MariaDbOptions, way: Way, runs: usize, skips: usize) {
     let runtime = tokio::runtime::Runtime::new().unwrap();
-    let server = Arc::new(RwLock::new(runtime.block_on(begin())));
+    let server = runtime.block_on(MariaDbServer::start_with(options.clone())).unwrap();
+    let server = Arc::new(RwLock::new(server));
     let (kept, skipped): (Vec<&'static Clause>, Vec<_>) =
         all_clauses().iter().partition(|clause| way.can_promise(clause));
     assert_eq!((kept.len(), skipped.len()), (runs, skips), "skipped: {skipped:?}");
@@ -74,8 +84,8 @@ pub(crate) fn keeps_its_promises(way: Way, runs: usize, skips: usize) {
         for _ in 0..AT_ONCE {
             scope.spawn(|| {
                 while let Some(&clause) = kept.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let harness =
-                        SharedServer { way: way.clone(), server: Arc::clone(&server), clause };
+                    let (way, server) = (way.clone(), Arc::clone(&server));
+                    let harness = SharedServer { options: options.clone(), way, server, clause };
                     let kept =
                         catch_unwind(AssertUnwindSafe(|| run(harness, clause.theme, clause.name)));
                     if kept.is_err() {
@@ -90,14 +100,10 @@ pub(crate) fn keeps_its_promises(way: Way, runs: usize, skips: usize) {
     assert!(broken.is_empty(), "{} promises are broken: {broken:#?}", broken.len());
 }
 
-async fn begin() -> MariaDbServer {
-    let options = MariaDbOptions::new().args(&["--max-connections=1000"]);
-    MariaDbServer::start_with(options).await.unwrap()
-}
-
 /// The server for one clause.
 #[derive(Debug)]
 struct SharedServer {
+    options: MariaDbOptions,
     way: Way,
     server: Arc<RwLock<MariaDbServer>>,
     clause: &'static Clause,
@@ -108,7 +114,8 @@ impl Harness for SharedServer {
     async fn store(&self) -> Box<dyn Store> {
         let upsets = |need: &Need| matches!(need, Need::Restart | Need::Wipe);
         let server = if self.clause.needs.iter().any(upsets) {
-            Arc::new(RwLock::new(begin().await))
+            let own = MariaDbServer::start_with(self.options.clone()).await.unwrap();
+            Arc::new(RwLock::new(own))
         } else {
             Arc::clone(&self.server)
         };

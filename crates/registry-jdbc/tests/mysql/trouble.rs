@@ -298,6 +298,10 @@ async fn doctor_tells_what_is_set_up_wrong() {
     ] {
         assert!(text.contains(hint), "{hint}: {text}");
     }
+    let node = MariaDbOptions::new().galera_node();
+    let node = MariaDbServer::start_with(node).await.unwrap();
+    let findings = backend(config(&node)).await.diagnose().await.unwrap();
+    assert!(findings.iter().any(|finding| finding.message.contains("Galera")), "{findings:?}");
     let well = MariaDbServer::start().await.unwrap();
     let findings = backend(config(&well)).await.diagnose().await.unwrap();
     assert_eq!(findings.len(), 1, "{findings:?}");

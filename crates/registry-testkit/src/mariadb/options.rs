@@ -19,6 +19,7 @@ pub struct MariaDbOptions {
     pub(super) environment: Vec<(String, OsString)>,
     pub(super) password: Option<String>,
     pub(super) tls: Option<TlsFolder>,
+    pub(super) is_galera_node: bool,
 }
 
 impl Default for MariaDbOptions {
@@ -29,6 +30,7 @@ impl Default for MariaDbOptions {
             environment: Vec::new(),
             password: None,
             tls: None,
+            is_galera_node: false,
         }
     }
 }
@@ -51,6 +53,13 @@ impl MariaDbOptions {
     #[must_use]
     pub fn without_fsync(self) -> Self {
         self.args(&["--innodb-flush-method=nosync"])
+    }
+
+    /// Makes the server the only node of a Galera cluster. The library for it comes with Debian's package of the server.
+    #[must_use]
+    pub fn galera_node(mut self) -> Self {
+        self.is_galera_node = true;
+        self
     }
 
     /// Starts another program that takes the same arguments.

@@ -19,6 +19,9 @@ use crate::ports::Port;
 /// The size that a server is born with, which it must also be started with. The usual 96 MB take five times as long to write.
 const LOG_SIZE: &str = "--innodb-log-file-size=8M";
 
+/// Where Debian's package has what makes a server a node of a cluster.
+const GALERA: &str = "/usr/lib/galera/libgalera_smm.so";
+
 /// A server that is killed with this handle. What is committed is on the disk, so it can be killed and started again with its data.
 /// Its user is `root`, its database `app`.
 #[derive(Debug)]
@@ -28,6 +31,8 @@ pub struct MariaDbServer {
     options: MariaDbOptions,
     account: Account,
     running: Option<Kept>,
+    /// Where other nodes of a Galera cluster would come in.
+    nodes_port: Port,
 }
 
 impl MariaDbServer {
@@ -53,7 +58,8 @@ impl MariaDbServer {
         let account = Account::for_root("mysql")?;
         let (port, folder) = (Port::reserve()?, tempfile::tempdir()?);
         account.own(folder.path())?;
-        let mut server = Self { port, folder, options, account, running: None };
+        let nodes_port = Port::reserve()?;
+        let mut server = Self { port, folder, options, account, running: None, nodes_port };
         if let Some(tls) = server.options.tls.clone() {
             server.keep(&tls.server_cert_file(), "server.pem")?;
             server.keep(&tls.server_key_file(), "server.key")?;
@@ -113,10 +119,21 @@ impl MariaDbServer {
             command.arg(format!("--ssl-key={folder}/server.key"));
             command.arg(format!("--ssl-ca={folder}/ca.pem")).arg("--require-secure-transport=ON");
         }
+        let mut ready = "ready for connections";
+        if self.options.is_galera_node {
+            // The server itself is ready some time before its cluster lets it do anything.
+            ready = "Synchronized with group, ready for connections";
+            command.args(["--wsrep-on=ON", "--wsrep-new-cluster", "--wsrep-sst-method=skip"]);
+            command.args(["--wsrep-cluster-address=gcomm://", "--wsrep-node-address=127.0.0.1"]);
+            command.args(["--binlog-format=ROW", "--innodb-autoinc-lock-mode=2"]);
+            command.arg(format!("--wsrep-provider={GALERA}"));
+            let listen = format!("gmcast.listen_addr=tcp://{}", self.nodes_port.addr());
+            command.arg(format!("--wsrep-provider-options={listen};gcache.size=8M"));
+        }
         command.args(&self.options.args);
         let running = self.running.insert(Kept::launch(&command)?);
         running.begun().await?;
-        if running.expect(|line| line.contains("ready for connections")).await.is_err() {
+        if running.expect(|line| line.contains(ready)).await.is_err() {
             return Err(not_installed(io::Error::other(self.said())));
         }
         Ok(())
