@@ -266,7 +266,8 @@ impl Wire for MySqlWire {
 
     async fn give_back(&self, connected: &mut Connected, key: &Key) -> Result<(), Failure> {
         const GIVE_BACK: &str = "SELECT CONNECTION_ID(), CAST(RELEASE_LOCK(?) AS SIGNED)";
-        self.ask(connected, GIVE_BACK, Some(self.row_name(key))).await.map(drop)
+        let given = self.ask(connected, GIVE_BACK, Some(self.row_name(key))).await;
+        given.map(drop).map_err(Failure::into_broken)
     }
 
     async fn look(&self, connected: &mut Connected) -> Result<(), Failure> {

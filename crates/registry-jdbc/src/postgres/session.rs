@@ -340,7 +340,7 @@ impl Wire for PostgresWire {
         let [channel, message, mark] = self.rows.news(id);
         let values = [Value::Number(id.number()), channel, message, mark];
         let statement = Statement::new(&self.rows.texts.session_give_back, values).for_one();
-        self.send(connected, &statement).await.map(drop)
+        self.send(connected, &statement).await.map(drop).map_err(Failure::into_broken)
     }
 
     async fn look(&self, connected: &mut Connected) -> Result<(), Failure> {

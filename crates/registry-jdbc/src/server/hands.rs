@@ -9,6 +9,7 @@
 use std::future::Future;
 use std::mem;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
@@ -32,6 +33,8 @@ pub(super) type Errand<D> =
 
 pub(super) struct Hands<D: Desk> {
     state: Mutex<State<D>>,
+    /// Whether a caller has left an errand to the task.
+    is_left: AtomicBool,
     /// For the task: something is to be looked at.
     bell: Notify,
     runtime: Handle,
@@ -43,8 +46,6 @@ struct State<D: Desk> {
     errands: u64,
     /// When the task comes by itself.
     planned: Option<Instant>,
-    /// Whether a caller has left an errand to the task.
-    is_left: bool,
     /// Whether a caller had the desk since the task did.
     was_used: bool,
 }
@@ -75,8 +76,9 @@ impl<D: Desk> Hands<D> {
     /// A desk that a task of this runtime is about to attend to.
     pub(super) fn new(desk: D, runtime: Handle) -> Self {
         let desk = Whose::Nobodys(Box::new(desk));
-        let state = State { desk, errands: 0, planned: None, is_left: false, was_used: false };
-        Self { state: Mutex::new(state), bell: Notify::new(), runtime }
+        let state = State { desk, errands: 0, planned: None, was_used: false };
+        let state = Mutex::new(state);
+        Self { state, is_left: AtomicBool::new(false), bell: Notify::new(), runtime }
     }
 
     /// Runs `errand` with `command`, if nobody has the desk.
@@ -127,9 +129,7 @@ impl<D: Desk> Hands<D> {
     }
 
     fn take(&self) -> Whose<D> {
-        let mut state = self.state();
-        state.is_left = false;
-        mem::replace(&mut state.desk, Whose::Tasks)
+        mem::replace(&mut self.state().desk, Whose::Tasks)
     }
 
     /// For the task: gives the desk back.
@@ -138,20 +138,17 @@ impl<D: Desk> Hands<D> {
         let was_used = mem::take(&mut state.was_used);
         // Whoever used it just now may do so again: then nobody need ring for what comes of it.
         let soon = was_used.then(|| Instant::now() + ROUND);
-        state.planned = desk.next_errand().or(soon);
+        state.planned = desk.next_errand().into_iter().chain(soon).min();
         state.desk = Whose::Nobodys(desk);
     }
 
     /// For the task: waits until there is something to do for it.
     pub(super) async fn idle(&self) {
         loop {
-            let (planned, is_left) = {
-                let state = self.state();
-                (state.planned, state.is_left)
-            };
-            if is_left {
+            if self.is_left.swap(false, Ordering::AcqRel) {
                 return;
             }
+            let planned = self.state().planned;
             let time = async {
                 match planned {
                     Some(moment) => sleep_until(moment).await,
@@ -165,10 +162,22 @@ impl<D: Desk> Hands<D> {
         }
     }
 
+    /// Has the task come at this moment at the latest.
+    fn plan(&self, mut state: MutexGuard<'_, State<D>>, moment: Instant) {
+        if state.planned.is_none_or(|planned| moment < planned) {
+            state.planned = Some(moment);
+            drop(state);
+            self.bell.notify_one();
+        }
+    }
+
     /// Ends the desk, and whatever is at it.
     pub(super) fn give_up(&self) {
         let rest = mem::replace(&mut self.state().desk, Whose::Gone);
-        drop(rest);
+        if let Whose::Callers { errand, caller: Some(caller), .. } = rest {
+            drop(errand);
+            caller.wake();
+        }
     }
 
     fn state(&self) -> MutexGuard<'_, State<D>> {
@@ -208,20 +217,16 @@ impl<D: Desk> Here<D> {
                 none => *none = Some(cx.waker().clone()),
             }
             state.desk = Whose::Callers { number: self.number, errand, caller };
+            // If the caller does not go on, what was asked for may be done, and nobody know of it.
+            hands.plan(state, Instant::now() + ROUND);
             return Poll::Pending;
         };
         self.is_done = true;
         state.was_used = true;
         let next = desk.next_errand();
-        let is_early = |next: &Instant| state.planned.is_none_or(|planned| *next < planned);
-        let is_news = next.as_ref().is_some_and(is_early);
-        if is_news {
-            state.planned = next;
-        }
         state.desk = Whose::Nobodys(desk);
-        drop(state);
-        if is_news {
-            hands.bell.notify_one();
+        if let Some(next) = next {
+            hands.plan(state, next);
         }
         Poll::Ready(Some(answer))
     }
@@ -229,23 +234,15 @@ impl<D: Desk> Here<D> {
 
 impl<D: Desk> Drop for Here<D> {
     fn drop(&mut self) {
-        if self.is_done {
-            return;
-        }
-        let mut state = self.hands.state();
-        let is_mine =
-            matches!(&state.desk, Whose::Callers { number, .. } if *number == self.number);
-        if is_mine {
-            state.is_left = true;
-        }
-        drop(state);
-        if is_mine {
+        // The task may have taken it over: it finds out. Whoever goes away waits for nobody who has the desk meanwhile.
+        if !self.is_done {
+            self.hands.is_left.store(true, Ordering::Release);
             self.hands.bell.notify_one();
         }
     }
 }
 
-/// How long the task stays awake for those who use the desk again and again.
+/// How long the task stays awake for those who use the desk again and again, and leaves alone those who do not go on.
 const ROUND: Duration = Duration::from_millis(300);
 
 #[cfg(test)]
@@ -328,11 +325,45 @@ mod tests {
         let (hands, gate) = (toy(), Arc::new(Semaphore::new(0)));
         let mut first = here(hands.begin((1, Arc::clone(&gate)), waiting));
         assert!(poll!(poll_fn(|cx| first.poll(cx))).is_pending());
-        assert!(timeout(HOUR, hands.idle()).await.is_err(), "nothing to do yet");
+        assert!(timeout(ROUND / 2, hands.idle()).await.is_err(), "nothing to do yet");
         drop(first);
-        timeout(HOUR, hands.idle()).await.unwrap();
+        timeout(Duration::ZERO, hands.idle()).await.unwrap();
         gate.add_permits(1);
         assert_eq!(hands.fetch().await.unwrap().1, Some(1));
+    }
+
+    /// Although nobody wants anything else, and nothing has its time soon.
+    #[tokio::test(start_paused = true)]
+    async fn what_a_caller_does_not_go_on_with_is_finished_by_the_task() {
+        let gate = Arc::new(Semaphore::new(0));
+        let toy = Toy { due: Some(Instant::now() + HOUR), ..Toy::default() };
+        let hands = Arc::new(Hands::new(toy, Handle::current()));
+        let (desk, _) = hands.fetch().await.unwrap();
+        hands.leave(desk);
+        let mut idle = Box::pin(hands.idle());
+        assert!(poll!(&mut idle).is_pending());
+        let mut first = here(hands.begin((1, Arc::clone(&gate)), waiting));
+        assert!(poll!(poll_fn(|cx| first.poll(cx))).is_pending());
+        gate.add_permits(1);
+        timeout(ROUND, idle).await.unwrap();
+        assert_eq!(hands.fetch().await.unwrap().1, Some(1));
+    }
+
+    /// Nor for one that is under way in the same thread.
+    #[tokio::test]
+    async fn who_drops_an_errand_waits_for_no_other() {
+        let (hands, gate) = (toy(), Arc::new(Semaphore::new(1)));
+        let first = here(hands.begin((1, gate), waiting));
+        let (desk, _) = hands.fetch().await.unwrap();
+        hands.leave(desk);
+        let dropping = |toy, first: Here<Toy>| -> Errand<Toy> {
+            Box::pin(async move {
+                drop(first);
+                (toy, 2)
+            })
+        };
+        let mut second = here(hands.begin(first, dropping));
+        assert_eq!(poll_fn(|cx| second.poll(cx)).await, Some(2));
     }
 
     #[tokio::test(start_paused = true)]
@@ -394,6 +425,17 @@ mod tests {
         assert!(poll_fn(|cx| first.poll(cx)).await.is_none());
         assert!(matches!(hands.begin((2, gate), waiting), Begun::Gone(_)));
         assert!(hands.fetch().await.is_none());
+    }
+
+    #[tokio::test]
+    async fn who_waits_at_a_desk_that_ends_is_woken() {
+        let (hands, gate) = (toy(), Arc::new(Semaphore::new(0)));
+        let mut first = here(hands.begin((1, gate), waiting));
+        assert!(poll!(poll_fn(|cx| first.poll(cx))).is_pending());
+        let caller = tokio::spawn(async move { poll_fn(|cx| first.poll(cx)).await });
+        tokio::task::yield_now().await;
+        hands.give_up();
+        assert!(timeout(HOUR, caller).await.unwrap().unwrap().is_none());
     }
 
     #[tokio::test]

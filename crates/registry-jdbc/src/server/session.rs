@@ -33,7 +33,8 @@ pub(crate) trait Wire: Send + Sync + 'static {
     /// Begins a session.
     fn connect(&self) -> impl Future<Output = Result<Self::Connection, BackendError>> + Send;
 
-    /// Takes the lock if nobody has it. This session does not. The row is changed for it, unless the terms allow otherwise.
+    /// Takes the lock if nobody has it. This session does not. The row is changed for it, unless the terms allow otherwise. Unless it
+    /// is granted or the session is over, the session does not have it afterwards.
     fn take(
         &self,
         connection: &mut Self::Connection,
@@ -41,7 +42,7 @@ pub(crate) trait Wire: Send + Sync + 'static {
         terms: &Terms,
     ) -> impl Future<Output = Result<Option<Taken>, Failure>> + Send;
 
-    /// Gives the lock back.
+    /// Gives the lock back. If that fails the session is over: as long as it lives nobody else would get the lock.
     fn give_back(
         &self,
         connection: &mut Self::Connection,
@@ -91,6 +92,15 @@ pub(crate) enum Failure {
     Broken(BackendError),
 }
 
+impl Failure {
+    /// Of what the session cannot go on without.
+    pub(crate) fn into_broken(self) -> Self {
+        match self {
+            Self::Answered(error) | Self::Broken(error) => Self::Broken(error),
+        }
+    }
+}
+
 /// All locks of one backend.
 pub(crate) struct Session<W: Wire> {
     wire: Arc<W>,
@@ -107,9 +117,9 @@ struct Attended<W: Wire> {
     work: JoinHandle<()>,
 }
 
-/// Whom losses are told.
+/// Whom losses are told: registries, each with the runtime that it lives in.
 #[derive(Default)]
-pub(super) struct Hints(Mutex<Vec<LossHints>>);
+pub(super) struct Hints(Mutex<Vec<(LossHints, Option<Handle>)>>);
 
 impl<W: Wire> Session<W> {
     /// Connects to nothing yet.
@@ -215,8 +225,10 @@ impl<W: Wire> Session<W> {
             look_at: None,
             overdue_from: None,
         };
-        let hands = Arc::new(Hands::new(desk, Handle::current()));
-        let work = tokio::spawn(attend(Attendance(Arc::clone(&hands)), inbox));
+        // A caller's runtime may end before what was taken in it does.
+        let home = self.hints.home().unwrap_or_else(Handle::current);
+        let hands = Arc::new(Hands::new(desk, home.clone()));
+        let work = home.spawn(attend(Attendance(Arc::clone(&hands)), inbox));
         Attended { hands, commands, work }
     }
 
@@ -250,19 +262,27 @@ impl<W: Wire> fmt::Debug for Session<W> {
 }
 
 impl Hints {
+    /// Of a registry that is being built.
     pub(super) fn add(&self, hints: LossHints) {
         let mut all = self.all();
-        all.retain(LossHints::is_live);
-        all.push(hints);
+        all.retain(|(hints, _)| hints.is_live());
+        all.push((hints, Handle::try_current().ok()));
     }
 
-    fn all(&self) -> MutexGuard<'_, Vec<LossHints>> {
+    /// Where a registry lives.
+    fn home(&self) -> Option<Handle> {
+        let all = self.all();
+        let mut live = all.iter().filter(|(hints, _)| hints.is_live());
+        live.find_map(|(_, home)| home.clone())
+    }
+
+    fn all(&self) -> MutexGuard<'_, Vec<(LossHints, Option<Handle>)>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn look_at<'a>(&self, keys: impl Iterator<Item = &'a Key>) {
         let all = self.all().clone();
-        keys.for_each(|key| all.iter().for_each(|hints| hints.look_at(key)));
+        keys.for_each(|key| all.iter().for_each(|(hints, _)| hints.look_at(key)));
     }
 }
 
@@ -592,6 +612,13 @@ impl<W: Wire> Desk<W> {
         self.runs.clear();
         let held = std::mem::take(&mut self.held);
         self.hints.look_at(held.values().map(|held| &held.key));
+    }
+}
+
+/// Where a runtime ends, or something panics, before all is given back.
+impl<W: Wire> Drop for Desk<W> {
+    fn drop(&mut self) {
+        self.lose();
     }
 }
 

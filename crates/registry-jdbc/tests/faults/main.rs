@@ -31,6 +31,7 @@ macro_rules! on_both_servers {
 
 mod accounts;
 mod again;
+mod callers;
 mod clocks;
 mod contest;
 mod data;

@@ -225,7 +225,7 @@ pub(crate) enum Mode {
 }
 
 /// Opens the store for locks of this mode.
-async fn backend_in(url: &str, mode: Mode) -> Arc<dyn LockBackend> {
+pub(crate) async fn backend_in(url: &str, mode: Mode) -> Arc<dyn LockBackend> {
     if mode == Mode::Lease {
         return backend(url).await;
     }

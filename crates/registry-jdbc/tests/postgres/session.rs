@@ -9,6 +9,7 @@ use registry_core::{
 };
 use registry_jdbc::sqlx::{AssertSqlSafe, Executor, Row};
 use registry_jdbc::{PostgresConfig, PostgresSessionBackend};
+use registry_testkit::eventually;
 use registry_testkit::pgbouncer::PgBouncer;
 use registry_testkit::postgres::PostgresServer;
 use tokio::time::timeout;
@@ -238,7 +239,7 @@ async fn tokens_grow_over_a_row_that_is_deleted_while_it_is_waited_for() {
     let (first, second) = (session(&server).await, session(&server).await);
     let (mut purge, mut watch) = (data(&server).await, data(&server).await);
     let waiting = "SELECT EXISTS (SELECT FROM pg_stat_activity WHERE wait_event_type = 'Lock')";
-    let grown = registry_testkit::eventually(SOON, async || {
+    let grown = eventually(SOON, async || {
         // Far ahead of the clock, as after it was put back: only what is written down can tell.
         let far = claim("orders/42").with_token_block(u32::MAX);
         let Attempt::Granted(grant) = attempt(&first, &far).await else { panic!("busy") };
@@ -285,6 +286,48 @@ async fn a_server_that_stays_silent_ends_the_lock_before_anybody_can_have_it() {
     assert_eq!(server.sql(HOLDERS).await.unwrap(), pid.to_string(), "its lock is still there");
     server.resume_backend(pid).unwrap();
     drop(timeout(SOON, registry.obtain("orders/42").lock()).await.unwrap().unwrap());
+}
+
+#[tokio::test]
+async fn a_grant_that_nobody_looks_at_ends_with_its_lease() {
+    let server = server().await;
+    let short = Claim::new(crate::lab::key("orders/42"), Duration::from_secs(2));
+    // As far as the server grants it, and no further. Rarely the answer is there at the same time.
+    let asking = eventually(SOON, async || {
+        let (session, claim) = (session(&server).await, short.clone());
+        let mut asking = Box::pin(async move { attempt(&session, &claim).await });
+        while server.sql(HOLDERS).await.unwrap().is_empty() {
+            if futures_util::poll!(&mut asking).is_ready() {
+                return None;
+            }
+        }
+        Some(asking)
+    });
+    let asking = asking.await;
+    // Far sooner than the server ends a silent session.
+    let other = registry(&session(&server).await);
+    let guard = timeout(SOON, other.obtain("orders/42").lock()).await.unwrap().unwrap();
+    assert!(guard.is_held());
+    drop(asking);
+}
+
+/// The server has it for the session, while the session knows nothing of it: nobody would ever get it.
+#[tokio::test]
+async fn a_session_that_cannot_give_a_lock_back_ends_with_it() {
+    let server = server().await;
+    let leases = backend(config(&server)).await;
+    let lease = claim("orders/42");
+    grant(&leases, &lease).await;
+    // What is asked for from now on is not the server's own function.
+    let broken = "CREATE FUNCTION public.pg_advisory_unlock(bigint) RETURNS boolean LANGUAGE plpgsql \
+        AS $$BEGIN RAISE EXCEPTION 'on purpose'; END$$; \
+        DO $$BEGIN EXECUTE format('ALTER DATABASE %I SET search_path = public, pg_catalog', current_database()); END$$";
+    server.sql(broken).await.unwrap();
+    let sessions = session(&server).await;
+    // It has the lock when it finds the lease.
+    let error = sessions.try_acquire(&claim("orders/42")).await.unwrap_err();
+    assert!(told(&error).contains("on purpose"), "{}", told(&error));
+    eventually(SOON, async || server.sql(HOLDERS).await.unwrap().is_empty()).await;
 }
 
 #[tokio::test]
