@@ -145,6 +145,27 @@ async fn a_release_that_panics_is_not_reported_as_done() {
     assert_eq!(report.is_clean(), store.records() == 0, "{report:?}, {} records", store.records());
 }
 
+/// What is asked again and again while the store is silent is one claim; questions about a lock are none.
+#[tokio::test(start_paused = true)]
+async fn a_claim_is_abandoned_once_however_often_its_release_was_sent() {
+    let never = Fault::DelayRequest(Duration::from_secs(100_000));
+    let silent = Faults::none()
+        .always(Operation::Release, never)
+        .always(Operation::Inspect, never)
+        .always(Operation::List, never);
+    let faulty = FaultyBackend::new(Arc::new(MemoryBackend::new()), silent);
+    let ours = Registry::builder(Arc::new(faulty)).build().unwrap();
+    let (one, other) =
+        (ours.obtain("one").lock().await.unwrap(), ours.obtain("other").lock().await.unwrap());
+    drop(one);
+    other.unlock().await.unwrap_err();
+    ours.obtain("one").holder().await.unwrap_err();
+    ours.list().await.unwrap_err();
+    tokio::time::sleep(Duration::from_secs(10)).await;
+    let report = ours.close(Duration::from_secs(1)).await;
+    assert_eq!((report.lost, report.abandoned), (0, 2), "{report:?}");
+}
+
 /// After a request whose reply was lost, a grant may turn up late. Looking out for it holds up no close for longer than its limit.
 #[tokio::test(start_paused = true)]
 async fn looking_out_for_a_late_grant_does_not_hold_up_the_close() {

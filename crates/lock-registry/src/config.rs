@@ -255,6 +255,7 @@ impl RegistryConfig {
             };
             layers.iter().find(|(_, layer)| sets(layer)).map_or(Origin::Code, |(origin, _)| *origin)
         })?;
+        connect::check(&store, &options)?;
         Ok(Resolved { store, options })
     }
 

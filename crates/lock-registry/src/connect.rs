@@ -22,7 +22,7 @@ mod zk;
 use std::sync::Arc;
 
 use registry_core::{
-    ConfigError, LockBackend, MemoryBackend, Observer, PassThroughBackend, Registry,
+    BackendError, ConfigError, LockBackend, MemoryBackend, Observer, PassThroughBackend, Registry,
 };
 
 use crate::config::{RegistryConfig, Resolved};
@@ -78,6 +78,42 @@ use crate::store_url::Store;
 /// ```
 pub async fn connect(url: &str) -> Result<Registry, ConfigError> {
     RegistryConfig::new().url(url).connect().await
+}
+
+/// Refuses what the store itself would refuse before it sends anything. Files that options name are not looked at.
+#[cfg_attr(
+    not(any(
+        feature = "postgres",
+        feature = "mysql",
+        feature = "redis",
+        feature = "zk",
+        feature = "etcd"
+    )),
+    expect(unused_variables, reason = "there is no server then")
+)]
+pub(crate) fn check(store: &Store, options: &Layer) -> Result<(), ConfigError> {
+    let checked: Result<(), BackendError> = match store {
+        Store::Memory { .. } | Store::PassThrough | Store::Sqlite { .. } => Ok(()),
+        #[cfg(feature = "postgres")]
+        Store::Postgres(server) => postgres::check(server, options),
+        #[cfg(feature = "mysql")]
+        Store::MySql(server) => mysql::check(server, options),
+        #[cfg(feature = "redis")]
+        Store::Redis(servers) => redis::check(servers, options),
+        #[cfg(feature = "zk")]
+        Store::Zk(servers) => zk::check(servers, options),
+        #[cfg(feature = "etcd")]
+        Store::Etcd(cluster) => etcd::check(cluster, options),
+        #[cfg(not(all(
+            feature = "postgres",
+            feature = "mysql",
+            feature = "redis",
+            feature = "zk",
+            feature = "etcd"
+        )))]
+        _ => unreachable!("its scheme is refused when the URL is parsed"),
+    };
+    checked.map_err(|error| ConfigError::Invalid(error.to_string()))
 }
 
 /// Opens what `resolved` describes.

@@ -45,6 +45,58 @@ async fn values_from_code_are_checked_too() {
     }
 }
 
+/// What a store would refuse without asking its server is refused by the check too, so that a wrong configuration is told apart from a store
+/// that is not there.
+#[cfg(all(
+    feature = "postgres",
+    feature = "mysql",
+    feature = "redis",
+    feature = "zk",
+    feature = "etcd"
+))]
+#[test]
+fn what_can_be_told_without_the_store_is_told_by_the_check() {
+    for (url, hint) in [
+        ("postgres://h/db?table_prefix=a-b", "prefix"),
+        ("postgres://h/db?schema=a.b", "schema"),
+        ("postgres://h/db?purge_after=1m&timeout=1h", "purge_after"),
+        ("postgres://h/db?mode=session&lease=61s", "lease"),
+        ("postgres://h/db?layout=spring&region=%20", "region"),
+        ("mysql://h/db?table_prefix=a-b", "tables"),
+        ("mysql://h/db?mode=row&lease=61s", "lease"),
+        ("mysql://h/db?layout=spring&prefix=%3B", "prefix"),
+        ("zk://h/a/../b", "chroot"),
+        ("zk://h?root=a", "root"),
+        ("zk://h?acl=creator", "login"),
+        ("zk://h?acl=world:anyone:r", "rights"),
+        ("etcd://h?namespace=", "namespace"),
+        ("etcd://h?lease=1999ms", "lease"),
+    ] {
+        let error = RegistryConfig::new().url(url).check().unwrap_err();
+        assert!(matches!(error, ConfigError::Invalid(_)), "{url}: {error:?}");
+        assert!(error.to_string().contains(hint), "{url}: {error}");
+    }
+    for url in [
+        "postgres://h/db?table_prefix=a_b&schema=B&mode=session&lease=60s",
+        "mysql://h/db?layout=spring&prefix=a.b_&region=r",
+        "zk://u:p@h/a/b?root=/c/d&acl=creator",
+        "etcd://h?layout=etcdctl&namespace=&lease=2s",
+        "redis+quorum://a,b,c?restart_guard=1m",
+    ] {
+        RegistryConfig::from_url(url)
+            .unwrap()
+            .check()
+            .unwrap_or_else(|error| panic!("{url}: {error}"));
+    }
+}
+
+#[cfg(feature = "zk-tls")]
+#[test]
+fn encrypted_zookeeper_needs_an_authority_before_it_is_reached() {
+    let error = RegistryConfig::new().url("zks://h").check().unwrap_err();
+    assert!(error.to_string().contains("`ca`"), "{error}");
+}
+
 #[tokio::test]
 async fn the_engine_takes_every_value_that_passes_the_check() {
     for query in [

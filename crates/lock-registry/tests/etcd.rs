@@ -32,6 +32,8 @@ async fn a_cluster_excludes_two_registries_and_tells_who_holds() {
     let (one, other) = (connect(&url).await.unwrap(), connect(&url).await.unwrap());
     let capabilities = one.capabilities();
     assert_eq!((capabilities.class, capabilities.fair), (GuaranteeClass::A, true));
+    // What the check of the configuration lets through.
+    assert_eq!(capabilities.lease_min, Duration::from_secs(2));
     let guard = one.obtain("orders/42").try_lock().await.unwrap().unwrap();
     assert!(other.obtain("orders/42").try_lock().await.unwrap().is_none());
     let holder = other.obtain("orders/42").holder().await.unwrap().unwrap();
@@ -85,6 +87,8 @@ async fn a_cluster_that_is_not_there_is_told() {
     server.kill();
     let gone = url(&server, "worker:canary@");
     assert_eq!(refused(&gone).await, BackendErrorKind::Transient);
+    let text = error_text(&connect(&gone).await.unwrap_err());
+    assert!(text.contains("tcp connect error: Connection refused"), "{text}");
 }
 
 #[tokio::test]

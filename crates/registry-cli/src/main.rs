@@ -23,6 +23,7 @@ mod say;
 
 use std::ffi::OsString;
 use std::future::Future;
+use std::io::Write as _;
 use std::process::ExitCode;
 
 use clap::Parser as _;
@@ -112,8 +113,8 @@ fn block_on(work: impl Future<Output = Result<u8, Failure>>) -> Result<u8, Failu
 fn not_parsed(error: &clap::Error) -> u8 {
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
-            let _ = error.print();
-            0
+            let printed = error.print().and_then(|()| std::io::stdout().flush());
+            printed.map_or_else(|error| failed(&Failure::Output(error)), |()| 0)
         }
         ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
             let _ = error.print();
@@ -126,10 +127,17 @@ fn not_parsed(error: &clap::Error) -> u8 {
                 |error| error.to_string(),
                 |_| "error: an argument is not UTF-8".to_owned(),
             );
-            say::line_to_stderr(&format!("lockreg: {}", message.trim_end()));
-            exit::USAGE
+            let message = message.strip_prefix("error: ").unwrap_or(&message).trim_end();
+            failed(&Failure::usage(message))
         }
     }
+}
+
+/// Tells of a failure when nothing is known of the command line but its words.
+fn failed(failure: &Failure) -> u8 {
+    let mut options = std::env::args_os().skip(1).take_while(|word| word != "--");
+    Say::new(options.any(|word| word == "--json")).failure(failure);
+    failure.status()
 }
 
 /// `argument`, without the secrets of a URL in it.

@@ -18,7 +18,7 @@ use crate::options::{LockOptions, Terms};
 use crate::owner::Owner;
 use crate::slot::{Entry, NoEntry, Slot, Turn};
 
-/// Takes the lock of `slot`. `None` when others held it until the deadline.
+/// Takes the lock of `slot`. `None` when others held it until the deadline, as far as the store has told.
 pub(crate) async fn acquire(
     slot: &Arc<Slot>,
     options: &LockOptions,
@@ -54,7 +54,11 @@ pub(crate) async fn acquire(
                 engine.tell(|| LockEvent::HandedOver { key, token });
                 return Ok(Some(guard));
             }
-            Err(NoEntry::TimedOut) => return Ok(gave_up(slot, began)),
+            Err(NoEntry::TimedOut(None)) => return Ok(gave_up(slot, began)),
+            // Nobody knows whether somebody has the lock.
+            Err(NoEntry::TimedOut(Some(error))) => {
+                return Err(trouble("acquire", slot.key().as_str(), error));
+            }
             Err(NoEntry::Closed) => return Err(LockError::Closed),
         }
     };
@@ -105,6 +109,7 @@ impl Contest<'_> {
             attempts += 1;
             match contender.attempt(self.engine).await {
                 Answer::Answered(sent_at, Ok(Attempt::Granted(grant))) => {
+                    self.slot.answered();
                     let token = grant.token;
                     match contender.take(grant, sent_at) {
                         Ok(held) => {
@@ -135,6 +140,7 @@ impl Contest<'_> {
                 }
                 Answer::Answered(_, Ok(Attempt::Busy(busy))) => {
                     failures = Failures::default();
+                    self.slot.answered();
                     self.engine.tell(|| LockEvent::Busy { key: key.as_str(), busy: &busy });
                     if self.is_over(Moment::now()) {
                         return Ok(None);
@@ -204,6 +210,7 @@ impl Contest<'_> {
     ) -> Result<(), LockError> {
         let engine = self.engine;
         engine.tell(|| LockEvent::AttemptFailed { key: key.as_str(), error: &error });
+        self.slot.failed(&error);
         let now = Moment::now();
         let since = *failures.since.get_or_insert(now);
         // Without a deadline, trouble is borne for the length of a lease: by then a failover is over, or it is an outage

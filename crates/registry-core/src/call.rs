@@ -95,7 +95,7 @@ impl<T: Send + 'static> Future for Call<T> {
 impl<T: Send + 'static> Drop for Call<T> {
     fn drop(&mut self) {
         if let Some(future) = self.future.take() {
-            self.janitor.hand_over(Box::pin(async move {
+            self.janitor.finish(Box::pin(async move {
                 let _ = future.await;
             }));
         }

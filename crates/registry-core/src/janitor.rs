@@ -24,20 +24,33 @@ pub(crate) struct Janitor(Arc<Desk>);
 struct Desk {
     jobs: mpsc::UnboundedSender<Counted>,
     pending: Arc<Gauge>,
+    /// Those of `pending` that give a claim back.
+    claims: Arc<Gauge>,
 }
 
 impl Janitor {
     /// A janitor and the task that does its work until the janitor is dropped and all jobs are done.
     pub(crate) fn new() -> (Self, impl Future<Output = ()> + Send) {
         let (jobs, inbox) = mpsc::unbounded_channel();
-        (Self(Arc::new(Desk { jobs, pending: Arc::default() })), work(inbox))
+        let desk = Desk { jobs, pending: Arc::default(), claims: Arc::default() };
+        (Self(Arc::new(desk)), work(inbox))
     }
 
-    /// Takes over `job`.
+    /// Takes over `job`, which gives a claim back.
     pub(crate) fn hand_over(&self, job: Job) {
+        self.0.claims.enter();
+        self.take_over(job, Some(Arc::clone(&self.0.claims)));
+    }
+
+    /// Takes over a call to the store whose caller has gone. A claim that it may concern is somebody else's job.
+    pub(crate) fn finish(&self, call: Job) {
+        self.take_over(call, None);
+    }
+
+    fn take_over(&self, job: Job, claims: Option<Arc<Gauge>>) {
         self.0.pending.enter();
         // Without a runtime the send fails and the job is dropped here.
-        let _ = self.0.jobs.send(Counted { job, pending: Arc::clone(&self.0.pending) });
+        let _ = self.0.jobs.send(Counted { job, pending: Arc::clone(&self.0.pending), claims });
     }
 
     /// Whether there is a runtime that does the work.
@@ -45,9 +58,9 @@ impl Janitor {
         !self.0.jobs.is_closed()
     }
 
-    /// How many jobs are not done yet.
-    pub(crate) fn pending(&self) -> usize {
-        self.0.pending.alive()
+    /// How many jobs that give a claim back are not done yet.
+    pub(crate) fn claims(&self) -> usize {
+        self.0.claims.alive()
     }
 
     /// Waits until no job is left.
@@ -60,6 +73,7 @@ impl Janitor {
 struct Counted {
     job: Job,
     pending: Arc<Gauge>,
+    claims: Option<Arc<Gauge>>,
 }
 
 impl std::fmt::Debug for Counted {
@@ -80,6 +94,9 @@ impl Drop for Counted {
     fn drop(&mut self) {
         // What the job holds must be given up before anybody hears that it is done.
         self.job = Box::pin(std::future::ready(()));
+        if let Some(claims) = &self.claims {
+            claims.leave();
+        }
         self.pending.leave();
     }
 }

@@ -78,7 +78,7 @@ impl DistributedLock {
     /// The store is always asked, unless another caller of this process has the lock or is after it.
     ///
     /// # Errors
-    /// As [`lock`](Self::lock), but trouble with the store is told at once.
+    /// As [`lock`](Self::lock), but trouble with the store is told at once, also that of a caller of this process who is after the lock.
     ///
     /// # Cancel safety
     /// As [`lock`](Self::lock).
@@ -94,7 +94,8 @@ impl DistributedLock {
     /// A request that is on its way at the deadline is given the operation time-out to be answered.
     ///
     /// # Errors
-    /// As [`lock`](Self::lock), but trouble is borne until the deadline, and only if the store's last word was not "busy".
+    /// As [`lock`](Self::lock), but trouble is told at the deadline, and only if the store's last word was not "busy". Who waits in line behind
+    /// other callers of this process is told of theirs.
     /// [`LockError::InvalidOption`] for a wait beyond [`LockOptions::WAIT_MAX`].
     ///
     /// # Cancel safety

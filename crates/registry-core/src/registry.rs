@@ -305,7 +305,7 @@ impl LockRegistry for Registry {
         let under_way = if in_order {
             0
         } else {
-            held.max(engine.janitor.pending()) + engine.contending.alive()
+            held.max(engine.janitor.claims()) + engine.contending.alive()
         };
         let left = engine.left_to_lease.load(Ordering::Acquire) - start.left_to_lease;
         let endings_left = engine.endings_left.load(Ordering::Acquire) - start.endings_left;

@@ -85,6 +85,9 @@ async fn release_until_answered(giving: &mut GivingBack) -> GivenBack {
         may_have_freed |= !error.refused();
         let key = giving.claim.key().as_str();
         engine.tell(|| LockEvent::ReleaseFailed { key, error: &error });
+        if let Some(turn) = &giving.turn {
+            turn.slot().failed(&error);
+        }
         let until = *until.get_or_insert_with(|| Moment::now().after(giving.lease));
         let pause = backoff(attempt);
         if !error.is_retryable()

@@ -14,6 +14,7 @@ use tokio::sync::oneshot;
 
 use crate::clock::Moment;
 use crate::engine::Engine;
+use crate::error::BackendError;
 use crate::guard::LockGuard;
 use crate::hints::NewsMark;
 use crate::hold::Hold;
@@ -98,6 +99,8 @@ pub(crate) struct Slot {
     line: Mutex<Line>,
     /// False only if nobody waits, or somebody has just come.
     wanted: AtomicBool,
+    /// False only if there is no [`Line::trouble`]. Written by whoever has the turn.
+    troubled: AtomicBool,
     /// Counts the news of this key.
     news: AtomicU32,
     /// Where the keeper finds the claim that is held on this key.
@@ -108,6 +111,9 @@ pub(crate) struct Slot {
 struct Line {
     /// Somebody has the turn.
     taken: bool,
+    /// What went wrong when the store was asked last, by whoever has the turn. A store that does not answer must not look to those behind
+    /// like a lock that somebody has.
+    trouble: Option<BackendError>,
     /// The current hold, if its owner may enter again.
     reentrant: Weak<Hold>,
     next_ticket: u64,
@@ -137,10 +143,10 @@ pub(crate) enum Entry {
 }
 
 /// Why a caller got nothing.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug)]
 pub(crate) enum NoEntry {
-    /// The deadline came first.
-    TimedOut,
+    /// The deadline came first; with the trouble of the one in front, if that is what held it up.
+    TimedOut(Option<BackendError>),
     /// The registry is closing.
     Closed,
 }
@@ -152,6 +158,7 @@ impl Slot {
             engine,
             line: Mutex::default(),
             wanted: false.into(),
+            troubled: false.into(),
             news: 0.into(),
             seat: LastSeat::default(),
         }
@@ -195,7 +202,7 @@ impl Slot {
                 return Ok(Entry::Turn(Turn { slot: Some(Arc::clone(self)) }));
             }
             if deadline.is_some_and(|deadline| deadline <= Moment::now()) {
-                return Err(NoEntry::TimedOut);
+                return Err(NoEntry::TimedOut(line.trouble.clone()));
             }
             let ticket = line.next_ticket;
             line.next_ticket += 1;
@@ -214,13 +221,30 @@ impl Slot {
             Some(deadline) => tokio::select! {
                 biased;
                 entered = entry => entered,
-                () = self.engine.sleep_until(deadline) => return Err(NoEntry::TimedOut),
+                () = self.engine.sleep_until(deadline) => {
+                    let trouble = self.line().trouble.clone();
+                    return Err(NoEntry::TimedOut(trouble));
+                }
             },
         };
         // Whoever opened or closed the door has taken our place off the line.
         waiting.ticket = None;
         // A door that nobody holds any more: the line was closed.
         entered.map_err(|_| NoEntry::Closed)
+    }
+
+    /// Notes what the store, asked by whoever has the turn, has failed with.
+    pub(crate) fn failed(&self, error: &BackendError) {
+        let mut line = self.line();
+        line.trouble = Some(error.clone());
+        self.troubled.store(true, Ordering::Relaxed);
+    }
+
+    /// Notes that the store has answered whoever has the turn.
+    pub(crate) fn answered(&self) {
+        if self.troubled.load(Ordering::Relaxed) {
+            self.line().forget_trouble(&self.troubled);
+        }
     }
 
     /// Notes that `hold` is the current one, and lets in those who wait under the same owner. Called by the holder, who
@@ -286,6 +310,8 @@ impl Slot {
     fn pass_on(self: &Arc<Self>) {
         let mut line = self.line();
         line.reentrant = Weak::new();
+        // Whoever is next asks the store again.
+        line.forget_trouble(&self.troubled);
         let next = line.waiters.pop_first();
         line.taken = next.is_some();
         if line.waiters.is_empty() {
@@ -311,6 +337,11 @@ fn deliver(door: Door, entry: Entry) {
 }
 
 impl Line {
+    fn forget_trouble(&mut self, troubled: &AtomicBool) {
+        self.trouble = None;
+        troubled.store(false, Ordering::Relaxed);
+    }
+
     /// Takes those off the line who wait under the owner of `hold`, with the guards that they are to get.
     fn begin_hold(&mut self, hold: &Arc<Hold>) -> Vec<(Door, Entry)> {
         let mut entries = Vec::new();

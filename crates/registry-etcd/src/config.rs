@@ -177,8 +177,11 @@ impl EtcdConfig {
         }
     }
 
-    /// Refuses what cannot work.
-    pub(crate) fn check(&self) -> Result<(), BackendError> {
+    /// Refuses what cannot work, without I/O. Opening a store asks this first.
+    ///
+    /// # Errors
+    /// [`BackendError`], `Misconfigured`, for the first thing that is wrong.
+    pub fn check(&self) -> Result<(), BackendError> {
         let least = usize::from(self.layout == Layout::Native);
         if !(least..=NAMESPACE_BYTES_MAX).contains(&self.namespace().len()) {
             return Err(unusable(format!(

@@ -277,12 +277,10 @@ fn silent() -> BackendError {
 
 /// Why there is no connection. Nothing was sent.
 fn unconnected(error: &tonic::transport::Error) -> BackendError {
-    let mut said = String::new();
-    let mut cause = error.source();
-    while let Some(error) = cause {
-        said += &error.to_string();
-        cause = error.source();
-    }
+    let causes = std::iter::successors(error.source(), |&cause| cause.source());
+    let mut causes: Vec<String> = causes.map(ToString::to_string).collect();
+    causes.dedup();
+    let said = causes.join(": ");
     let (kind, says) = if said.contains("invalid peer certificate") {
         (
             BackendErrorKind::Misconfigured,

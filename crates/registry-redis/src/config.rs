@@ -491,8 +491,11 @@ impl RedisConfig {
         }
     }
 
-    /// Refuses what cannot work.
-    pub(crate) fn check(&self) -> Result<(), BackendError> {
+    /// Refuses what cannot work, without I/O. Opening a store asks this first.
+    ///
+    /// # Errors
+    /// [`BackendError`], `Misconfigured`, for the first thing that is wrong.
+    pub fn check(&self) -> Result<(), BackendError> {
         let no = |says: String| Err(unusable_as(format!("redis: {says}")));
         let least = usize::from(self.layout != Layout::Redisson);
         if !(least..=NAMESPACE_BYTES_MAX).contains(&self.namespace().len()) {

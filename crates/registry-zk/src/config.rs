@@ -268,8 +268,11 @@ impl ZkConfig {
         false
     }
 
-    /// Refuses what cannot work, before any I/O.
-    pub(crate) fn check(&self) -> Result<(), BackendError> {
+    /// Refuses what cannot work, without I/O. Opening a store asks this first.
+    ///
+    /// # Errors
+    /// [`BackendError`], `Misconfigured`, for the first thing that is wrong.
+    pub fn check(&self) -> Result<(), BackendError> {
         let is_host = |(name, port): &(String, u16)| {
             *port != 0 && !name.is_empty() && !name.contains([',', '/', ' '])
         };

@@ -9,11 +9,23 @@ use crate::layer::Layer;
 use crate::layout::Layout;
 use crate::store_url::EtcdMembers;
 
+/// Refuses what cannot work, files left out.
+pub(super) fn check(cluster: &EtcdMembers, options: &Layer) -> Result<(), BackendError> {
+    config(cluster, options).check()
+}
+
 /// Opens the store of these members.
 pub(super) async fn open(
     cluster: &EtcdMembers,
     options: &Layer,
 ) -> Result<EtcdBackend, BackendError> {
+    let config = config(cluster, options);
+    #[cfg(feature = "etcd-tls")]
+    let config = if cluster.are_encrypted() { encrypted(config, options)? } else { config };
+    EtcdBackend::open(config).await
+}
+
+fn config(cluster: &EtcdMembers, options: &Layer) -> EtcdConfig {
     let mut config = EtcdConfig::new(cluster.members.clone());
     if let Some((user, password)) = &cluster.login {
         config = config.with_login(user.told(), password.told());
@@ -31,11 +43,7 @@ pub(super) async fn open(
         // A member that does not answer must be left while the engine still waits.
         config = config.with_response_timeout(timeout);
     }
-    #[cfg(feature = "etcd-tls")]
-    if cluster.are_encrypted() {
-        config = encrypted(config, options)?;
-    }
-    EtcdBackend::open(config).await
+    config
 }
 
 #[cfg(feature = "etcd-tls")]

@@ -14,6 +14,15 @@ use crate::layer::{Layer, Mode, NO_LISTEN, SERVERS_MIN, SslMode};
 use crate::store_url::{DatabasePlace, DatabaseServer};
 use crate::value::Secret;
 
+/// Refuses what cannot work, files left out.
+pub(super) fn check(server: &DatabaseServer, options: &Layer) -> Result<(), BackendError> {
+    let config = tables(limits(place(server), options), options);
+    match super::spring_table(options) {
+        Some(table) => PostgresSpringBackend::check(&config, &table),
+        None => config.check(),
+    }
+}
+
 /// Opens the store in this database.
 pub(super) async fn open(
     server: &DatabaseServer,

@@ -12,16 +12,25 @@ use crate::layout::Layout;
 use crate::store_url::{Place, RedisServers};
 use crate::value::Secret;
 
+/// Refuses what cannot work, files left out.
+pub(super) fn check(servers: &RedisServers, options: &Layer) -> Result<(), BackendError> {
+    config(servers, options).check()
+}
+
 /// Opens the store of these servers.
 pub(super) async fn open(
     servers: &RedisServers,
     options: &Layer,
 ) -> Result<RedisBackend, BackendError> {
-    let config = place(servers).with_database(options.db.unwrap_or(servers.database));
-    let config = records(limits(logins(config, servers, options), options), options);
+    let config = config(servers, options);
     #[cfg(feature = "redis-tls")]
     let config = if servers.are_encrypted() { encrypted(config, options)? } else { config };
     RedisBackend::open(config).await
+}
+
+fn config(servers: &RedisServers, options: &Layer) -> RedisConfig {
+    let config = place(servers).with_database(options.db.unwrap_or(servers.database));
+    records(limits(logins(config, servers, options), options), options)
 }
 
 fn place(servers: &RedisServers) -> RedisConfig {

@@ -10,9 +10,19 @@ use crate::layout::Layout;
 use crate::store_url::ZkServers;
 use crate::value::{Secret, shown};
 
+/// Refuses what cannot work, files left out.
+pub(super) fn check(servers: &ZkServers, options: &Layer) -> Result<(), BackendError> {
+    if servers.are_encrypted() && options.ca.is_none() {
+        let says = "zookeeper: encrypted connections need option `ca`, the file with the certificate authorities that are trusted";
+        return Err(BackendError::new(BackendErrorKind::Misconfigured, says).as_refused());
+    }
+    config(servers, options)?.check()
+}
+
 /// Opens the store of these servers.
 pub(super) async fn open(servers: &ZkServers, options: &Layer) -> Result<ZkBackend, BackendError> {
-    let config = limits(nodes(access(servers, options)?, options)?, options);
+    let config = config(servers, options)?;
+    let config = if servers.are_encrypted() { encrypted(config, options)? } else { config };
     let backend = ZkBackend::open(config).await?;
     let longest = backend.session_timeout() / 2;
     match options.lease {
@@ -31,7 +41,11 @@ pub(super) async fn open(servers: &ZkServers, options: &Layer) -> Result<ZkBacke
     }
 }
 
-fn access(servers: &ZkServers, options: &Layer) -> Result<ZkConfig, BackendError> {
+fn config(servers: &ZkServers, options: &Layer) -> Result<ZkConfig, BackendError> {
+    Ok(limits(nodes(access(servers, options), options)?, options))
+}
+
+fn access(servers: &ZkServers, options: &Layer) -> ZkConfig {
     let mut config = ZkConfig::of_hosts(servers.hosts.clone());
     if let Some(chroot) = &servers.chroot {
         config = config.with_chroot(chroot);
@@ -44,7 +58,7 @@ fn access(servers: &ZkServers, options: &Layer) -> Result<ZkConfig, BackendError
     {
         config = config.with_auth(scheme, credentials);
     }
-    if servers.are_encrypted() { encrypted(config, options) } else { Ok(config) }
+    config
 }
 
 fn nodes(mut config: ZkConfig, options: &Layer) -> Result<ZkConfig, BackendError> {
@@ -88,10 +102,7 @@ fn limits(mut config: ZkConfig, options: &Layer) -> ZkConfig {
 fn encrypted(config: ZkConfig, options: &Layer) -> Result<ZkConfig, BackendError> {
     let files = Files { store: "zookeeper" };
     let text = |pem: Vec<u8>| String::from_utf8_lossy(&pem).into_owned();
-    let Some(ca) = &options.ca else {
-        let says = "zookeeper: encrypted connections need option `ca`, the file with the certificate authorities that are trusted";
-        return Err(BackendError::new(BackendErrorKind::Misconfigured, says).as_refused());
-    };
+    let ca = options.ca.as_ref().expect("`check` has refused its absence");
     let config = config.with_certificate_authority(&text(files.certificates("ca", ca)?))?;
     let (Some(cert), Some(key)) = (&options.cert, &options.key) else { return Ok(config) };
     let certificate = text(files.certificates("cert", cert)?);

@@ -42,7 +42,7 @@ impl Stores {
         let redis = matches!(store, "redis" | "rediss");
         let database = matches!(store, "postgres" | "mysql");
         let zookeeper = matches!(store, "zk" | "zks");
-        let etcd = matches!(store, "etcd" | "etcds");
+        let etcd = is_etcd(store);
         match self {
             Self::All => true,
             Self::Sql => database || store == "sqlite",
@@ -99,8 +99,9 @@ impl Layer {
         let busy_min = if Stores::Database.have(store) { SERVERS_MIN } else { Duration::ZERO };
         // Longer than any statement, or tokens could go back.
         let purge_min = if Stores::Database.have(store) { PURGE_MIN } else { Duration::ZERO };
+        let lease_min = if is_etcd(store) { ETCD_LEASE_MIN } else { Capabilities::LEASE_MIN };
         let spans = [
-            ("lease", self.lease, Capabilities::LEASE_MIN, Capabilities::LEASE_MAX),
+            ("lease", self.lease, lease_min, Capabilities::LEASE_MAX),
             ("poll", self.poll, RegistryBuilder::POLL_MIN, RegistryBuilder::POLL_MAX),
             ("timeout", self.timeout, RegistryBuilder::TIMEOUT_MIN, RegistryBuilder::TIMEOUT_MAX),
             ("busy_timeout", self.busy_timeout, busy_min, RegistryBuilder::TIMEOUT_MAX),
@@ -243,6 +244,19 @@ impl Layer {
                 );
             }
         }
+        // The store would say so itself, but only when it is open.
+        if let (Some(lease), Some(Mode::Session | Mode::Row)) = (self.lease, self.mode)
+            && lease > CONNECTION_LEASE_MAX
+        {
+            return wrong(
+                "lease",
+                format!(
+                    "is {}, more than the most of locks that die with their connection (`mode`), {}",
+                    shown(lease),
+                    shown(CONNECTION_LEASE_MAX)
+                ),
+            );
+        }
         let lease = self.lease.unwrap_or(LEASE);
         match self.restart_guard {
             Some(given) if !given.is_zero() && given < lease => {
@@ -344,11 +358,15 @@ fn layouts(store: &str) -> &'static [Layout] {
         &[Layout::Native, Layout::Spring]
     } else if Stores::ZooKeeper.have(store) {
         &[Layout::Native, Layout::Curator]
-    } else if matches!(store, "etcd" | "etcds") {
+    } else if is_etcd(store) {
         &[Layout::Native, Layout::Etcdctl]
     } else {
         &[Layout::Native]
     }
+}
+
+fn is_etcd(store: &str) -> bool {
+    matches!(store, "etcd" | "etcds")
 }
 
 // The engine's own, for what is not set.
@@ -357,6 +375,10 @@ const TIMEOUT: Duration = Duration::from_secs(3);
 const DAYS_MAX: Duration = LockOptions::WAIT_MAX;
 /// The shortest session that can be asked for: of twice the shortest lease, and as much again.
 const SESSION_MIN: Duration = Duration::from_millis(400);
+/// The shortest lease that etcd's backend takes.
+const ETCD_LEASE_MIN: Duration = Duration::from_secs(2);
+/// How long a server that hears nothing of a session, or of a transaction, keeps its locks.
+const CONNECTION_LEASE_MAX: Duration = Duration::from_secs(60);
 /// More connections than any server has for one program.
 const POOL_MAX: u32 = 10_000;
 /// The shortest time that rows are kept in a server.
@@ -537,6 +559,15 @@ mod tests {
         assert!(error.contains("have `native`, `spring` and `redisson`"), "{error}");
         let error = problem("memory", &[("layout", "etcdctl")]).unwrap();
         assert!(error.contains("have only `native`"), "{error}");
+    }
+
+    #[cfg(all(feature = "postgres", feature = "mysql"))]
+    #[test]
+    fn a_lock_of_a_connection_is_leased_for_as_long_as_its_server_bears_silence() {
+        assert_eq!(CONNECTION_LEASE_MAX, registry_jdbc::PostgresSessionBackend::SILENCE);
+        assert_eq!(CONNECTION_LEASE_MAX, registry_jdbc::PostgresRowBackend::SILENCE);
+        assert_eq!(CONNECTION_LEASE_MAX, registry_jdbc::MySqlSessionBackend::SILENCE);
+        assert_eq!(CONNECTION_LEASE_MAX, registry_jdbc::MySqlRowBackend::SILENCE);
     }
 
     #[test]

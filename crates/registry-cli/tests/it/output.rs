@@ -129,6 +129,17 @@ fn bench_prints_its_figures() {
     assert_eq!(printed(&store.done(["list", "--json"])), json!([]));
 }
 
+#[cfg(target_os = "linux")]
+#[test]
+fn what_cannot_be_written_to_stdout_is_told() {
+    let store = Store::new();
+    for argument in ["--help", "--version", "list"] {
+        let full = std::fs::File::options().write(true).open("/dev/full").unwrap();
+        let status = store.lockreg([argument]).stdout(full).status().unwrap();
+        assert_eq!(status.code(), Some(74), "{argument}");
+    }
+}
+
 #[test]
 fn run_leaves_stdout_to_its_command_and_speaks_json_on_stderr_if_asked() {
     let store = Store::new();
@@ -148,6 +159,14 @@ fn run_leaves_stdout_to_its_command_and_speaks_json_on_stderr_if_asked() {
     let done = store.done(["--json", "--url", "sqlite:/absent/x.db", "list"]);
     let error: Value = serde_json::from_str(&done.stderr).unwrap();
     assert_eq!((&error["event"], &error["status"]), (&json!("error"), &json!(69)));
+    // A command line that makes no sense, too.
+    let done = store.done(["run", "--json", "--wait", "5", "key", "--", "true"]);
+    let error: Value = serde_json::from_str(&done.stderr).unwrap();
+    assert_eq!((&error["event"], &error["status"]), (&json!("error"), &json!(64)));
+    assert!(error["message"].as_str().unwrap().starts_with("invalid value '5'"), "{error}");
+    // That of the command is not ours.
+    let done = store.done(["run", "--wait", "5", "key", "--", "true", "--json"]);
+    assert!(done.stderr.starts_with("lockreg: error: "), "{done:?}");
     assert!(error["message"].is_string() && error["causes"].is_array());
 }
 

@@ -206,8 +206,11 @@ impl MySqlConfig {
         }
     }
 
-    /// Refuses what cannot work.
-    pub(super) fn check(&self) -> Result<(), BackendError> {
+    /// Refuses what cannot work, without I/O. Opening a store asks this first.
+    ///
+    /// # Errors
+    /// [`BackendError`], `Misconfigured`, for the first thing that is wrong.
+    pub fn check(&self) -> Result<(), BackendError> {
         if self.server.get_database().is_none_or(str::is_empty) {
             return Err(unusable("no database is named; write mysql://HOST/DATABASE"));
         }

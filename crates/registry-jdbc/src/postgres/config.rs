@@ -327,8 +327,11 @@ impl PostgresConfig {
         &[]
     }
 
-    /// Refuses what cannot work.
-    pub(super) fn check(&self) -> Result<(), BackendError> {
+    /// Refuses what cannot work, without I/O. Opening a store asks this first.
+    ///
+    /// # Errors
+    /// [`BackendError`], `Misconfigured`, for the first thing that is wrong.
+    pub fn check(&self) -> Result<(), BackendError> {
         if let Some(variable) = foreign(&self.server, self.files_left_open()) {
             return Err(unusable(&format!(
                 "the environment variable {variable} is set, and would change how the lock store connects; start this program without it"

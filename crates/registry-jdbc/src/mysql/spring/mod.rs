@@ -47,6 +47,15 @@ pub struct MySqlSpringBackend {
 }
 
 impl MySqlSpringBackend {
+    /// Refuses what cannot work, without I/O. Opening the store asks this first.
+    ///
+    /// # Errors
+    /// [`BackendError`], `Misconfigured`, for the first thing that is wrong.
+    pub fn check(config: &MySqlConfig, table: &SpringTable) -> Result<(), BackendError> {
+        table.check().map_err(|says| unusable(&says))?;
+        config.check()
+    }
+
     /// Connects to the server, and makes Spring's table and those of this program if they are absent and this is not
     /// [turned off](MySqlConfig::with_create_schema). The namespace is of no use here: Spring has regions.
     ///
@@ -56,7 +65,7 @@ impl MySqlSpringBackend {
     /// # Cancel safety
     /// Dropping the future may leave some of the tables behind; the next one who opens the store makes the others.
     pub async fn open(config: MySqlConfig, table: SpringTable) -> Result<Self, BackendError> {
-        table.check().map_err(|says| unusable(&says))?;
+        Self::check(&config, &table)?;
         let link = Link::new(&config);
         let Opened { texts: native, store } = open::open(&config, &link).await?;
         let lock = find_or_make(&config, &table, &link).await?;

@@ -47,6 +47,15 @@ pub struct PostgresSpringBackend {
 }
 
 impl PostgresSpringBackend {
+    /// Refuses what cannot work, without I/O. Opening the store asks this first.
+    ///
+    /// # Errors
+    /// [`BackendError`], `Misconfigured`, for the first thing that is wrong.
+    pub fn check(config: &PostgresConfig, table: &SpringTable) -> Result<(), BackendError> {
+        table.check().map_err(|says| unusable(&says))?;
+        config.check()
+    }
+
     /// Connects to the server, and makes Spring's table and those of this program if they are absent and this is not
     /// [turned off](PostgresConfig::with_create_schema). The namespace is of no use here: Spring has regions.
     ///
@@ -56,7 +65,7 @@ impl PostgresSpringBackend {
     /// # Cancel safety
     /// Dropping the future may leave finished tables behind, never half-made ones.
     pub async fn open(config: PostgresConfig, table: SpringTable) -> Result<Self, BackendError> {
-        table.check().map_err(|says| unusable(&says))?;
+        Self::check(&config, &table)?;
         let Opened { tables, store } = open::open(&config).await?;
         let link = Link::new(&config);
         let lock = find_or_make(&config, &table, &link).await?;
