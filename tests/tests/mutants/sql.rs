@@ -65,6 +65,7 @@ impl Server {
     async fn verdict(&self) -> Result<(), &'static str> {
         only_its_owner_releases_a_lock(self).await?;
         clients_agree_on_the_time(self).await?;
+        nobody_takes_again_what_somebody_holds(self).await?;
         no_renewal_revives_a_lease(self).await?;
         tokens_grow(self).await?;
         tokens_of_sessions_grow(self).await?;
@@ -125,6 +126,16 @@ async fn clients_agree_on_the_time(server: &Server) -> Result<(), &'static str> 
     holds("clients agree on the time", taken.is_none())
 }
 
+async fn nobody_takes_again_what_somebody_holds(server: &Server) -> Result<(), &'static str> {
+    let (first, second) = (server.leases().await, server.leases().await);
+    let before = claim("let go", LEASE);
+    granted(&first, &before).await.unwrap();
+    first.release(&before).await.unwrap();
+    granted(&second, &claim("let go", LEASE)).await.unwrap();
+    let taken = granted(&first, &claim("let go", LEASE)).await;
+    holds("nobody takes again what somebody holds", taken.is_none())
+}
+
 async fn no_renewal_revives_a_lease(server: &Server) -> Result<(), &'static str> {
     let store = server.leases().await;
     let short = claim("short", Duration::from_millis(100));
@@ -135,11 +146,12 @@ async fn no_renewal_revives_a_lease(server: &Server) -> Result<(), &'static str>
 }
 
 async fn tokens_grow(server: &Server) -> Result<(), &'static str> {
-    let store = server.leases().await;
+    let (first, second) = (server.leases().await, server.leases().await);
     let mut last = None;
-    for _ in 0..3 {
+    // Who let the key go takes it by another statement than who comes after somebody else.
+    for store in [&first, &first, &second, &second, &first] {
         let claim = claim("counted", LEASE);
-        let token = granted(&store, &claim).await;
+        let token = granted(store, &claim).await;
         store.release(&claim).await.unwrap();
         holds("tokens grow", last < token)?;
         last = token;
