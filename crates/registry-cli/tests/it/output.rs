@@ -159,6 +159,7 @@ fn run_leaves_stdout_to_its_command_and_speaks_json_on_stderr_if_asked() {
     let done = store.done(["--json", "--url", "sqlite:/absent/x.db", "list"]);
     let error: Value = serde_json::from_str(&done.stderr).unwrap();
     assert_eq!((&error["event"], &error["status"]), (&json!("error"), &json!(69)));
+    assert!(error["message"].is_string() && error["causes"].is_array());
     // A command line that makes no sense, too.
     let done = store.done(["run", "--json", "--wait", "5", "key", "--", "true"]);
     let error: Value = serde_json::from_str(&done.stderr).unwrap();
@@ -167,7 +168,6 @@ fn run_leaves_stdout_to_its_command_and_speaks_json_on_stderr_if_asked() {
     // That of the command is not ours.
     let done = store.done(["run", "--wait", "5", "key", "--", "true", "--json"]);
     assert!(done.stderr.starts_with("lockreg: error: "), "{done:?}");
-    assert!(error["message"].is_string() && error["causes"].is_array());
 }
 
 #[test]

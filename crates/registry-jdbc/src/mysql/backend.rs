@@ -105,7 +105,8 @@ impl MySqlBackend {
             match self.link.change(Errand::Acquire, Repeat::Harmless, make).await {
                 Err(error) if error::tells_of_locked_row(&error) => {
                     // By a fence of somebody who has it meanwhile, perhaps; then it is busy.
-                    let is_held = self.look(claim.key()).await?.is_some();
+                    let held = self.look(claim.key()).await.map_err(BackendError::as_unknown)?;
+                    let is_held = held.is_some();
                     return if is_held { Ok(None) } else { Err(error) };
                 }
                 done => done?,
