@@ -30,7 +30,12 @@ programs! {
         "its lease ends within 30 s: true",
         "ours",
     ],
-    framework ["sqlite:locks.db"] [] says ["sqlite: class A, excludes this host", "17 rows written"],
+    framework ["sqlite:locks.db"] [] says [
+        "sqlite: class A, excludes this host",
+        "node 1: 17 rows written",
+        "node 2: another node has run it",
+        "node 3: another node has run it",
+    ],
     require [] [] says [
         "sqlite:locks.db will do",
         "payments need more than memory promises",

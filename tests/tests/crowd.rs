@@ -1,4 +1,4 @@
-//! Many callers of one key: they cost the store next to nothing, no threads, and never get in each other's way.
+//! Many callers, of one key or of one each: they cost the store next to nothing, no threads, and never get in each other's way.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -12,6 +12,11 @@ use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, LockBackend, LockRegistry, MemoryBackend,
     PassThroughBackend, Registry, Release, Renewal,
 };
+use registry_testkit::etcd::EtcdServer;
+use registry_testkit::mariadb::MariaDbServer;
+use registry_testkit::postgres::PostgresServer;
+use registry_testkit::redis::RedisServer;
+use registry_testkit::zookeeper::{ZooKeeperOptions, ZooKeeperServer};
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
@@ -271,4 +276,54 @@ fn handles_that_come_and_go_on_all_threads_share_one_turn() {
     }
     runtime.block_on(registry.idle());
     assert_eq!((registry.slots(), registry.held()), (0, 0));
+}
+
+/// Callers of as many keys, all at once, in the store of a server.
+async fn different_keys_at_once_are_all_served(url: &str) {
+    // A build without optimisation takes seconds for so many requests.
+    let url = format!("{url}?timeout=1m");
+    let registry = lock_registry::connect(&url).await.unwrap();
+    let bystander = registry.obtain("bystander").lock().await.unwrap();
+    let mut callers = JoinSet::new();
+    for n in 0..CROWD {
+        let lock = registry.obtain(&format!("orders/{n}"));
+        callers.spawn(async move { lock.lock().await.unwrap().unlock().await.unwrap() });
+    }
+    while let Some(caller) = callers.join_next().await {
+        caller.unwrap();
+    }
+    assert!(bystander.is_held());
+    bystander.unlock().await.unwrap();
+    assert!(registry.close(Duration::from_secs(60)).await.is_clean());
+}
+
+#[tokio::test]
+async fn ten_thousand_callers_of_different_keys_are_served_by_redis() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    different_keys_at_once_are_all_served(&server.url()).await;
+}
+
+#[tokio::test]
+async fn ten_thousand_callers_of_different_keys_are_served_by_postgresql() {
+    let server = PostgresServer::start().await.unwrap();
+    different_keys_at_once_are_all_served(&server.url()).await;
+}
+
+#[tokio::test]
+async fn ten_thousand_callers_of_different_keys_are_served_by_mariadb() {
+    let server = MariaDbServer::start().await.unwrap();
+    different_keys_at_once_are_all_served(&server.url()).await;
+}
+
+#[tokio::test]
+async fn ten_thousand_callers_of_different_keys_are_served_by_zookeeper() {
+    let options = ZooKeeperOptions::new().without_fsync();
+    let server = ZooKeeperServer::start_with(options).await.unwrap();
+    different_keys_at_once_are_all_served(&server.url()).await;
+}
+
+#[tokio::test]
+async fn ten_thousand_callers_of_different_keys_are_served_by_etcd() {
+    let server = EtcdServer::start().await.unwrap();
+    different_keys_at_once_are_all_served(&server.url().replace("http", "etcd")).await;
 }

@@ -3,14 +3,17 @@
 //! Built only with `RUSTFLAGS="--cfg lock_registry_mutants"`; the switch does not exist in any other build.
 #![cfg(lock_registry_mutants)]
 
+#[path = "mutants/redis.rs"]
+mod redis;
 #[path = "mutants/sql.rs"]
 mod sql;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use lock_registry_tests::sim::{run, weather};
-use registry_core::{Mutant, switch_mutant};
+use registry_core::{LockRegistry as _, MemoryBackend, Mutant, Registry, switch_mutant};
 use registry_testkit::seed::Seed;
 
 /// One test at a time.
@@ -36,6 +39,27 @@ fn verdict() -> Result<u64, (Seed, String)> {
     Ok(SEEDS)
 }
 
+/// Whether a caller that stops polling lets the next one of its process pass. The simulation has no such callers.
+fn verdict_on_parked_callers() -> Result<u64, (Seed, String)> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .start_paused(true)
+        .build()
+        .expect("a runtime without I/O can always be built");
+    let next = runtime.block_on(async {
+        let store = Arc::new(MemoryBackend::new());
+        let there = Registry::builder(Arc::clone(&store) as _).build().expect("a runtime is here");
+        let here = Registry::builder(store).build().expect("a runtime is here");
+        let held = there.obtain("k").lock().await.expect("it is free");
+        let lock = here.obtain("k");
+        let mut parked = std::pin::pin!(lock.lock());
+        assert!(futures_util::poll!(parked.as_mut()).is_pending(), "it is held");
+        held.unlock().await.expect("it is held");
+        tokio::time::timeout(Duration::from_secs(3_600), lock.lock()).await.is_ok()
+    });
+    if next { Ok(1) } else { Err((Seed::new(0), "a parked caller keeps its turn".to_owned())) }
+}
+
 // One test, because the switch is the whole process's; the other one, which uses the engine too, waits for it.
 #[test]
 fn every_seeded_bug_is_found_and_nothing_else() {
@@ -53,8 +77,12 @@ fn every_seeded_bug_is_found_and_nothing_else() {
             }
         }
     }
+    switch_mutant(Some(Mutant::UnpolledCallerKept));
+    if verdict_on_parked_callers().is_ok() {
+        missed.push("UnpolledCallerKept".to_owned());
+    }
     switch_mutant(None);
-    let sound = verdict();
+    let sound = verdict().and_then(|seeds| verdict_on_parked_callers().map(|_| seeds));
     let _ = std::panic::take_hook();
     assert!(missed.is_empty(), "{missed:#?}");
     assert_eq!(sound, Ok(SEEDS), "without a bug, nothing is found");

@@ -1,5 +1,5 @@
-//! A registry whose runtime has shut down is closed: for callers who come, for callers who wait elsewhere, for the count
-//! of what it holds.
+//! A registry whose runtime has shut down is closed: for new calls, for calls that wait in another runtime, and for the count
+//! of what it holds. A registry whose runtime is not driven renews nothing and releases no dropped guard.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -10,8 +10,9 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_core::{
     Attempt, BackendError, Capabilities, Claim, LockBackend, LockError, LockGuard, LockRegistry,
-    MemoryBackend, Registry, Release, Renewal,
+    LostReason, MemoryBackend, Registry, Release, Renewal,
 };
+use registry_testkit::redis::RedisServer;
 use tokio::runtime::{Builder, Runtime};
 use tokio::time::timeout;
 
@@ -112,4 +113,53 @@ fn a_waiter_for_another_process_is_sent_away() {
 fn a_waiter_in_the_local_line_is_sent_away() {
     let outcome = waits_elsewhere(true);
     assert!(matches!(outcome, Err(LockError::Closed)), "{outcome:?}");
+}
+
+/// A runtime that only runs inside `block_on`.
+fn undriven() -> Runtime {
+    Builder::new_current_thread().enable_all().build().unwrap()
+}
+
+#[test]
+fn a_lock_whose_home_runtime_is_not_driven_is_lost_at_its_deadline() {
+    let store = MemoryBackend::new();
+    let (home, elsewhere) = (undriven(), runtime());
+    let ours = over(&store, &home, Duration::from_millis(500));
+    let theirs = over(&store, &elsewhere, LONG);
+    elsewhere.block_on(async {
+        let guard = ours.obtain("k").lock().await.unwrap();
+        let reason = timeout(LONG, guard.lost()).await.expect("its loss is not reported");
+        assert_eq!(reason, LostReason::Expired);
+        let next = timeout(LONG, theirs.obtain("k").lock()).await.expect("the key stays taken");
+        assert!(!guard.is_held());
+        next.unwrap().unlock().await.unwrap();
+    });
+}
+
+#[test]
+fn a_dropped_guard_whose_home_runtime_is_not_driven_is_released_once_it_is() {
+    let store = MemoryBackend::new();
+    let (home, elsewhere) = (undriven(), runtime());
+    let ours = over(&store, &home, LONG);
+    let theirs = over(&store, &elsewhere, LONG);
+    elsewhere.block_on(async {
+        drop(ours.obtain("k").lock().await.unwrap());
+        assert!(theirs.obtain("k").try_lock().await.unwrap().is_none(), "something released it");
+        // `unlock` needs no task of the home runtime.
+        ours.obtain("other").lock().await.unwrap().unlock().await.unwrap();
+        assert!(theirs.obtain("other").try_lock().await.unwrap().is_some());
+    });
+    home.block_on(ours.idle());
+    let taken = elsewhere.block_on(theirs.obtain("k").try_lock()).unwrap();
+    assert!(taken.is_some(), "the key stays taken");
+}
+
+#[test]
+fn a_call_to_a_server_whose_home_runtime_is_not_driven_fails() {
+    let (home, elsewhere) = (undriven(), runtime());
+    let server = elsewhere.block_on(RedisServer::start(&[])).unwrap();
+    let ours = home.block_on(lock_registry::connect(&server.url())).unwrap();
+    let outcome = elsewhere.block_on(async { timeout(LONG, ours.obtain("k").try_lock()).await });
+    let outcome = outcome.expect("it waits for ever");
+    assert!(matches!(outcome, Err(LockError::Backend { .. })), "{outcome:?}");
 }

@@ -20,6 +20,15 @@ struct StrayBackend {
     inner: MemoryBackend,
     acquires: AtomicUsize,
     stray: Mutex<JoinSet<()>>,
+    /// The first acquire fails as over a connection that broke while idle.
+    is_stale: bool,
+}
+
+impl StrayBackend {
+    fn over(store: &MemoryBackend, is_stale: bool) -> Self {
+        let (acquires, stray) = (AtomicUsize::new(0), Mutex::default());
+        Self { inner: store.clone(), acquires, stray, is_stale }
+    }
 }
 
 const ARRIVES_AFTER: Duration = Duration::from_millis(500);
@@ -42,7 +51,8 @@ impl LockBackend for StrayBackend {
             sleep(ARRIVES_AFTER).await;
             drop(inner.try_acquire(&claim).await);
         });
-        Err(BackendError::transient("the connection broke on purpose"))
+        let error = BackendError::transient("the connection broke on purpose");
+        Err(if self.is_stale { error.on_stale_connection() } else { error })
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
@@ -59,18 +69,26 @@ impl LockBackend for StrayBackend {
 #[tokio::test(start_paused = true)]
 async fn a_stray_acquire_is_hunted_although_a_later_one_was_given_back() {
     let store = MemoryBackend::new();
-    let backend = StrayBackend {
-        inner: store.clone(),
-        acquires: AtomicUsize::new(0),
-        stray: Mutex::default(),
-    };
-    let ours = Registry::builder(Arc::new(backend)).build().unwrap();
+    let ours = Registry::builder(Arc::new(StrayBackend::over(&store, false))).build().unwrap();
     let theirs = Registry::builder(Arc::new(store)).build().unwrap();
     let lock = ours.obtain("k");
     let cut_off = timeout(Duration::from_millis(50), lock.lock()).await;
     assert!(cut_off.is_err(), "the second attempt is answered after 100 ms");
     sleep(ARRIVES_AFTER).await;
     // Far below the lease of 30 s, far above the pauses of the hunt.
+    let next = theirs.obtain("k").try_lock_for(Duration::from_secs(5)).await.unwrap();
+    assert!(next.is_some(), "left to its lease, although the store answers");
+}
+
+/// The backend leaves the repetition to the engine, which counts the first request.
+#[tokio::test(start_paused = true)]
+async fn a_single_try_survives_a_stale_connection_and_its_first_request_leaves_no_lock() {
+    let store = MemoryBackend::new();
+    let ours = Registry::builder(Arc::new(StrayBackend::over(&store, true))).build().unwrap();
+    let theirs = Registry::builder(Arc::new(store)).build().unwrap();
+    let guard = ours.obtain("k").try_lock().await.unwrap();
+    guard.expect("the second request is granted").unlock().await.unwrap();
+    sleep(ARRIVES_AFTER).await;
     let next = theirs.obtain("k").try_lock_for(Duration::from_secs(5)).await.unwrap();
     assert!(next.is_some(), "left to its lease, although the store answers");
 }

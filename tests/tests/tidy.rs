@@ -230,6 +230,30 @@ fn nothing_names_a_machine_a_ticket_or_a_package_registry() {
 }
 
 #[test]
+fn every_test_in_the_table_of_pairs_exists() {
+    let text = read(&root().join("CONTRIBUTING.md"));
+    let (_, rest) = text.split_once("## Pairs of features").expect("the table is there");
+    let table = rest.split("\n## ").next().unwrap_or(rest);
+    let files: Vec<_> = files().iter().map(|file| (relative(file), read(file))).collect();
+    let exists = |name: &str| {
+        let function = format!("fn {name}(");
+        let is_file = name.contains(['.', '/']);
+        files.iter().any(
+            |(file, text)| {
+                if is_file { file.contains(name) } else { text.contains(&function) }
+            },
+        )
+    };
+    let mut absent = Vec::new();
+    for row in table.lines().filter(|line| line.starts_with('|')) {
+        let covered = row.split('|').nth(2).unwrap_or_default();
+        let names = covered.split('`').skip(1).step_by(2);
+        absent.extend(names.filter(|name| name.contains(['_', '/', '.']) && !exists(name)));
+    }
+    assert!(absent.is_empty(), "no such test: {absent:#?}");
+}
+
+#[test]
 fn every_relative_link_and_include_leads_somewhere() {
     let mut dead = Vec::new();
     for file in files().into_iter().filter(|file| file.extension().is_some_and(|ext| ext == "md")) {
@@ -294,12 +318,42 @@ fn every_page_is_in_the_book_and_its_rust_is_compiled() {
 }
 
 #[test]
-fn the_readme_shows_a_program_that_is_run() {
-    let readme = read(&root().join("README.md"));
-    let shown = readme.split("```rust,no_run\n").nth(1).and_then(|rest| rest.split_once("```"));
-    let (shown, _) = shown.expect("the README shows a program");
-    let program = read(&root().join("examples/src/bin/hello.rs"));
-    assert!(program.contains(shown), "examples/src/bin/hello.rs has not:\n{shown}");
+fn readmes_show_programs_that_are_run() {
+    for (readme, fence, program) in [
+        ("README.md", "```rust,no_run\n", "examples/src/bin/hello.rs"),
+        ("crates/registry-conformance/README.md", "```rust\n", "examples/tests/conformance.rs"),
+    ] {
+        let text = read(&root().join(readme));
+        let shown = text.split(fence).nth(1).and_then(|rest| rest.split_once("```"));
+        let (shown, _) = shown.unwrap_or_else(|| panic!("{readme} shows no program"));
+        let run = read(&root().join(program));
+        assert!(run.contains(shown), "{program} has not, as {readme} says:\n{shown}");
+    }
+}
+
+/// Each README with Rust in it is compiled by the documentation tests, unless `readmes_show_programs_that_are_run` covers it.
+#[test]
+fn every_readme_with_rust_is_compiled() {
+    let sources: Vec<(PathBuf, String)> = files()
+        .into_iter()
+        .filter(|file| file.extension().is_some_and(|ext| ext == "rs"))
+        .map(|file| (file.clone(), read(&file)))
+        .collect();
+    for readme in files().into_iter().filter(|file| file.ends_with("README.md")) {
+        let path = relative(&readme);
+        if !read(&readme).contains("```rust") || path == "crates/registry-conformance/README.md" {
+            continue;
+        }
+        let is_included = sources.iter().any(|(file, text)| {
+            let folder = file.parent().expect("a file is in a folder");
+            text.split("include_str!(\"").skip(1).any(|rest| {
+                let included = rest.split('"').next().unwrap_or_default();
+                included.ends_with("README.md")
+                    && folder.join(included).canonicalize().ok() == readme.canonicalize().ok()
+            })
+        });
+        assert!(is_included, "{path} is included by no documentation");
+    }
 }
 
 /// One package of the workspace.

@@ -15,18 +15,19 @@ use crate::store_url::{Store, UrlText};
 
 /// A lock store and how to use it, put together from several sources.
 ///
-/// When an option is set by more than one source, the strongest wins: methods of this type, then `LOCK_REGISTRY_*` variables,
-/// then the configuration file, then the query of the store URL, then the default. The URL itself is chosen in the same way,
+/// When an option is set by more than one source, the strongest wins: methods of this type, then the command line
+/// ([`with_argument`](Self::with_argument)), then `LOCK_REGISTRY_*` variables, then the configuration file, then the query of the
+/// store URL, then the default. The URL itself is chosen in the same way,
 /// and only the query of the chosen URL counts.
 ///
 /// | option | value | default |
 /// |---|---|---|
 /// | `url` | where the locks live | none: one must be given |
 /// | `namespace` | locks of different namespaces never meet | the store's own |
-/// | `lease` | how long a key stays taken if its holder dies, `100ms` (etcd: `2s`) to `1day`; in ZooKeeper it is the session that ends then, twice as long | `30s`; ZooKeeper `15s` |
+/// | `lease` | how long a key stays taken if its holder dies, `100ms` (etcd: `2s`) to `1day` (ZooKeeper: half of the granted session; `mode=session` and `mode=row`: `1m`). In ZooKeeper the key is free when the session ends, after twice as long | `30s`; ZooKeeper half of the granted session, at most `30s` |
 /// | `renew` | whether a held lock's lease is renewed | `true` |
-/// | `poll` | how often a waiter looks by itself, wake-ups or not, `1ms` to `1h` | `250ms`; in a database with `layout=spring` `100ms`; ZooKeeper `2s` |
-/// | `handoff` | how often in a row a lock may pass within this process before others get their turn, `0` (never) to `10000` | `32`, and up to 64 within 20 ms of the grant |
+/// | `poll` | the pause between two attempts of a waiter that no wake-up ends earlier, `1ms` to `1h`; longer while the store confirms its wake-ups | `250ms`; in a database with `layout=spring` `100ms`; ZooKeeper `2s` |
+/// | `handoff` | how often in a row a lock may pass within this process before others get their turn, `0` (never) to `256` | `32`, and up to 64 within 20 ms of the grant |
 /// | `timeout` | how long one operation of the store may stay unanswered, `10ms` to `1h` | `3s` |
 /// | `label` | what others see when they ask who holds a lock | nothing |
 /// | `layout` | how the store lays out its records: `native`, or that of a peer, `spring` (Redis, PostgreSQL, MariaDB, MySQL), `redisson` (Redis), `curator` (ZooKeeper) or `etcdctl` (etcd) | `native` |
@@ -42,9 +43,9 @@ use crate::store_url::{Store, UrlText};
 /// | `region` | the same: the region of Spring's table, in a namespace's stead | `DEFAULT` |
 /// | `prefix` | the same: what stands before `LOCK` in the name of Spring's table | `INT_` |
 /// | `prepared` | PostgreSQL only: whether the server keeps statements prepared; `false` behind a pooler in transaction mode | `true` |
-/// | `listen` | PostgreSQL only: the URL at which releases are heard of, past a pooler; or `off`; never shown | that of the store; with `prepared=false` `off` |
+/// | `listen` | PostgreSQL only: the URL of a connection, past a pooler, that receives release notifications; or `off`; never shown | that of the store; with `prepared=false` `off` |
 /// | `sslmode` | PostgreSQL, MariaDB, MySQL: `disable`, `prefer`, `require`, `verify-ca` or `verify-full` | `prefer`; with `ca` `verify-full` |
-/// | `connect_timeout` | Redis, ZooKeeper, etcd, PostgreSQL, MariaDB, MySQL: how long connecting may take, `10ms` to `1h` | `2s`, ZooKeeper `5s` |
+/// | `connect_timeout` | Redis, ZooKeeper, etcd, PostgreSQL, MariaDB, MySQL: how long one connection attempt may take, and how long [`connect`](RegistryConfig::connect) repeats attempts that fail, `10ms` to `1h` | `2s`; ZooKeeper `5s` for an attempt |
 /// | `token_memory` | Redis only: how long the newest token of a key is remembered after its last grant, `10ms` to `366days` | `1day` |
 /// | `publish` | Redis only: how releases are told, `plain` by `PUBLISH`, `sharded` by `SPUBLISH`, or `auto` | `auto` |
 /// | `replicas` | Redis but for quorums: how many replicas must have a grant before it counts | `0` |
@@ -54,6 +55,7 @@ use crate::store_url::{Store, UrlText};
 /// | `db` | Redis at a socket only: the number of the database | `0` |
 /// | `sentinel_password`, `sentinel_user` | Redis under sentinels only: the sentinels' own login; never shown | none |
 /// | `session` | ZooKeeper only: how long the servers keep the session, and its locks, after the last word of this process, `400ms` to `1day`; they may grant less | twice the `lease`, or `30s` |
+/// | `sessions` | ZooKeeper only: the limit of sessions, each with a connection, `1` to `32`. One holds nodes with 512 KiB of paths, about 5,000 short keys | `8` |
 /// | `root` | ZooKeeper only: the node below the chroot that keys are below | `/lock-registry`; with `layout=curator` `/SpringIntegration-LockRegistry` |
 /// | `naming` | ZooKeeper only: what the nodes of locks are called, as by `curator` or by `kazoo` | `curator` |
 /// | `acl` | ZooKeeper only: who may touch nodes: `open`, `creator`, or a list such as `world:anyone:r,digest:USER:HASH:cdrwa`, which is never shown | `open` |
@@ -84,9 +86,11 @@ use crate::store_url::{Store, UrlText};
 #[must_use = "a configuration does nothing until it is connected"]
 pub struct RegistryConfig {
     code: Layer,
+    command_line: Layer,
     environment: Layer,
     file: Layer,
     observers: Vec<Arc<dyn Observer>>,
+    connect_within: Option<Duration>,
     /// What was wrong in a section that was read as part of something larger; told by `check`, where nobody can
     /// print the surrounding text, which may hold a password.
     #[cfg(feature = "config")]
@@ -136,7 +140,7 @@ impl RegistryConfig {
         self
     }
 
-    /// Sets how often a waiter looks by itself.
+    /// Sets the pause between two attempts of a waiter that no wake-up ends earlier.
     pub fn poll(mut self, poll: Duration) -> Self {
         self.code.poll = Some(poll);
         self
@@ -166,7 +170,31 @@ impl RegistryConfig {
         self
     }
 
-    /// Adds somebody who is told what happens in the registry.
+    /// Sets one option from text that stands on the program's command line, where it is called `--NAME` with dashes. Errors
+    /// and [`settings`](Self::settings) name it so.
+    ///
+    /// # Errors
+    /// [`ConfigError`] when there is no option `name`, it was set before, or the option cannot have this value.
+    ///
+    /// # Examples
+    /// ```
+    /// # use lock_registry::RegistryConfig;
+    /// let error = RegistryConfig::new().with_argument("lease", "30").unwrap_err();
+    /// assert!(error.to_string().starts_with("--lease is \"30\", which has no unit"));
+    /// ```
+    pub fn with_argument(mut self, name: &str, value: &str) -> Result<Self, ConfigError> {
+        self.command_line.read(Origin::CommandLine, name, value)?;
+        Ok(self)
+    }
+
+    /// Sets how long [`connect`](Self::connect) repeats connection attempts that fail, in place of the option `connect_timeout`. The
+    /// first attempt may take `connect_timeout` even if that is longer.
+    pub fn connect_within(mut self, limit: Duration) -> Self {
+        self.connect_within = Some(limit);
+        self
+    }
+
+    /// Adds an observer, which receives the events of the registry.
     pub fn observer(mut self, observer: Arc<dyn Observer>) -> Self {
         self.observers.push(observer);
         self
@@ -182,6 +210,10 @@ impl RegistryConfig {
 
     /// Opens the store. Everything is checked before any I/O.
     ///
+    /// Repeats an attempt that failed with a transient error (connection refused, name not resolved, server starting) with
+    /// a growing pause until `connect_timeout`, or the time of [`connect_within`](Self::connect_within), is over. An error that
+    /// a repetition cannot mend, such as a wrong password, is returned at once.
+    ///
     /// # Errors
     /// [`ConfigError`] when something is wrong with the configuration or the store cannot be opened.
     ///
@@ -189,7 +221,7 @@ impl RegistryConfig {
     /// Dropping the future closes what was opened so far; a database file that was made stays.
     pub async fn connect(self) -> Result<Registry, ConfigError> {
         let resolved = self.resolve()?;
-        connect::open(resolved, self.observers).await
+        connect::open(resolved, self.observers, self.connect_within).await
     }
 
     /// The options that are set, with the source that won. Free of secrets: the URL is shown as by
@@ -209,7 +241,7 @@ impl RegistryConfig {
     }
 
     /// The sources, strongest first.
-    fn layers(&self) -> Result<[(Origin, Layer); 4], ConfigError> {
+    fn layers(&self) -> Result<[(Origin, Layer); 5], ConfigError> {
         let mut url = Layer::default();
         if let Some(text) = self.chosen_url() {
             for (name, value) in text.parse()?.options {
@@ -218,6 +250,7 @@ impl RegistryConfig {
         }
         Ok([
             (Origin::Code, self.code.clone()),
+            (Origin::CommandLine, self.command_line.clone()),
             (Origin::Environment, self.environment.clone()),
             (Origin::File, self.file.clone()),
             (Origin::Url, url),
@@ -225,7 +258,9 @@ impl RegistryConfig {
     }
 
     fn chosen_url(&self) -> Option<&UrlText> {
-        self.code.url.as_ref().or(self.environment.url.as_ref()).or(self.file.url.as_ref())
+        [&self.code, &self.command_line, &self.environment, &self.file]
+            .into_iter()
+            .find_map(|layer| layer.url.as_ref())
     }
 
     /// Checks everything and lets the strongest source of each option win.
@@ -265,6 +300,7 @@ impl RegistryConfig {
         match origin {
             Origin::Environment => &mut self.environment,
             Origin::File => &mut self.file,
+            Origin::CommandLine => &mut self.command_line,
             Origin::Code | Origin::Url => &mut self.code,
         }
     }
@@ -274,6 +310,7 @@ impl fmt::Debug for RegistryConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let sources = [
             (Origin::Code, &self.code),
+            (Origin::CommandLine, &self.command_line),
             (Origin::Environment, &self.environment),
             (Origin::File, &self.file),
         ];
@@ -347,6 +384,7 @@ impl Layer {
             sentinel_user: self.sentinel_user.or(weaker.sentinel_user),
             sentinel_password: self.sentinel_password.or(weaker.sentinel_password),
             session: self.session.or(weaker.session),
+            sessions: self.sessions.or(weaker.sessions),
             root: self.root.or(weaker.root),
             naming: self.naming.or(weaker.naming),
             acl: self.acl.or(weaker.acl),

@@ -19,11 +19,15 @@ mod redis;
 #[cfg(feature = "zk")]
 mod zk;
 
+use std::net::ToSocketAddrs as _;
 use std::sync::Arc;
+use std::time::Duration;
 
 use registry_core::{
-    BackendError, ConfigError, LockBackend, MemoryBackend, Observer, PassThroughBackend, Registry,
+    BackendError, ConfigError, LockBackend, LockOptions, MemoryBackend, Observer,
+    PassThroughBackend, Registry,
 };
+use tokio::time::{Instant, sleep, timeout};
 
 use crate::config::{RegistryConfig, Resolved};
 use crate::layer::Layer;
@@ -116,10 +120,11 @@ pub(crate) fn check(store: &Store, options: &Layer) -> Result<(), ConfigError> {
     checked.map_err(|error| ConfigError::Invalid(error.to_string()))
 }
 
-/// Opens what `resolved` describes.
+/// Opens what `resolved` describes, repeating failed attempts for `limit` or else for `connect_timeout`.
 pub(crate) async fn open(
     resolved: Resolved,
     observers: Vec<Arc<dyn Observer>>,
+    limit: Option<Duration>,
 ) -> Result<Registry, ConfigError> {
     // Stores open connections on the runtime; some would panic without one.
     Registry::check_runtime()?;
@@ -128,7 +133,8 @@ pub(crate) async fn open(
     let metrics = registry_core::observe::MetricsObserver::new(store.scheme());
     let is_zookeeper = matches!(store, Store::Zk(_));
     let is_database = matches!(store, Store::Postgres(_) | Store::MySql(_));
-    let backend = backend(store, &options).await?;
+    let limit = limit.or(options.connect_timeout).unwrap_or(CONNECT_TIMEOUT);
+    let backend = backend_within(limit, &store, &options).await?;
     let mut builder = Registry::builder(backend);
     #[cfg(feature = "metrics")]
     {
@@ -168,7 +174,57 @@ pub(crate) async fn open(
     builder.build()
 }
 
-async fn backend(store: Store, options: &Layer) -> Result<Arc<dyn LockBackend>, ConfigError> {
+/// Opens the backend of `store`, repeating an attempt that failed with a transient error until `limit` is over.
+async fn backend_within(
+    limit: Duration,
+    store: &Store,
+    options: &Layer,
+) -> Result<Arc<dyn LockBackend>, ConfigError> {
+    let deadline = Instant::now() + limit.min(LockOptions::WAIT_MAX);
+    let mut pause = RETRY_PAUSE;
+    // Ends: the pause only grows, up to RETRY_PAUSE_MAX, and the deadline is fixed.
+    loop {
+        let source = match backend(store.clone(), options).await {
+            Ok(backend) => return Ok(backend),
+            Err(source) => source,
+        };
+        let is_file = matches!(store, Store::Sqlite { .. });
+        if is_file || !source.is_retryable() || Instant::now() + pause >= deadline {
+            let source = match unresolved_host(store).await {
+                Some(host) => {
+                    BackendError::transient(format!("cannot resolve {host}")).with_source(source)
+                }
+                None => source,
+            };
+            return Err(ConfigError::open(store.scheme(), store.address(), source));
+        }
+        sleep(pause).await;
+        pause = (pause * 2).min(RETRY_PAUSE_MAX);
+    }
+}
+
+/// The first host of `store` whose name has no address. Client libraries report that as a lost connection.
+async fn unresolved_host(store: &Store) -> Option<String> {
+    for (host, port) in store.hosts() {
+        let (host, port) = (host.clone(), *port);
+        let looked_up = tokio::task::spawn_blocking(move || {
+            (host.as_str(), port).to_socket_addrs().is_err().then_some(host)
+        });
+        if let Ok(Ok(Some(host))) = timeout(RESOLVE_LIMIT, looked_up).await {
+            return Some(host);
+        }
+    }
+    None
+}
+
+/// How long connecting is repeated where neither the options nor the caller say so.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
+const RETRY_PAUSE: Duration = Duration::from_millis(50);
+const RETRY_PAUSE_MAX: Duration = Duration::from_secs(1);
+/// How long an error message may wait for the resolver.
+const RESOLVE_LIMIT: Duration = Duration::from_secs(2);
+
+async fn backend(store: Store, options: &Layer) -> Result<Arc<dyn LockBackend>, BackendError> {
     Ok(match store {
         Store::Memory { name: None } => Arc::new(MemoryBackend::new()),
         Store::Memory { name: Some(name) } => {
@@ -177,44 +233,28 @@ async fn backend(store: Store, options: &Layer) -> Result<Arc<dyn LockBackend>, 
         Store::PassThrough => Arc::new(PassThroughBackend::new()),
         #[cfg(feature = "sqlite")]
         Store::Sqlite { path } => {
-            let backend = registry_jdbc::SqliteBackend::open(sqlite_config(path, options)).await;
-            Arc::new(backend.map_err(|error| ConfigError::open("sqlite", error))?)
+            Arc::new(registry_jdbc::SqliteBackend::open(sqlite_config(path, options)).await?)
         }
         #[cfg(not(feature = "sqlite"))]
         Store::Sqlite { .. } => unreachable!("its scheme is refused when the URL is parsed"),
         #[cfg(feature = "postgres")]
-        Store::Postgres(server) => {
-            let backend = postgres::open(&server, options).await;
-            backend.map_err(|error| ConfigError::open("postgres", error))?
-        }
+        Store::Postgres(server) => postgres::open(&server, options).await?,
         #[cfg(not(feature = "postgres"))]
         Store::Postgres(_) => unreachable!("its scheme is refused when the URL is parsed"),
         #[cfg(feature = "mysql")]
-        Store::MySql(server) => {
-            let backend = mysql::open(&server, options).await;
-            backend.map_err(|error| ConfigError::open("mysql", error))?
-        }
+        Store::MySql(server) => mysql::open(&server, options).await?,
         #[cfg(not(feature = "mysql"))]
         Store::MySql(_) => unreachable!("its scheme is refused when the URL is parsed"),
         #[cfg(feature = "redis")]
-        Store::Redis(servers) => {
-            let backend = redis::open(&servers, options).await;
-            Arc::new(backend.map_err(|error| ConfigError::open(servers.scheme, error))?)
-        }
+        Store::Redis(servers) => Arc::new(redis::open(&servers, options).await?),
         #[cfg(feature = "zk")]
-        Store::Zk(servers) => {
-            let backend = zk::open(&servers, options).await;
-            Arc::new(backend.map_err(|error| ConfigError::open(servers.scheme, error))?)
-        }
+        Store::Zk(servers) => Arc::new(zk::open(&servers, options).await?),
         #[cfg(not(feature = "zk"))]
         Store::Zk(_) => unreachable!("its scheme is refused when the URL is parsed"),
         #[cfg(not(feature = "redis"))]
         Store::Redis(_) => unreachable!("its scheme is refused when the URL is parsed"),
         #[cfg(feature = "etcd")]
-        Store::Etcd(cluster) => {
-            let backend = etcd::open(&cluster, options).await;
-            Arc::new(backend.map_err(|error| ConfigError::open(cluster.scheme, error))?)
-        }
+        Store::Etcd(cluster) => Arc::new(etcd::open(&cluster, options).await?),
         #[cfg(not(feature = "etcd"))]
         Store::Etcd(_) => unreachable!("its scheme is refused when the URL is parsed"),
     })
@@ -240,9 +280,9 @@ fn spring_table(options: &Layer) -> Option<registry_jdbc::SpringTable> {
 }
 
 /// `idleBetweenTries`, unless it is set there.
-const SPRING_POLL: std::time::Duration = std::time::Duration::from_millis(100);
+const SPRING_POLL: Duration = Duration::from_millis(100);
 
-const ZOOKEEPER_POLL: std::time::Duration = std::time::Duration::from_secs(2);
+const ZOOKEEPER_POLL: Duration = Duration::from_secs(2);
 
 #[cfg(feature = "sqlite")]
 fn sqlite_config(path: std::path::PathBuf, options: &Layer) -> registry_jdbc::SqliteConfig {

@@ -8,8 +8,8 @@ use crate::config::RegistryConfig;
 use crate::layer::{Origin, VARIABLE_PREFIX};
 
 impl RegistryConfig {
-    /// Adds the options that `LOCK_REGISTRY_*` variables of this process set. They are weaker than code and stronger than
-    /// everything else.
+    /// Adds the options that `LOCK_REGISTRY_*` variables of this process set. Code and the command line override them; they
+    /// override the configuration file and the URL. Ignores the same variables as [`with_vars`](Self::with_vars).
     ///
     /// # Errors
     /// [`ConfigError`] when a variable of this prefix is unknown, is not UTF-8 or has a value that its option cannot have.
@@ -17,9 +17,12 @@ impl RegistryConfig {
         self.with_vars(std::env::vars_os())
     }
 
-    /// Adds the options that `variables` set; others than `LOCK_REGISTRY_*` are passed over.
+    /// Adds the options that `variables` set. Ignores:
     ///
-    /// `LOCK_REGISTRY_LOG`, which tells the `lockreg` command what to log, is no option and is passed over too.
+    /// - variables without the prefix `LOCK_REGISTRY_`;
+    /// - `LOCK_REGISTRY_LOG`, the log filter of the `lockreg` command;
+    /// - the variables that Kubernetes sets in every pod for a Service named `lock-registry` or `lock-registry-…`:
+    ///   `*_SERVICE_HOST`, `*_SERVICE_PORT*`, `*_PORT` and `*_PORT_*`.
     ///
     /// # Errors
     /// As [`RegistryConfig::with_env`].
@@ -43,7 +46,10 @@ impl RegistryConfig {
         for (variable, value) in variables {
             let (variable, value) = (variable.into(), value.into());
             let name = variable.to_string_lossy();
-            if !name.starts_with(VARIABLE_PREFIX) || RESERVED.contains(&&*name) {
+            if !name.starts_with(VARIABLE_PREFIX)
+                || RESERVED.contains(&&*name)
+                || is_service_link(&name)
+            {
                 continue;
             }
             let Some(value) = value.to_str() else {
@@ -57,3 +63,10 @@ impl RegistryConfig {
 
 /// Variables of our prefix that are no options.
 const RESERVED: &[&str] = &["LOCK_REGISTRY_LOG"];
+
+/// Whether Kubernetes sets `variable` for a Service. No option has such a name.
+///
+/// Source: "Discovering services" in the Kubernetes documentation of Services.
+fn is_service_link(variable: &str) -> bool {
+    variable.contains("_SERVICE_") || variable.contains("_PORT_") || variable.ends_with("_PORT")
+}

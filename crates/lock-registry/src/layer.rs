@@ -55,6 +55,7 @@ pub(crate) struct Layer {
     pub(crate) sentinel_user: Option<Secret>,
     pub(crate) sentinel_password: Option<Secret>,
     pub(crate) session: Option<Duration>,
+    pub(crate) sessions: Option<u32>,
     pub(crate) root: Option<String>,
     pub(crate) naming: Option<Naming>,
     /// It may hold hashes of passwords.
@@ -193,6 +194,7 @@ pub(crate) static OPTIONS: &[OptionRow] = &[
     row("sentinel_user",     RedisSentinel,   Never,  |l, t| put(&mut l.sentinel_user, Ok(Secret::new(t))),         |l| l.sentinel_user.as_ref().map(hidden)),
     row("sentinel_password", RedisSentinel,   Never,  |l, t| put(&mut l.sentinel_password, Ok(Secret::new(t))),     |l| l.sentinel_password.as_ref().map(hidden)),
     row("session",           ZooKeeper,       Always, |l, t| put(&mut l.session, duration(t)),                      |l| l.session.map(shown)),
+    row("sessions",          ZooKeeper,       Always, |l, t| put(&mut l.sessions, count(t)),                        |l| l.sessions.map(|n| n.to_string())),
     row("root",              ZooKeeper,       Always, |l, t| put(&mut l.root, Ok(t.into())),                        |l| l.root.clone()),
     row("naming",            ZooKeeper,       Always, |l, t| put(&mut l.naming, choice(t, "naming", &NAMING)),      |l| l.naming.map(naming_name)),
     row("acl",               ZooKeeper,       Never,  |l, t| put(&mut l.acl, Ok(Secret::new(t))),                   |l| l.acl.as_ref().map(shown_acl)),
@@ -281,6 +283,8 @@ impl OptionRow {
 pub enum Origin {
     /// A method of [`RegistryConfig`](crate::RegistryConfig).
     Code,
+    /// The program's command line: [`RegistryConfig::with_argument`](crate::RegistryConfig::with_argument).
+    CommandLine,
     /// A `LOCK_REGISTRY_*` variable.
     Environment,
     /// TOML, or a section of the application's own configuration.
@@ -293,6 +297,7 @@ impl fmt::Display for Origin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Code => "the code",
+            Self::CommandLine => "the command line",
             Self::Environment => "the environment",
             Self::File => "the configuration file",
             Self::Url => "the store URL",
@@ -304,6 +309,7 @@ impl Origin {
     /// What people call `option` in a message.
     fn names(self, option: &str) -> String {
         match self {
+            Self::CommandLine => format!("--{}", option.replace('_', "-")),
             Self::Environment => variable(option),
             other => format!("option {option:?} in {other}"),
         }
@@ -383,8 +389,11 @@ fn unknown_option(origin: Origin, name: &str) -> ConfigError {
 #[cfg(feature = "config")]
 fn unknown_variable(name: &str) -> ConfigError {
     let names: Vec<String> = OPTIONS.iter().map(|row| variable(row.name)).collect();
-    let near = nearest(name, names.iter().map(String::as_str));
-    ConfigError::unknown("variable", name, Origin::Environment.to_string(), near, names.join(", "))
+    // Compared without the prefix, which would make all names similar.
+    let option = name.strip_prefix(VARIABLE_PREFIX).unwrap_or(name);
+    let near = nearest(option, OPTIONS.iter().map(|row| row.name)).map(variable);
+    let place = Origin::Environment.to_string();
+    ConfigError::unknown("variable", name, place, near.as_deref(), names.join(", "))
 }
 
 /// `name` if it looks like one. A password with an unescaped `?` and `=` does not.
@@ -439,6 +448,7 @@ mod tests {
             ("restart_guard", "1m"),
             ("db", "15"),
             ("session", "20s"),
+            ("sessions", "16"),
             ("root", "/locks"),
             ("naming", "kazoo"),
             ("acl", "creator"),
@@ -467,7 +477,7 @@ mod tests {
             ("renew", "yes", "`true` or `false`"),
             ("handoff", "-1", "whole number"),
             ("handoff", "4294967296", "whole number"),
-            ("handoff", "10001", "more than the most"),
+            ("handoff", "257", "more than the most"),
             ("layout", "sprnig", "did you mean `spring`?"),
             ("layout", "spring", "sqlite stores have only `native`"),
             ("label", &"x".repeat(1_025), "1025 bytes"),
@@ -491,7 +501,7 @@ mod tests {
     #[test]
     fn an_unknown_name_is_told_the_nearest() {
         let told = |origin, name| match Layer::default().read(origin, name, "1s").unwrap_err() {
-            ConfigError::Unknown { given, nearest, .. } => (given, nearest),
+            ConfigError::Unknown { given, nearest, .. } => (given, nearest.unwrap_or_default()),
             other => panic!("{other:?}"),
         };
         assert_eq!(told(Origin::Url, "leese"), ("leese".to_owned(), "lease".to_owned()));

@@ -76,5 +76,5 @@ pub use registry_redis::{
 #[cfg(feature = "zk")]
 pub use registry_zk::{
     Acl as ZkAcl, FenceError as ZkFenceError, FencedMulti, Layout as ZkLayout, Multi,
-    Naming as ZkNaming, Written, ZkBackend, ZkConfig,
+    Naming as ZkNaming, SessionsExhausted as ZkSessionsExhausted, Written, ZkBackend, ZkConfig,
 };

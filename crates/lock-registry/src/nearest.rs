@@ -1,19 +1,33 @@
-//! Finds what somebody probably meant.
+//! Suggests the known name that a misspelt one probably stands for.
 
-/// The one of `known` that is most like `given`.
-pub(crate) fn nearest<'a>(given: &str, known: impl Iterator<Item = &'a str>) -> &'a str {
+/// Returns the name of `known` that is most similar to `given`, if one is similar enough to be meant.
+pub(crate) fn nearest<'a>(given: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     let given = given.to_lowercase();
     known
-        .map(|name| (name, likeness(&given, name)))
+        .filter(|name| is_similar(&given, name))
+        .map(|name| (name, similarity(&given, name)))
         .max_by(|(_, a), (_, b)| a.total_cmp(b))
-        .map_or("", |(name, _)| name)
+        .map(|(name, _)| name)
 }
 
-/// Typing errors count by letters; a name that starts like the known one comes before one that shares its letters.
-fn likeness(given: &str, known: &str) -> f64 {
+/// Orders candidates: spelling first, a common beginning second.
+fn similarity(given: &str, known: &str) -> f64 {
     let known = known.to_lowercase();
     strsim::normalized_damerau_levenshtein(given, &known)
         + strsim::jaro_winkler(given, &known) / 2.0
+}
+
+/// Half of the letters agree, or `given` is an abbreviation: `ns` for `namespace`.
+fn is_similar(given: &str, known: &str) -> bool {
+    let known = known.to_lowercase();
+    strsim::normalized_damerau_levenshtein(given, &known) >= 0.5
+        || (given.len() >= 2 && is_abbreviation(given, &known))
+}
+
+fn is_abbreviation(given: &str, known: &str) -> bool {
+    let mut letters = known.chars();
+    given.chars().next() == known.chars().next()
+        && given.chars().all(|letter| letters.any(|other| other == letter))
 }
 
 #[cfg(test)]
@@ -21,7 +35,7 @@ mod tests {
     use super::nearest;
 
     #[test]
-    fn typing_errors_find_their_word() {
+    fn a_misspelt_name_finds_its_word() {
         let known =
             ["namespace", "lease", "renew", "poll", "handoff", "timeout", "label", "layout"];
         for (given, meant) in [
@@ -33,7 +47,15 @@ mod tests {
             ("LEASE", "lease"),
             ("renewal", "renew"),
         ] {
-            assert_eq!(nearest(given, known.into_iter()), meant, "{given}");
+            assert_eq!(nearest(given, known.into_iter()), Some(meant), "{given}");
+        }
+    }
+
+    #[test]
+    fn a_name_unlike_all_others_gets_no_suggestion() {
+        let schemes = ["memory", "sqlite", "postgres", "mysql", "mariadb", "redis", "zk", "etcd"];
+        for given in ["kafka", "mongodb", "oracle", "memcached", "x", ""] {
+            assert_eq!(nearest(given, schemes.into_iter()), None, "{given}");
         }
     }
 }

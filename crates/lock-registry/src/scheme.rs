@@ -114,7 +114,8 @@ mod tests {
         let ConfigError::Unknown { what, given, nearest, known, .. } = &error else {
             panic!("{error:?}")
         };
-        assert_eq!((*what, given.as_str(), nearest.as_str()), ("scheme", "postgress", "postgres"));
+        let told = (*what, given.as_str(), nearest.as_deref());
+        assert_eq!(told, ("scheme", "postgress", Some("postgres")));
         assert!(known.contains("redis+sentinel"), "{known}");
     }
 

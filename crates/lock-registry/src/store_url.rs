@@ -16,13 +16,12 @@ use registry_core::ConfigError;
 
 use crate::scheme::{self, Scheme};
 use crate::value::Secret;
-use parts::{Parts, decoded_text, file_path, unusable};
+use parts::{Host, Parts, decoded_text, file_path, unusable};
 
 pub(crate) use database::DatabaseServer;
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 pub(crate) use database::Place as DatabasePlace;
 pub(crate) use etcd::EtcdMembers;
-#[cfg(feature = "redis")]
 pub(crate) use redis::Place;
 pub(crate) use redis::RedisServers;
 pub(crate) use shown::UrlText;
@@ -71,6 +70,36 @@ impl Store {
             Self::Etcd(cluster) => cluster.scheme,
             Self::PassThrough => "pass-through",
         }
+    }
+
+    /// The hosts that the URL names, with their ports. Empty for a store that is reached by a path or without one.
+    pub(crate) fn hosts(&self) -> &[Host] {
+        match self {
+            Self::Memory { .. } | Self::Sqlite { .. } | Self::PassThrough => &[],
+            Self::Postgres(server) | Self::MySql(server) => server.hosts(),
+            Self::Redis(servers) => servers.hosts(),
+            Self::Zk(servers) => &servers.hosts,
+            Self::Etcd(cluster) => &cluster.members,
+        }
+    }
+
+    /// Where the store is, for messages: `HOST:PORT,HOST:PORT` or a path; empty for a store of this process.
+    pub(crate) fn address(&self) -> String {
+        let path = match self {
+            Self::Sqlite { path } => Some(path),
+            Self::Postgres(DatabaseServer { place: database::Place::Socket(path, _), .. })
+            | Self::MySql(DatabaseServer { place: database::Place::Socket(path, _), .. })
+            | Self::Redis(RedisServers { place: Place::Socket(path), .. }) => Some(path),
+            _ => None,
+        };
+        let host = |(host, port): &Host| {
+            // An IPv6 address is bracketed, as in a URL.
+            if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
+        };
+        path.map_or_else(
+            || self.hosts().iter().map(host).collect::<Vec<_>>().join(","),
+            |path| path.display().to_string(),
+        )
     }
 }
 

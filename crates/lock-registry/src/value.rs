@@ -72,12 +72,10 @@ pub(crate) fn choice<T: Copy>(text: &str, what: &str, words: &[(&str, T)]) -> Re
     if let Some((_, meant)) = words.iter().find(|(word, _)| *word == text) {
         return Ok(*meant);
     }
-    let near = nearest(text, words.iter().map(|(word, _)| *word));
+    let near = nearest(text, words.iter().map(|(word, _)| *word))
+        .map_or_else(|| "; there".to_owned(), |near| format!("; did you mean `{near}`? There"));
     let known: Vec<String> = words.iter().map(|(word, _)| format!("`{word}`")).collect();
-    Err(Problem(format!(
-        "which is no {what}; did you mean `{near}`? There are {}",
-        known.join(", ")
-    )))
+    Err(Problem(format!("which is no {what}{near} are {}", known.join(", "))))
 }
 
 /// The path of a file. What belongs into the file is refused.

@@ -101,7 +101,7 @@ fn encrypted_zookeeper_needs_an_authority_before_it_is_reached() {
 async fn the_engine_takes_every_value_that_passes_the_check() {
     for query in [
         "lease=100ms&timeout=10ms",
-        "lease=1day&poll=1h&timeout=1h&handoff=10000",
+        "lease=1day&poll=1h&timeout=1h&handoff=256",
         "poll=1ms&handoff=0&renew=false",
     ] {
         connect(&format!("memory:?{query}"))
@@ -299,10 +299,31 @@ mod texts {
             let ConfigError::Unknown { what: "variable", given, nearest: told, .. } = error else {
                 panic!("{error:?}")
             };
-            assert_eq!((given.as_str(), told.as_str()), (variable, nearest));
+            assert_eq!((given.as_str(), told.as_deref()), (variable, Some(nearest)));
         }
         let vars = [("LOCK_REGISTRY_LOG", "debug"), ("LOCK_REGISTRIES", "x"), ("PATH", "/bin")];
         assert!(RegistryConfig::new().with_vars(vars).is_ok());
+        let nearest = RegistryConfig::new().with_vars([("LOCK_REGISTRY_XYZZY", "1")]).unwrap_err();
+        assert!(matches!(nearest, ConfigError::Unknown { nearest: None, .. }), "{nearest:?}");
+    }
+
+    #[test]
+    fn variables_of_a_kubernetes_service_are_ignored() {
+        let vars = [
+            ("LOCK_REGISTRY_URL", "memory:"),
+            ("LOCK_REGISTRY_PORT", "tcp://10.0.0.1:6379"),
+            ("LOCK_REGISTRY_SERVICE_HOST", "10.0.0.1"),
+            ("LOCK_REGISTRY_SERVICE_PORT", "6379"),
+            ("LOCK_REGISTRY_SERVICE_PORT_REDIS", "6379"),
+            ("LOCK_REGISTRY_PORT_6379_TCP", "tcp://10.0.0.1:6379"),
+            ("LOCK_REGISTRY_PORT_6379_TCP_PROTO", "tcp"),
+            ("LOCK_REGISTRY_PORT_6379_TCP_ADDR", "10.0.0.1"),
+            ("LOCK_REGISTRY_REDIS_MASTER_SERVICE_HOST", "10.0.0.1"),
+            ("LOCK_REGISTRY_REDIS_MASTER_PORT", "tcp://10.0.0.1:6379"),
+        ];
+        let config = RegistryConfig::new().with_vars(vars).unwrap();
+        let set: Vec<_> = config.settings().unwrap().iter().map(|setting| setting.name).collect();
+        assert_eq!(set, ["url"]);
     }
 
     #[cfg(unix)]
@@ -353,7 +374,7 @@ mod texts {
             toml::from_str("locks = { url = 'redis://u:canary@h', leese = '7s' }").unwrap();
         let error = wrong.locks.check().unwrap_err();
         assert!(
-            matches!(&error, ConfigError::Unknown { nearest, .. } if nearest == "lease"),
+            matches!(&error, ConfigError::Unknown { nearest, .. } if nearest.as_deref() == Some("lease")),
             "{error:?}"
         );
         assert!(!error_text(&error).contains(CANARY) && !format!("{wrong:?}").contains(CANARY));

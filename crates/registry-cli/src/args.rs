@@ -4,17 +4,17 @@ use std::ffi::OsString;
 use std::os::unix::ffi::OsStrExt as _;
 use std::time::Duration;
 
-use clap::{Args, Parser, Subcommand};
-use lock_registry::{Capabilities, Key, LockOptions, parse_duration};
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use lock_registry::{Key, LockOptions, Reach, parse_duration};
 
-use crate::exit::Failure;
+use crate::exit::{self, Failure};
 
 /// Runs commands under distributed locks, and looks after lock stores.
 ///
 /// Without --url and LOCK_REGISTRY_URL, locks live in an SQLite file of this user,
-/// $XDG_STATE_HOME/lock-registry/locks.db (by default under ~/.local/state), and exclude the processes of this host.
+/// $XDG_STATE_HOME/lock-registry/locks.db (by default under ~/.local/state), and exclude the processes of this host only.
 #[derive(Debug, Parser)]
-#[command(name = "lockreg", version, max_term_width = 100, after_help = EXIT_STATUS, disable_help_subcommand = true)]
+#[command(name = "lockreg", version, max_term_width = 100, after_help = EXIT_STATUS)]
 pub(crate) struct Cli {
     #[command(flatten)]
     pub(crate) global: Global,
@@ -25,13 +25,13 @@ pub(crate) struct Cli {
 const EXIT_STATUS: &str = "\
 Exit status:
   0    done; `run` ends with the status of its command instead
-  1    `show`, `break`: nobody holds the key
+  1    `show`, `break`: the key is not locked; `doctor --strict`: there is a warning
   64   the command line or a LOCK_REGISTRY_* variable is wrong; nothing was done
   69   the store cannot be reached or used
   70   a bug in lockreg
   71   the operating system refused to start a process or thread
   74   stdout cannot be written to
-  75   the lock was not obtained in time
+  75   the lock was not obtained in time; -E changes this status
   76   the lock was lost while it was needed
   126  the command of `run` cannot be executed
   127  the command of `run` does not exist
@@ -43,18 +43,48 @@ A URL with a password belongs there: others on this host can see the command lin
 /// What every subcommand takes.
 #[derive(Debug, Args)]
 pub(crate) struct Global {
-    /// The lock store, such as sqlite:/var/lib/app/locks.db; wins over LOCK_REGISTRY_URL
+    /// The lock store, such as redis://HOST or sqlite:/var/lib/app/locks.db; overrides LOCK_REGISTRY_URL
     #[arg(long, global = true, value_name = "URL", display_order = 100)]
     pub(crate) url: Option<String>,
+    /// Uses the SQLite file of this user, without the warning that it excludes this host only
+    #[arg(long, global = true, conflicts_with = "url", display_order = 100)]
+    pub(crate) local: bool,
+    /// Fails with status 64 unless the store excludes at least: process, host or network
+    #[arg(long, global = true, value_name = "REACH", display_order = 101)]
+    pub(crate) require_reach: Option<RequiredReach>,
     /// Keeps these locks apart from those of other namespaces
     #[arg(long, global = true, value_name = "NAME", display_order = 101)]
     pub(crate) namespace: Option<String>,
     /// Prints JSON instead of text, one object or array per line
     #[arg(long, global = true, display_order = 102)]
     pub(crate) json: bool,
+    /// Prints no notices (waiting, not obtained, warnings); errors and lost locks are always printed
+    #[arg(short, long, global = true, display_order = 102)]
+    pub(crate) quiet: bool,
     /// Logs to stderr: -v warnings and worse, -vv grants and releases, -vvv everything; LOCK_REGISTRY_LOG says it in detail
     #[arg(short, long, global = true, action = clap::ArgAction::Count, display_order = 103)]
     pub(crate) verbose: u8,
+}
+
+/// What `--require-reach` takes: the reaches of `Capabilities`, by the names that JSON gives them.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub(crate) enum RequiredReach {
+    /// Tasks and threads of one process
+    Process,
+    /// Processes of one host
+    Host,
+    /// All hosts that reach the store
+    Network,
+}
+
+impl From<RequiredReach> for Reach {
+    fn from(required: RequiredReach) -> Self {
+        match required {
+            RequiredReach::Process => Self::Process,
+            RequiredReach::Host => Self::Host,
+            RequiredReach::Network => Self::Network,
+        }
+    }
 }
 
 #[derive(Debug, Subcommand)]
@@ -65,10 +95,11 @@ pub(crate) enum Command {
     /// Lists all locks that are held in the namespace
     List,
     Break(Break),
-    /// Reaches the store, and tells what it guarantees, how it is set up and what is wrong with it
-    Doctor,
+    Doctor(Doctor),
     Schema(Schema),
     Bench(Bench),
+    Completions(Completions),
+    Man(Man),
 }
 
 /// Runs a command while holding a lock
@@ -79,7 +110,7 @@ pub(crate) enum Command {
 /// If the lock is lost while the command runs, the command gets SIGTERM and, after the grace time, SIGKILL; so do all
 /// processes that it started, unless they have left its process group. Signals are passed on to the command.
 #[derive(Debug, Args)]
-#[command(override_usage = RUN_USAGE)]
+#[command(override_usage = RUN_USAGE, after_help = RUN_EXAMPLES)]
 pub(crate) struct Run {
     #[command(flatten)]
     pub(crate) taking: Taking,
@@ -93,6 +124,12 @@ pub(crate) struct Run {
     #[arg(last = true, required = true, value_name = "COMMAND")]
     pub(crate) words: Vec<OsString>,
 }
+
+const RUN_EXAMPLES: &str = "\
+Examples:
+  lockreg run nightly -- ./report.sh --all
+  lockreg run --no-wait -E 0 --quiet --min-hold 50s cleanup -- /usr/local/bin/cleanup
+  lockreg --url redis://locks.example run --wait 1m deploy -- sh -c 'git pull && make install'";
 
 const RUN_USAGE: &str = "lockreg run [OPTIONS] <KEY> -- <COMMAND>...
        lockreg run [OPTIONS] -- <KEY> -- <COMMAND>...
@@ -128,6 +165,7 @@ impl Run {
 /// {"key":…,"lost":"reason"}. For scripts and for programs in any language. Status 0 also if a signal ended it while it
 /// held the lock.
 #[derive(Debug, Args)]
+#[command(after_help = HOLD_EXAMPLES)]
 pub(crate) struct Hold {
     #[command(flatten)]
     pub(crate) taking: Taking,
@@ -135,19 +173,34 @@ pub(crate) struct Hold {
     pub(crate) key: OsString,
 }
 
-/// How a lock is taken.
+const HOLD_EXAMPLES: &str = "\
+Examples:
+  sleep 60 | lockreg hold orders/42
+  lockreg hold --wait 5s --max-hold 10m orders/42";
+
+/// How a lock is acquired.
 #[derive(Debug, Args)]
 pub(crate) struct Taking {
-    /// Gives up after this time, with status 75 [default: never]
+    /// Gives up after this time, with status 75, or 69 if the store could not be reached. Connecting is repeated meanwhile; without this option
+    /// for `connect_timeout` [default: never]
     #[arg(long, value_name = "TIME", value_parser = wait, conflicts_with = "no_wait", allow_hyphen_values = true)]
     pub(crate) wait: Option<Duration>,
-    /// Gives up at once if somebody else has the lock, with status 75
+    /// Gives up at once if the lock is held, with status 75
     #[arg(long)]
     pub(crate) no_wait: bool,
-    /// How long the key stays taken if this process dies; renewed while it lives, unless LOCK_REGISTRY_RENEW=false [default: 30s]
-    #[arg(long, value_name = "TIME", value_parser = lease, allow_hyphen_values = true)]
-    pub(crate) lease: Option<Duration>,
-    /// What others see when they ask who holds the lock [default: host:pid]
+    /// The exit status if the lock was not obtained in time, 0 to 255
+    #[arg(short = 'E', long, value_name = "STATUS", default_value_t = exit::NOT_OBTAINED)]
+    pub(crate) conflict_exit_code: u8,
+    /// How long the key stays locked if this process dies; renewed while it lives, unless LOCK_REGISTRY_RENEW=false [default: 30s]
+    #[arg(long, value_name = "TIME", allow_hyphen_values = true)]
+    pub(crate) lease: Option<String>,
+    /// Keeps the key locked for at least this time; lockreg ends when it is over
+    #[arg(long, value_name = "TIME", value_parser = span, allow_hyphen_values = true)]
+    pub(crate) min_hold: Option<Duration>,
+    /// Ends the lock after this time, as if it was lost: the command is stopped, and the status is 76
+    #[arg(long, value_name = "TIME", value_parser = span, allow_hyphen_values = true)]
+    pub(crate) max_hold: Option<Duration>,
+    /// What `show` and `list` print as the holder [default: host:pid]
     #[arg(long, value_name = "TEXT")]
     pub(crate) label: Option<String>,
 }
@@ -156,6 +209,18 @@ impl Taking {
     /// How long to wait; `None` is for ever.
     pub(crate) fn patience(&self) -> Option<Duration> {
         if self.no_wait { Some(Duration::ZERO) } else { self.wait }
+    }
+
+    /// The options of the lock, without the wait, which starts before connecting.
+    pub(crate) fn options(&self) -> LockOptions {
+        let mut options = LockOptions::new();
+        if let Some(min_hold) = self.min_hold {
+            options = options.min_hold(min_hold);
+        }
+        if let Some(max_hold) = self.max_hold {
+            options = options.max_hold(max_hold);
+        }
+        options
     }
 }
 
@@ -166,16 +231,42 @@ pub(crate) struct Show {
     pub(crate) key: OsString,
 }
 
-/// Frees a lock, whoever holds it
+/// Releases a lock by force
 ///
-/// The holder learns of it at its next renewal at the latest; until then both may work. Status 1 if nobody holds it.
+/// The holder is notified at its next renewal at the latest; until then both may work. Status 1 if the key is not locked.
 #[derive(Debug, Args)]
 pub(crate) struct Break {
     /// The key of the lock; if it may begin with `-`, write `--` before it
     pub(crate) key: OsString,
-    /// Does it; without, it is only told what would be broken
+    /// Releases the lock; without it, `break` only prints the holder, with status 64
     #[arg(long)]
     pub(crate) yes: bool,
+}
+
+/// Connects to the store, and prints its guarantees, its settings and what is set up wrong
+#[derive(Debug, Args)]
+pub(crate) struct Doctor {
+    /// Ends with status 1 if there is a warning
+    #[arg(long)]
+    pub(crate) strict: bool,
+}
+
+/// Prints a completion script for a shell
+#[derive(Debug, Args)]
+#[command(
+    after_help = "Examples:\n  lockreg completions bash >~/.local/share/bash-completion/completions/lockreg"
+)]
+pub(crate) struct Completions {
+    /// The shell
+    pub(crate) shell: clap_complete::Shell,
+}
+
+/// Prints the manual page, of lockreg or of one of its commands, in roff
+#[derive(Debug, Args)]
+#[command(after_help = "Examples:\n  lockreg man run | man -l -")]
+pub(crate) struct Man {
+    /// A command, such as `run`
+    pub(crate) command: Option<String>,
 }
 
 /// Prints the SQL that makes the tables of a store
@@ -214,20 +305,6 @@ fn span(text: &str) -> Result<Duration, String> {
 
 fn wait(text: &str) -> Result<Duration, String> {
     bounded(text, LockOptions::WAIT_MAX, "leave --wait out to wait for ever")
-}
-
-fn lease(text: &str) -> Result<Duration, String> {
-    let given = span(text)?;
-    let limit = |limit: Duration| humantime::format_duration(limit);
-    match given {
-        given if given < Capabilities::LEASE_MIN => {
-            Err(format!("it is less than the least, {}", limit(Capabilities::LEASE_MIN)))
-        }
-        given if given > Capabilities::LEASE_MAX => {
-            Err(format!("it is more than the most, {}", limit(Capabilities::LEASE_MAX)))
-        }
-        given => Ok(given),
-    }
 }
 
 fn grace(text: &str) -> Result<Duration, String> {

@@ -14,7 +14,7 @@ use crate::take::close;
 
 /// `lockreg bench`.
 pub(crate) async fn bench(global: &Global, bench: &args::Bench, say: Say) -> Result<u8, Failure> {
-    let registry = Store::choose(global)?.open().await?;
+    let registry = Store::choose(global)?.open(say).await?;
     let store = registry.capabilities().store;
     // Nobody else has keys of this name, and two benchmarks do not meet.
     let prefix = format!("lockreg-bench/{}", ClaimId::random());

@@ -7,17 +7,21 @@ use lock_registry::{
 };
 use serde_json::json;
 
-use crate::args::Global;
-use crate::exit::Failure;
+use crate::args::{self, Global};
+use crate::exit::{self, Failure};
 use crate::say::{Say, coarse, millis, printable, table};
 use crate::store::Store;
 use crate::take::close;
 
 /// `lockreg doctor`.
-pub(crate) async fn doctor(global: &Global, say: Say) -> Result<u8, Failure> {
+pub(crate) async fn doctor(
+    global: &Global,
+    doctor: &args::Doctor,
+    say: Say,
+) -> Result<u8, Failure> {
     let store = Store::choose(global)?;
     let settings = store.settings()?;
-    let registry = store.open().await?;
+    let registry = store.open(say).await?;
     let asked = Instant::now();
     let findings = registry.diagnose().await?;
     let took = asked.elapsed();
@@ -26,7 +30,8 @@ pub(crate) async fn doctor(global: &Global, say: Say) -> Result<u8, Failure> {
     say.result(&machine_report(&settings, &capabilities, &findings, took), || {
         human_report(&settings, &capabilities, &findings)
     })?;
-    Ok(0)
+    let is_warned = findings.iter().any(|finding| finding.severity > Severity::Note);
+    Ok(if doctor.strict && is_warned { exit::NEGATIVE } else { 0 })
 }
 
 fn machine_report(
@@ -98,7 +103,7 @@ fn human_report(settings: &[Setting], capabilities: &Capabilities, findings: &[F
 
 fn meaning(class: GuaranteeClass) -> &'static str {
     match class {
-        GuaranteeClass::A => "fenced writes are safe under every fault",
+        GuaranteeClass::A => "fenced writes are safe under every fault that its data survives",
         GuaranteeClass::B => {
             "one holder, and safe fenced writes, as long as the store's data and clock survive"
         }
@@ -108,17 +113,18 @@ fn meaning(class: GuaranteeClass) -> &'static str {
     }
 }
 
-/// Where a setting comes from. What is code elsewhere is an argument or a default of ours here.
+/// Where a setting comes from. This program sets only its defaults by code.
 fn human_origin(origin: Origin) -> String {
     match origin {
-        Origin::Code => "the command line, or its default".to_owned(),
+        Origin::Code => "the default of lockreg".to_owned(),
         other => other.to_string(),
     }
 }
 
 fn machine_origin(origin: Origin) -> &'static str {
     match origin {
-        Origin::Code => "command_line",
+        Origin::Code => "default",
+        Origin::CommandLine => "command_line",
         Origin::Environment => "environment",
         Origin::Url => "url",
         _ => "other",

@@ -5,10 +5,10 @@ use std::fmt;
 use std::io;
 use std::path::PathBuf;
 
-use lock_registry::{ConfigError, LockError};
+use lock_registry::{ConfigError, InvalidOption, LockError};
 
-/// Nobody holds the key (`show`, `break`).
-pub(crate) const FREE: u8 = 1;
+/// The key is not locked (`show`, `break`), or there is a warning (`doctor --strict`).
+pub(crate) const NEGATIVE: u8 = 1;
 /// The lock was not obtained in time. `EX_TEMPFAIL` of sysexits.h.
 pub(crate) const NOT_OBTAINED: u8 = 75;
 /// The lock was lost while it was needed.
@@ -113,7 +113,15 @@ impl fmt::Display for Failure {
             Self::Usage(message) | Self::NotExecutable(message) | Self::NotFound(message) => {
                 f.write_str(message)
             }
+            Self::Config(ConfigError::NotBuiltIn { scheme, feature, .. }) => write!(
+                f,
+                "this lockreg was built without {scheme} stores: cargo install registry-cli --features {feature}"
+            ),
             Self::Config(error) => fmt::Display::fmt(error, f),
+            Self::Lock(LockError::InvalidOption(invalid)) => {
+                let InvalidOption { option, given, problem, .. } = invalid;
+                write!(f, "--{} is {given}, which {problem}", option.replace('_', "-"))
+            }
             // The engine knows of one kind of lock for each store.
             Self::Lock(LockError::Unsupported {
                 capability: "inspect",
@@ -138,6 +146,7 @@ impl StdError for Failure {
         match self {
             Self::Usage(_) | Self::NotExecutable(_) | Self::NotFound(_) => None,
             Self::Config(error) => error.source(),
+            Self::Lock(LockError::InvalidOption(_)) => None,
             Self::Lock(error) => error.source(),
             Self::Folder { source, .. } | Self::Os { source, .. } | Self::Output(source) => {
                 Some(source)

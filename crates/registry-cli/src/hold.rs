@@ -8,21 +8,21 @@ use lock_registry::{Key, LockError, LockGuard, LockRegistry, LostReason, Observe
 use serde::Serialize;
 use serde_json::json;
 use tokio::sync::oneshot;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 
 use crate::args;
 use crate::exit::{self, Failure};
 use crate::say::{Say, json_to_stdout, millis, printable};
 use crate::signals::{Signals, asks_to_end};
 use crate::store::Store;
-use crate::take::{Ear, Taken, close_after, take, warn_of_short_reach};
+use crate::take::{Ear, Taken, Wait, close_after, take, warn_of_short_reach};
 
 /// `lockreg hold`, checked: nothing was touched yet.
 #[derive(Debug)]
 pub(crate) struct Hold {
     key: Key,
     store: Store,
-    patience: Option<Duration>,
+    wait: Wait,
 }
 
 #[derive(Debug, Serialize)]
@@ -42,26 +42,27 @@ impl Hold {
     pub(crate) fn check(global: &args::Global, hold: &args::Hold) -> Result<Self, Failure> {
         let key = args::key(&hold.key)?;
         let store = Store::choose(global)?.taking(&hold.taking)?;
-        Ok(Self { key, store, patience: hold.taking.patience() })
+        Ok(Self { key, store, wait: Wait::of(&hold.taking) })
     }
 
     /// Takes the lock, holds it until there is a reason not to, frees it. Answers the exit status.
     pub(crate) async fn carry_out(self, mut signals: Signals, say: Say) -> Result<u8, Failure> {
-        let Self { key, store, patience } = self;
+        let Self { key, store, wait } = self;
+        let began = Instant::now();
         let ear = Ear::new();
         let registry = tokio::select! {
-            registry = store.observed(Arc::clone(&ear) as Arc<dyn Observer>).open() => registry?,
+            registry = store.observed(Arc::clone(&ear) as Arc<dyn Observer>).open(say) => registry?,
             signal = signals.end() => return Ok(exit::by_signal(signal as i32)),
         };
         warn_of_short_reach(&registry, say);
         let lock = registry.obtain(key.as_str());
-        let status = match take(&lock, patience, &ear, &mut signals, say).await {
-            Ok(Taken::Busy) => Ok(exit::NOT_OBTAINED),
+        let status = match take(&lock, &wait, began, &ear, &mut signals, say).await {
+            Ok(Taken::Busy) => Ok(wait.busy_status),
             Ok(Taken::Signal(signal)) => Ok(exit::by_signal(signal as i32)),
             Ok(Taken::Guard(guard)) => hold(guard, &mut signals, say).await,
             Err(failure) => Err(failure),
         };
-        close_after(&registry, &status).await;
+        close_after(&registry, &status, wait.min_hold, &mut signals).await;
         status
     }
 }

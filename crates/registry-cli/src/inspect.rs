@@ -12,7 +12,7 @@ use crate::take::close;
 /// `lockreg show`.
 pub(crate) async fn show(global: &Global, show: &args::Show, say: Say) -> Result<u8, Failure> {
     let key = args::key(&show.key)?;
-    let registry = Store::choose(global)?.open().await?;
+    let registry = Store::choose(global)?.open(say).await?;
     let holder = registry.obtain(key.as_str()).holder().await?;
     close(&registry).await;
     match &holder {
@@ -22,16 +22,16 @@ pub(crate) async fn show(global: &Global, show: &args::Show, say: Say) -> Result
         }
         None => {
             say.result(&HolderView::nobody(key.as_str()), || {
-                format!("{} is free\n", printable(key.as_str()))
+                format!("{} is not locked\n", printable(key.as_str()))
             })?;
-            Ok(exit::FREE)
+            Ok(exit::NEGATIVE)
         }
     }
 }
 
 /// `lockreg list`.
 pub(crate) async fn list(global: &Global, say: Say) -> Result<u8, Failure> {
-    let registry = Store::choose(global)?.open().await?;
+    let registry = Store::choose(global)?.open(say).await?;
     let holders = registry.list().await?;
     close(&registry).await;
     let views: Vec<HolderView<'_>> = holders.iter().map(HolderView::from).collect();
@@ -51,22 +51,19 @@ pub(crate) async fn break_lock(
     say: Say,
 ) -> Result<u8, Failure> {
     let key = args::key(&broken.key)?;
-    let registry = Store::choose(global)?.open().await?;
+    let registry = Store::choose(global)?.open(say).await?;
     let holder = registry.obtain(key.as_str()).holder().await?;
-    if !broken.yes {
+    if !broken.yes
+        && let Some(holder) = &holder
+    {
         close(&registry).await;
-        let key = printable(key.as_str());
-        return Err(Failure::usage(match &holder {
-            Some(holder) => format!(
-                "{key} is held by {}, who goes on until its next renewal; to break the lock, say --yes",
-                holder_phrase(Some(holder))
-            ),
-            None => format!(
-                "{key} is free, so there is nothing to break; if it is held by then, say --yes"
-            ),
-        }));
+        return Err(Failure::usage(format!(
+            "{} is held by {}; add --yes to break the lock",
+            printable(key.as_str()),
+            holder_phrase(Some(holder))
+        )));
     }
-    let freed = registry.force_release(key.as_str()).await?;
+    let freed = broken.yes && registry.force_release(key.as_str()).await?;
     close(&registry).await;
     let view = holder.as_ref().filter(|_| freed).map(HolderView::from);
     say.result(
@@ -80,8 +77,8 @@ pub(crate) async fn break_lock(
                 )
             }
             _ if freed => format!("{} was taken from its holder\n", printable(key.as_str())),
-            _ => format!("{} is free\n", printable(key.as_str())),
+            _ => format!("{} is not locked\n", printable(key.as_str())),
         },
     )?;
-    Ok(if freed { 0 } else { exit::FREE })
+    Ok(if freed { 0 } else { exit::NEGATIVE })
 }

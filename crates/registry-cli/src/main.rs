@@ -15,6 +15,7 @@ mod take;
 mod bench;
 mod doctor;
 mod inspect;
+mod manual;
 mod schema;
 // What is told.
 mod exit;
@@ -61,7 +62,7 @@ fn lockreg() -> u8 {
         Ok(cli) => cli,
         Err(error) => return not_parsed(&error),
     };
-    let say = Say::new(global.json);
+    let say = Say::new(global.json, global.quiet);
     let done = log::start(global.verbose).and_then(|()| carry_out(&global, command, say));
     done.unwrap_or_else(|failure| {
         say.failure(&failure);
@@ -82,9 +83,11 @@ fn carry_out(global: &Global, command: Command, say: Say) -> Result<u8, Failure>
         Command::Show(show) => block_on(inspect::show(global, &show, say)),
         Command::List => block_on(inspect::list(global, say)),
         Command::Break(broken) => block_on(inspect::break_lock(global, &broken, say)),
-        Command::Doctor => block_on(doctor::doctor(global, say)),
+        Command::Doctor(doctor) => block_on(doctor::doctor(global, &doctor, say)),
         Command::Schema(schema) => schema::schema(&schema, say),
         Command::Bench(bench) => block_on(bench::bench(global, &bench, say)),
+        Command::Completions(completions) => manual::completions(&completions),
+        Command::Man(man) => manual::man(&man),
     }
 }
 
@@ -128,7 +131,12 @@ fn not_parsed(error: &clap::Error) -> u8 {
                 |_| "error: an argument is not UTF-8".to_owned(),
             );
             let message = message.strip_prefix("error: ").unwrap_or(&message).trim_end();
-            failed(&Failure::usage(message))
+            let is_run = std::env::args_os().any(|word| word == "run");
+            let lacks_mark = error.kind() == ErrorKind::UnknownArgument
+                && is_run
+                && !std::env::args_os().any(|word| word == "--");
+            let hint = if lacks_mark { "\n\nWrite `--` before the command of `run`." } else { "" };
+            failed(&Failure::usage(format!("{message}{hint}")))
         }
     }
 }
@@ -136,7 +144,7 @@ fn not_parsed(error: &clap::Error) -> u8 {
 /// Tells of a failure when nothing is known of the command line but its words.
 fn failed(failure: &Failure) -> u8 {
     let mut options = std::env::args_os().skip(1).take_while(|word| word != "--");
-    Say::new(options.any(|word| word == "--json")).failure(failure);
+    Say::new(options.any(|word| word == "--json"), false).failure(failure);
     failure.status()
 }
 

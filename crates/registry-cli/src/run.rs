@@ -25,7 +25,7 @@ use crate::exit::{self, Failure, causes};
 use crate::say::{Say, printable};
 use crate::signals::{Signals, asks_to_end};
 use crate::store::Store;
-use crate::take::{Ear, Taken, close_after, take, warn_of_short_reach};
+use crate::take::{Ear, Taken, Wait, close_after, take, warn_of_short_reach};
 
 /// `lockreg run`, checked: nothing was touched yet.
 #[derive(Debug)]
@@ -33,7 +33,7 @@ pub(crate) struct Run {
     key: Key,
     program: Program,
     store: Store,
-    patience: Option<Duration>,
+    wait: Wait,
     grace: Duration,
 }
 
@@ -44,21 +44,22 @@ impl Run {
         let store = Store::choose(global)?.taking(&run.taking)?;
         // Last: who gets everything else wrong gets 64, not the status of a command that was never meant to run.
         let program = Program::find(command.to_vec())?;
-        Ok(Self { key, program, store, patience: run.taking.patience(), grace: run.grace })
+        Ok(Self { key, program, store, wait: Wait::of(&run.taking), grace: run.grace })
     }
 
     /// Takes the lock, runs the command, frees the lock. Answers the exit status.
     pub(crate) async fn carry_out(self, mut signals: Signals, say: Say) -> Result<u8, Failure> {
-        let Self { key, program, store, patience, grace } = self;
+        let Self { key, program, store, wait, grace } = self;
+        let began = Instant::now();
         let ear = Ear::new();
         let registry = tokio::select! {
-            registry = store.observed(Arc::clone(&ear) as Arc<dyn Observer>).open() => registry?,
+            registry = store.observed(Arc::clone(&ear) as Arc<dyn Observer>).open(say) => registry?,
             signal = signals.end() => return Ok(exit::by_signal(signal as i32)),
         };
         warn_of_short_reach(&registry, say);
         let lock = registry.obtain(key.as_str());
-        let status = match take(&lock, patience, &ear, &mut signals, say).await {
-            Ok(Taken::Busy) => Ok(exit::NOT_OBTAINED),
+        let status = match take(&lock, &wait, began, &ear, &mut signals, say).await {
+            Ok(Taken::Busy) => Ok(wait.busy_status),
             Ok(Taken::Signal(signal)) => Ok(exit::by_signal(signal as i32)),
             Ok(Taken::Guard(guard)) => {
                 let held = Held { guard, program: &program, grace, say };
@@ -66,7 +67,7 @@ impl Run {
             }
             Err(failure) => Err(failure),
         };
-        close_after(&registry, &status).await;
+        close_after(&registry, &status, wait.min_hold, &mut signals).await;
         status
     }
 }
@@ -114,7 +115,7 @@ impl Held<'_> {
             (lost, _) => lost.is_some(),
         };
         if lost {
-            say.notice(
+            say.alert(
                 "ended",
                 &format!("the command {ending}"),
                 json!({ "key": key, "status": ending.status() }),
@@ -122,7 +123,7 @@ impl Held<'_> {
             return Ok(exit::LOST);
         }
         if let Err(error) = released {
-            say.notice(
+            say.alert(
                 "release_failed",
                 &format!("{}; the lock is free when its lease ends", causes(&error).join(": ")),
                 json!({ "key": key, "causes": causes(&error) }),
@@ -295,7 +296,7 @@ impl Watch<'_> {
 }
 
 fn tell_lost(say: Say, key: &str, reason: LostReason) {
-    say.notice(
+    say.alert(
         "lost",
         &format!("the lock {} was lost: {reason}", printable(key)),
         json!({ "key": key, "lost": reason }),

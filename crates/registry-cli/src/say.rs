@@ -18,16 +18,17 @@ use crate::exit::Failure;
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Say {
     json: bool,
+    quiet: bool,
 }
 
 impl Say {
-    pub(crate) fn new(json: bool) -> Self {
-        Self { json }
+    pub(crate) fn new(json: bool, quiet: bool) -> Self {
+        Self { json, quiet }
     }
 
     /// Whether a line that is redrawn makes sense.
     pub(crate) fn is_live(self) -> bool {
-        !self.json && io::stderr().is_terminal()
+        !self.json && !self.quiet && io::stderr().is_terminal()
     }
 
     /// Prints a result: `text` for people, `value` for programs.
@@ -36,11 +37,18 @@ impl Say {
         value: &impl Serialize,
         text: impl FnOnce() -> String,
     ) -> Result<(), Failure> {
-        if self.json { json_to_stdout(value) } else { to_stdout(&text()) }
+        if self.json { json_to_stdout(value) } else { to_stdout(text().as_bytes()) }
     }
 
-    /// Tells on stderr what is going on.
+    /// Prints to stderr what is going on, unless `--quiet` was given.
     pub(crate) fn notice(self, event: &str, text: &str, details: Value) {
+        if !self.quiet {
+            self.alert(event, text, details);
+        }
+    }
+
+    /// Prints to stderr what must be known even with `--quiet`: a lock was lost, or not released.
+    pub(crate) fn alert(self, event: &str, text: &str, details: Value) {
         if !self.json {
             return line_to_stderr(&format!("lockreg: {text}"));
         }
@@ -75,12 +83,13 @@ impl Say {
 pub(crate) fn json_to_stdout(value: &impl Serialize) -> Result<(), Failure> {
     let mut line = serde_json::to_string(value).map_err(|error| Failure::Output(error.into()))?;
     line.push('\n');
-    to_stdout(&line)
+    to_stdout(line.as_bytes())
 }
 
-fn to_stdout(text: &str) -> Result<(), Failure> {
+/// Prints `text`, at once.
+pub(crate) fn to_stdout(text: &[u8]) -> Result<(), Failure> {
     let mut stdout = io::stdout().lock();
-    stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush()).map_err(Failure::Output)
+    stdout.write_all(text).and_then(|()| stdout.flush()).map_err(Failure::Output)
 }
 
 /// Writes one line to stderr in one piece, soon. If nobody listens, so be it.

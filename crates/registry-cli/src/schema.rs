@@ -10,6 +10,12 @@ use crate::say::Say;
 pub(crate) fn schema(schema: &args::Schema, say: Say) -> Result<u8, Failure> {
     let Some((dialect, sql)) = DIALECTS.iter().find(|(dialect, _)| *dialect == schema.dialect)
     else {
+        let dialect = &schema.dialect;
+        if ALL_DIALECTS.contains(&dialect.as_str()) {
+            return Err(Failure::usage(format!(
+                "this lockreg was built without {dialect} stores: cargo install registry-cli --features {dialect}"
+            )));
+        }
         let known: Vec<&str> = DIALECTS.iter().map(|(dialect, _)| *dialect).collect();
         return Err(Failure::usage(format!(
             "there is no schema of that name; there is one for: {}",
@@ -19,6 +25,9 @@ pub(crate) fn schema(schema: &args::Schema, say: Say) -> Result<u8, Failure> {
     say.result(&json!({ "dialect": dialect, "sql": sql }), || (*sql).to_owned())?;
     Ok(0)
 }
+
+/// Those of builds with all features.
+const ALL_DIALECTS: [&str; 3] = ["mysql", "postgres", "sqlite"];
 
 const DIALECTS: &[(&str, &str)] = &[
     #[cfg(feature = "mysql")]

@@ -2,22 +2,28 @@
 
 use std::ffi::OsString;
 use std::fmt::Write as _;
+use std::io::{self, IsTerminal as _};
 use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::fs::DirBuilderExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use lock_registry::{LockOptions, Observer, Registry, RegistryConfig, Setting};
+use lock_registry::{LockRegistry as _, Observer, Reach, Registry, RegistryConfig, Setting};
+use serde_json::json;
 
 use crate::args::{Global, Taking};
 use crate::exit::Failure;
+use crate::say::Say;
 
 /// A store that was found to be configured correctly, not opened yet.
 #[derive(Debug)]
 pub(crate) struct Store {
     config: RegistryConfig,
-    /// The folder that must be there first. Only for the store that is used when none is named.
+    /// The folder that must exist first. Only for the default store.
     folder: Option<PathBuf>,
+    /// The default store is used because neither a URL nor `--local` was given.
+    is_implicit: bool,
+    require_reach: Option<Reach>,
 }
 
 impl Store {
@@ -26,31 +32,39 @@ impl Store {
         let mut config = RegistryConfig::new().with_env()?;
         let mut folder = None;
         if let Some(url) = &global.url {
-            config = config.url(url);
-        } else if std::env::var_os("LOCK_REGISTRY_URL").is_none() {
+            config = config.with_argument("url", url)?;
+        } else if global.local || std::env::var_os("LOCK_REGISTRY_URL").is_none() {
+            if global.require_reach.is_some_and(|required| Reach::from(required) > Reach::Host) {
+                return Err(Failure::usage(
+                    "the default store excludes processes of this host only, and --require-reach asks for network; \
+                     name a store with --url or LOCK_REGISTRY_URL",
+                ));
+            }
             let state = state_folder(|name| std::env::var_os(name))?;
             config = config.url(sqlite_url(&state.join("locks.db")));
             folder = Some(state);
         }
         if let Some(namespace) = &global.namespace {
-            at_most(RegistryConfig::NAMESPACE_BYTES_MAX, "--namespace", namespace)?;
-            config = config.namespace(namespace);
+            config = config.with_argument("namespace", namespace)?;
         }
         config.check()?;
-        Ok(Self { config, folder })
+        let is_implicit = folder.is_some() && !global.local;
+        let require_reach = global.require_reach.map(Reach::from);
+        Ok(Self { config, folder, is_implicit, require_reach })
     }
 
-    /// The same for somebody who takes locks in this way.
+    /// The same with the options of a command that acquires a lock.
     pub(crate) fn taking(mut self, taking: &Taking) -> Result<Self, Failure> {
-        if let Some(lease) = taking.lease {
-            self.config = self.config.lease(lease);
+        if let Some(lease) = &taking.lease {
+            self.config = self.config.with_argument("lease", lease)?;
         }
         if let Some(label) = &taking.label {
-            at_most(LockOptions::LABEL_BYTES_MAX, "--label", label)?;
-            self.config = self.config.label(label);
-        }
-        if !self.settings()?.iter().any(|setting| setting.name == "label") {
+            self.config = self.config.with_argument("label", label)?;
+        } else if !self.settings()?.iter().any(|setting| setting.name == "label") {
             self.config = self.config.label(default_label());
+        }
+        if let Some(wait) = taking.wait {
+            self.config = self.config.connect_within(wait);
         }
         self.config.check()?;
         Ok(self)
@@ -67,8 +81,16 @@ impl Store {
         Ok(self.config.settings()?)
     }
 
-    /// Opens it.
-    pub(crate) async fn open(self) -> Result<Registry, Failure> {
+    /// Opens the store, and checks its reach.
+    pub(crate) async fn open(self, say: Say) -> Result<Registry, Failure> {
+        if self.is_implicit && !io::stderr().is_terminal() {
+            say.notice(
+                "warning",
+                "locks are in a file of this host and exclude no other host; name a store with --url or \
+                 LOCK_REGISTRY_URL, or say --local",
+                json!({ "store": "sqlite" }),
+            );
+        }
         if let Some(folder) = &self.folder {
             // Who can write here can break every lock.
             std::fs::DirBuilder::new()
@@ -77,17 +99,16 @@ impl Store {
                 .create(folder)
                 .map_err(|source| Failure::Folder { folder: folder.clone(), source })?;
         }
-        Ok(self.config.connect().await?)
+        let registry = self.config.connect().await?;
+        let capabilities = registry.capabilities();
+        match self.require_reach {
+            Some(required) if capabilities.reach < required => Err(Failure::usage(format!(
+                "the {} store excludes {} only, and --require-reach asks for {required}; name another store with --url",
+                capabilities.store, capabilities.reach
+            ))),
+            _ => Ok(registry),
+        }
     }
-}
-
-/// Refuses a text that is too long, by the name that whoever gave it knows: to the configuration, a flag is code.
-fn at_most(bytes_max: usize, flag: &str, text: &str) -> Result<(), Failure> {
-    if text.len() > bytes_max {
-        let bytes = text.len();
-        return Err(Failure::usage(format!("{flag} has {bytes} bytes, more than {bytes_max}")));
-    }
-    Ok(())
 }
 
 /// Where the XDG base directory specification puts what must outlive a reboot but is nobody's data.

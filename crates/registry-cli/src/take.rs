@@ -14,6 +14,7 @@ use serde_json::json;
 use tokio::sync::watch;
 use tokio::time::{Instant, timeout};
 
+use crate::args::Taking;
 use crate::exit::{Failure, LOST};
 use crate::say::{HolderView, Say, coarse, holder_phrase, millis, printable};
 use crate::signals::Signals;
@@ -81,16 +82,42 @@ impl Sighting {
     }
 }
 
-/// Takes `lock`, as long as `patience` allows (`None` is for ever).
+/// What the command line says about acquiring the lock.
+#[derive(Debug)]
+pub(crate) struct Wait {
+    /// For connecting and acquiring together; `None` is for ever.
+    patience: Option<Duration>,
+    options: LockOptions,
+    pub(crate) min_hold: Duration,
+    /// The exit status if the lock is not obtained in time.
+    pub(crate) busy_status: u8,
+}
+
+impl Wait {
+    pub(crate) fn of(taking: &Taking) -> Self {
+        Self {
+            patience: taking.patience(),
+            options: taking.options(),
+            min_hold: taking.min_hold.unwrap_or_default(),
+            busy_status: taking.conflict_exit_code,
+        }
+    }
+}
+
+/// Acquires `lock`. The wait began at `began`, before connecting.
 pub(crate) async fn take(
     lock: &DistributedLock,
-    patience: Option<Duration>,
+    wait: &Wait,
+    began: Instant,
     ear: &Ear,
     signals: &mut Signals,
     say: Say,
 ) -> Result<Taken, Failure> {
-    let began = Instant::now();
-    let options = patience.map_or_else(LockOptions::new, |wait| LockOptions::new().wait(wait));
+    let patience = wait.patience;
+    let mut options = wait.options.clone();
+    if let Some(patience) = patience {
+        options = options.wait(patience.saturating_sub(began.elapsed()));
+    }
     let mut taking = Box::pin(lock.lock_with(options));
     let mut telling = Telling::new(lock.key(), began, patience != Some(Duration::ZERO), say);
     let mut look = tokio::time::interval(LOOK);
@@ -139,14 +166,25 @@ pub(crate) async fn close(registry: &Registry) {
     registry.close(CLOSE_LIMIT).await;
 }
 
-/// Does the same when `status` is what came of a lock.
-pub(crate) async fn close_after(registry: &Registry, status: &Result<u8, Failure>) {
+/// Closes `registry` when the lock ended with `status`. Waits until `min_hold` is over, or a signal comes; then the key stays
+/// locked until its lease ends.
+pub(crate) async fn close_after(
+    registry: &Registry,
+    status: &Result<u8, Failure>,
+    min_hold: Duration,
+    signals: &mut Signals,
+) {
     let status = status.as_ref().map_or_else(Failure::status, |status| *status);
     if status == LOST {
         // There is nothing to give back, and whoever started us should know soon. The store has had its chance to answer.
         let _ = timeout(CLOSE_LIMIT_AFTER_LOSS, registry.close(Duration::ZERO)).await;
-    } else {
-        close(registry).await;
+        return;
+    }
+    tokio::select! {
+        _ = registry.close(CLOSE_LIMIT.saturating_add(min_hold)) => {}
+        _ = signals.end(), if !min_hold.is_zero() => {
+            registry.close(Duration::ZERO).await;
+        }
     }
 }
 
@@ -181,23 +219,23 @@ impl<'a> Telling<'a> {
             return;
         }
         let holder = seen.holder_now();
-        let text = format!(
-            "waiting for {}, held by {}",
-            printable(self.key),
-            holder_phrase(holder.as_ref())
-        );
+        let text = format!("{}, held by {}", printable(self.key), holder_phrase(holder.as_ref()));
         let waited = self.began.elapsed();
         if self.say.is_live() {
             let live = self.live.get_or_insert_with(LiveLine::start);
-            live.show(format!("{text}, waited {}", coarse(waited)));
+            // The time first: a narrow terminal cuts off the end of the line.
+            live.show(format!("waited {} for {text}", coarse(waited)));
             return;
         }
         let token = holder.as_ref().and_then(|holder| holder.token);
         if self.told.is_some_and(|(told, at)| told == token && at.elapsed() < REMIND) {
             return;
         }
-        let text =
-            if self.told.is_some() { format!("{text}, waited {}", coarse(waited)) } else { text };
+        let text = if self.told.is_some() {
+            format!("waited {} for {text}", coarse(waited))
+        } else {
+            format!("waiting for {text}")
+        };
         self.told = Some((token, Instant::now()));
         self.say.notice(
             "waiting",

@@ -275,6 +275,11 @@ impl LockBackend for FaultyBackend {
         }
     }
 
+    // The plan may lose wake-ups or delay them.
+    fn wakes_confirmed(&self, _claim: &Claim, _busy: &Busy) -> bool {
+        false
+    }
+
     // What is said in passing needs no request: nothing is put in its way.
     fn tell_losses(&self, hints: LossHints) {
         self.inner.tell_losses(hints);

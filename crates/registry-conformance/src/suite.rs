@@ -29,7 +29,7 @@
 ///
 /// registry_conformance::conformance! {
 ///     harness = Memory,
-///     runs = 209,
+///     runs = 220,
 ///     skips = 12,
 ///     without = [fair, namespaces, restart, wipe, remote],
 /// }

@@ -13,7 +13,7 @@ mod without_a_bug {
 
     registry_conformance::conformance! {
         harness = Tiny(Bug::None),
-        runs = 209,
+        runs = 220,
         skips = 12,
         without = [fair, namespaces, restart, wipe, remote],
     }

@@ -32,7 +32,7 @@ impl Store for OneMemory {
 
 registry_conformance::conformance! {
     harness = Memory,
-    runs = 209,
+    runs = 220,
     skips = 12,
     without = [fair, namespaces, restart, wipe, remote],
 }

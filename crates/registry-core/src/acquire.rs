@@ -4,12 +4,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::backend::{Attempt, Busy, Claim};
-use crate::claim::{Answer, Contender};
+use crate::claim::{Abandoned, Answer, Contender};
 use crate::clock::Moment;
 use crate::engine::{Engine, backoff, trouble};
 use crate::error::{BackendError, LockError};
 use crate::event::LockEvent;
-use crate::fencing::FencingToken;
+use crate::fairness::Contention;
 use crate::guard::LockGuard;
 use crate::hold::Hold;
 use crate::key::Key;
@@ -17,12 +17,15 @@ use crate::mutant::{Mutant, mutated};
 use crate::options::{LockOptions, Terms};
 use crate::owner::Owner;
 use crate::slot::{Entry, NoEntry, Slot, Turn};
+use crate::watch::Suspension;
 
 /// Takes the lock of `slot`. `None` when others held it until the deadline, as far as the store has told.
 pub(crate) async fn acquire(
     slot: &Arc<Slot>,
     options: &LockOptions,
 ) -> Result<Option<LockGuard>, LockError> {
+    // A store that answers at once must not keep the other tasks of this thread from running. Nothing is armed yet.
+    tokio::task::coop::consume_budget().await;
     let engine = slot.engine();
     engine.check_open()?;
     engine.backend.check_key(slot.key())?;
@@ -38,12 +41,13 @@ pub(crate) async fn acquire(
     // One budget for everything.
     let deadline = options.wait.map(|wait| began.after(wait));
 
-    // 1. Our turn among the callers of this process.
-    let turn = loop {
-        match slot.enter(owner.as_ref(), terms, deadline).await {
-            Ok(Entry::Turn(turn)) => break turn,
+    // Ends: each further round is one that this caller was not polled for a lease in.
+    loop {
+        // 1. Our turn among the callers of this process.
+        let turn = match slot.enter(owner.as_ref(), terms, deadline).await {
+            Ok(Entry::Turn(turn)) => turn,
             // The lease ended on its way to us.
-            Ok(Entry::Again(guard) | Entry::HandedOver(guard)) if !guard.is_held() => drop(guard),
+            Ok(Entry::Again(guard) | Entry::HandedOver(guard)) if !guard.is_held() => continue,
             Ok(Entry::Again(guard)) => {
                 let (key, token) = (guard.key(), guard.fencing_token());
                 engine.tell(|| LockEvent::Reentered { key, token });
@@ -59,18 +63,20 @@ pub(crate) async fn acquire(
             Err(NoEntry::TimedOut(Some(error))) => {
                 return Err(trouble("acquire", slot.key().as_str(), error));
             }
+            Err(NoEntry::PassedOn) => continue,
             Err(NoEntry::Closed) => return Err(LockError::Closed),
+        };
+
+        // 2. Our claim among the processes. Dropped at any point, it gives back what it may have got.
+        let contest = Contest { slot, engine, terms, began, deadline };
+        match contest.win(turn, owner.clone()).await {
+            // From here the keeper renews, and dropping the guard releases.
+            Ok(Some(guard)) => return Ok(Some(guard)),
+            Ok(None) => return Ok(gave_up(slot, began)),
+            Err(Stopped::Abandoned) => {}
+            Err(Stopped::Failed(error)) => return Err(error),
         }
-    };
-
-    // 2. Our claim among the processes. Dropped at any point, it gives back what it may have got.
-    let contest = Contest { slot, engine, terms, began, deadline };
-    let Some(guard) = contest.win(turn, owner).await? else {
-        return Ok(gave_up(slot, began));
-    };
-
-    // 3. From here the keeper renews, and dropping the guard releases.
-    Ok(Some(guard))
+    }
 }
 
 fn gave_up(slot: &Slot, began: Moment) -> Option<LockGuard> {
@@ -79,6 +85,25 @@ fn gave_up(slot: &Slot, began: Moment) -> Option<LockGuard> {
         waited: Moment::now().since(began),
     });
     None
+}
+
+/// Why a contest ended without an answer.
+enum Stopped {
+    /// This caller was not polled for a lease: its claim and its turn are gone.
+    Abandoned,
+    Failed(LockError),
+}
+
+impl From<Abandoned> for Stopped {
+    fn from(_: Abandoned) -> Self {
+        Self::Abandoned
+    }
+}
+
+impl From<LockError> for Stopped {
+    fn from(error: LockError) -> Self {
+        Self::Failed(error)
+    }
 }
 
 /// The contest for one key between the processes, fought by the one caller of this process whose turn it is.
@@ -91,23 +116,30 @@ struct Contest<'a> {
 }
 
 impl Contest<'_> {
-    async fn win(&self, turn: Turn, owner: Option<Owner>) -> Result<Option<LockGuard>, LockError> {
+    async fn win(&self, turn: Turn, owner: Option<Owner>) -> Result<Option<LockGuard>, Stopped> {
         let key = self.slot.key();
-        let mut contender = Contender::new(turn, self.fresh_claim(key), self.terms);
+        let mut contender = Contender::new(turn, self.fresh_claim(key), Arc::clone(self.terms));
+        let mut suspension = Suspension::new(self.engine.janitor.watch(), self.terms.lease.length);
         let mut attempts = 0;
         let mut failures = Failures::default();
-        let mut early_wakes = 0;
-        let mut last_seen = None;
+        let mut early_wakes = EarlyWakes::new();
+        let mut quiet_since = Moment::now();
+        let mut last_token = None;
+        if let Some(end) = self.pause_end(contender.contention()) {
+            (contender, ()) = suspension.during(contender, self.pause(end)).await?;
+        }
         // Ends: by a grant, by the deadline, or after a lease's length of trouble. A caller without a deadline who
         // is merely told "busy" has asked to wait for ever.
         loop {
             // The contender is counted before this look, and closing begins before it counts contenders: one of the two
             // sees the other, so that no request leaves for a store that is being closed.
             if self.engine.is_closing() {
-                return Err(LockError::Closed);
+                return Err(LockError::Closed.into());
             }
             attempts += 1;
-            match contender.attempt(self.engine).await {
+            let answer;
+            (contender, answer) = contender.attempt(self.engine, &mut suspension).await?;
+            match answer {
                 Answer::Answered(sent_at, Ok(Attempt::Granted(grant))) => {
                     self.slot.answered();
                     let token = grant.token;
@@ -116,7 +148,7 @@ impl Contest<'_> {
                             let guard = Hold::first_guard(held, token, owner);
                             if self.engine.is_closing() {
                                 // Too late to start anything; dropping the guard gives the claim back.
-                                return Err(LockError::Closed);
+                                return Err(LockError::Closed.into());
                             }
                             self.slot.held_by(guard.hold());
                             self.engine.tell(|| LockEvent::Granted {
@@ -133,44 +165,75 @@ impl Contest<'_> {
                             let error = BackendError::transient(
                                 "the store's grant arrived after its lease was over",
                             );
-                            self.endure(key, &mut failures, error).await?;
-                            contender = *late;
+                            let pause = self.endure(key, &mut failures, error);
+                            let borne;
+                            (contender, borne) = suspension.during(*late, pause).await?;
+                            borne?;
                         }
                     }
                 }
                 Answer::Answered(_, Ok(Attempt::Busy(busy))) => {
                     failures = Failures::default();
                     self.slot.answered();
+                    contender.contention().on_busy();
                     self.engine.tell(|| LockEvent::Busy { key: key.as_str(), busy: &busy });
                     if self.is_over(Moment::now()) {
                         return Ok(None);
                     }
-                    let asked_at = Moment::now();
-                    let seen = Seen::of(&busy);
-                    if seen.is_news_to(last_seen.replace(seen)) {
-                        // Somebody else was faster: the hint was true.
-                        early_wakes = 0;
+                    let token = busy.holder.as_ref().and_then(|holder| holder.token);
+                    // In a queue, another holder in front is no news to those behind.
+                    if token != last_token && !self.engine.capabilities.fair {
+                        quiet_since = Moment::now();
                     }
-                    if self.wait(contender.claim().clone(), busy).await? == Woken::Early {
-                        early_wakes += 1;
-                        // A store that wakes without cause must not make us a busy loop.
-                        if early_wakes > EARLY_WAKES_MAX && Moment::now().since(asked_at) < EARLY {
-                            tokio::time::sleep(EARLY).await;
+                    last_token = token;
+                    let wait = self.wait(contender.claim().clone(), busy, quiet_since);
+                    let woken;
+                    (contender, woken) = suspension.during(contender, wait).await?;
+                    if woken? == Woken::Early {
+                        let pause =
+                            early_wakes.take().max(contender.contention().delay_after_wake());
+                        if !pause.is_zero() {
+                            let end = Moment::now().after(pause);
+                            let end = end.min(self.deadline.unwrap_or(Moment::FUTURE));
+                            (contender, ()) = suspension.during(contender, self.pause(end)).await?;
                         }
-                    } else {
-                        early_wakes = 0;
                     }
                 }
                 Answer::Answered(_, Err(error)) => {
-                    self.endure(key, &mut failures, error).await?;
+                    let pause = self.endure(key, &mut failures, error);
+                    let borne;
+                    (contender, borne) = suspension.during(contender, pause).await?;
+                    borne?;
                 }
                 Answer::Unanswered => {
-                    self.endure(key, &mut failures, self.engine.unanswered()).await?;
+                    let pause = self.endure(key, &mut failures, self.engine.unanswered());
+                    let borne;
+                    (contender, borne) = suspension.during(contender, pause).await?;
+                    borne?;
                     // The unanswered claim belongs to the janitor now.
                     let fresh = self.fresh_claim(key);
                     contender.start_over(fresh);
                 }
             }
+        }
+    }
+
+    /// The end of the pause before the first attempt. A caller whose deadline comes before that does not pause.
+    fn pause_end(&self, contention: &mut Contention) -> Option<Moment> {
+        let end = contention.pause_end()?;
+        if self.is_over(end) {
+            contention.skip_pause();
+            return None;
+        }
+        Some(end)
+    }
+
+    /// Waits until `end`, or until the registry is being closed.
+    async fn pause(&self, end: Moment) {
+        tokio::select! {
+            biased;
+            () = self.engine.closing.given() => {}
+            () = self.engine.sleep_until(end) => {}
         }
     }
 
@@ -182,22 +245,40 @@ impl Contest<'_> {
             .with_token_block(engine.defaults.handoffs.max.saturating_add(1))
     }
 
-    /// Waits until another attempt makes sense.
-    async fn wait(&self, claim: Claim, busy: Busy) -> Result<Woken, LockError> {
+    /// Waits until another attempt makes sense. `quiet_since` is when the lock last changed hands, as far as this process knows.
+    async fn wait(
+        &self,
+        claim: Claim,
+        busy: Busy,
+        quiet_since: Moment,
+    ) -> Result<Woken, LockError> {
         let engine = self.engine;
         let now = Moment::now();
-        let poll = engine.defaults.poll.mul_f64(1.0 + fastrand::f64() / 4.0);
-        let pause =
-            busy.retry_after.map_or(poll, |left| left.saturating_add(AFTER_LEASE).min(poll));
-        let pause =
-            if mutated(Mutant::WakeUpOnly) { Duration::from_secs(1_000_000) } else { pause };
+        let is_mutant = mutated(Mutant::WakeUpOnly);
+        let lease_end = match busy.retry_after {
+            Some(left) if !is_mutant => now.after(left.saturating_add(AFTER_LEASE)),
+            _ => Moment::FUTURE,
+        };
         // At the deadline one last look is taken, so that a lock that came free in time is not missed.
-        let until = now.after(pause).min(self.deadline.unwrap_or(Moment::FUTURE));
-        tokio::select! {
-            biased;
-            () = engine.closing.given() => Err(LockError::Closed),
-            () = engine.backend.wait(&claim, &busy) => Ok(Woken::Early),
-            () = engine.sleep_until(until) => Ok(Woken::ByTime),
+        let last_look = lease_end.min(self.deadline.unwrap_or(Moment::FUTURE));
+        // A confirmed wake-up that is lost all the same costs at most the time that was waited already.
+        let confirmed_until =
+            now.after(jittered(now.since(quiet_since).min(CONFIRMED_POLL_MAX))).min(last_look);
+        let wake = engine.backend.wait(&claim, &busy);
+        tokio::pin!(wake);
+        loop {
+            let now = Moment::now();
+            let poll =
+                if is_mutant { Moment::FUTURE } else { now.after(jittered(engine.defaults.poll)) };
+            tokio::select! {
+                biased;
+                () = engine.closing.given() => return Err(LockError::Closed),
+                () = &mut wake => return Ok(Woken::Early),
+                () = engine.sleep_until(poll.min(last_look)) => {}
+            }
+            if Moment::now() >= confirmed_until || !engine.backend.wakes_confirmed(&claim, &busy) {
+                return Ok(Woken::ByTime);
+            }
         }
     }
 
@@ -248,27 +329,49 @@ enum Woken {
     ByTime,
 }
 
-/// What a store tells of the holder, as far as it shows whether it is another one.
-#[derive(Clone, Copy)]
-struct Seen {
-    token: Option<FencingToken>,
-    left: Option<Duration>,
+/// Limits how often wake-ups lead to attempts: a token bucket, so that a store that wakes without cause, or lets others be
+/// faster again and again, does not make this process a busy loop.
+struct EarlyWakes {
+    left: u32,
+    counted_at: Moment,
 }
 
-impl Seen {
-    fn of(busy: &Busy) -> Self {
-        Self { token: busy.holder.as_ref().and_then(|holder| holder.token), left: busy.retry_after }
+impl EarlyWakes {
+    fn new() -> Self {
+        Self { left: EARLY_WAKES_BURST, counted_at: Moment::now() }
     }
 
-    /// Whether something has happened since `earlier`: a lease grows by a new grant, or else by a renewal, which is rare.
-    fn is_news_to(self, earlier: Option<Self>) -> bool {
-        earlier.is_none_or(|earlier| self.token != earlier.token || self.left > earlier.left)
+    /// Counts a wake-up, and returns the pause before it may be followed.
+    fn take(&mut self) -> Duration {
+        let now = Moment::now();
+        let pauses = now.since(self.counted_at).as_nanos() / EARLY_WAKES_PAUSE.as_nanos();
+        if pauses > 0 {
+            let earned = u32::try_from(pauses).unwrap_or(u32::MAX);
+            self.left = self.left.saturating_add(earned).min(EARLY_WAKES_BURST);
+            self.counted_at = now;
+        }
+        if let Some(left) = self.left.checked_sub(1) {
+            self.left = left;
+            return Duration::ZERO;
+        }
+        // The wake-up that this pause pays for.
+        self.counted_at = now.after(EARLY_WAKES_PAUSE);
+        EARLY_WAKES_PAUSE
     }
+}
+
+/// Up to a quarter longer, so that waiters that began together do not poll together.
+fn jittered(pause: Duration) -> Duration {
+    pause.mul_f64(1.0 + fastrand::f64() / 4.0)
 }
 
 /// How long after the end of the holder's lease an attempt is made.
 const AFTER_LEASE: Duration = Duration::from_millis(1);
 
-/// How many hints in a row may turn out false before they are slowed down to one per [`EARLY`].
-const EARLY_WAKES_MAX: u32 = 8;
-const EARLY: Duration = Duration::from_millis(2);
+/// The longest time between two attempts of a waiter whose wake-ups are confirmed: a holder's lease by default, so that 2,000 waiters send
+/// fewer than 100 requests a second.
+const CONFIRMED_POLL_MAX: Duration = Duration::from_secs(30);
+
+/// How many wake-ups may be followed at once, and the pause for each one after that.
+const EARLY_WAKES_BURST: u32 = 64;
+const EARLY_WAKES_PAUSE: Duration = Duration::from_millis(1);

@@ -31,6 +31,9 @@ use crate::key::{InvalidKey, Key};
 ///    says so in [`Capabilities::fencing`].
 /// 6. Only the future of [`wait`](Self::wait) is ever dropped before it is ready. All others are polled to their end, unless the
 ///    runtime itself goes away.
+/// 7. A call of [`try_acquire`](Self::try_acquire) sends its request once. A request whose outcome is unknown may still reach the
+///    store after the release of a later one, so it is returned as an error: the engine repeats it, and counts it. For a
+///    connection that broke while idle, [`BackendError::on_stale_connection`] makes the engine repeat it at once.
 ///
 /// A backend answers in bounded time where it can; the engine stops listening after its operation time-out and then
 /// treats the outcome as unknown.
@@ -57,7 +60,8 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
     ///
     /// # Errors
     /// Trouble only; a key that somebody else holds is [`Attempt::Busy`]. After an error the outcome counts as unknown
-    /// unless [`BackendError::refused`] says that nothing was done.
+    /// unless [`BackendError::refused`] says that nothing was done. A request of unknown outcome is not repeated here,
+    /// see clause 7.
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError>;
 
     /// Makes each claim's lease end `claim.lease()` from now, or later. Answers in the order of `claims`.
@@ -72,6 +76,9 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
     }
 
     /// Ends the grant of `claim`, takes it out of the store's queue, and wakes those who wait.
+    ///
+    /// Here [`Claim::token_block`] is the number of reserved tokens that were used. The store may reserve the others again;
+    /// a store that cannot sustain one token per microsecond need not.
     ///
     /// # Errors
     /// Trouble only; a claim that holds nothing is [`Release::NotHeld`].
@@ -94,6 +101,16 @@ pub trait LockBackend: Any + fmt::Debug + Send + Sync {
     /// [`Busy::mark`] is for. The default never returns, so that waiters poll.
     async fn wait(&self, _claim: &Claim, _busy: &Busy) {
         std::future::pending().await
+    }
+
+    /// Returns whether a release of the lock that was `busy` would make the running [`wait`](Self::wait) return.
+    ///
+    /// Called while that `wait` runs, at each poll. If true, the engine skips the poll until the holder's lease ends, or until
+    /// the wait has doubled, or for 30 s, whichever comes first. Return true only if the server has confirmed the subscription,
+    /// has answered lately on its connection, and no message since the `busy` answer can have been missed. Must not block.
+    /// The default, `false`, leaves every poll in place.
+    fn wakes_confirmed(&self, _claim: &Claim, _busy: &Busy) -> bool {
+        false
     }
 
     /// Takes the handle by which this store tells a registry that somebody else has changed or removed the record of a key, so that
@@ -168,6 +185,7 @@ pub struct Claim {
     lease: Duration,
     mode: ClaimMode,
     queue: bool,
+    fenced: bool,
     token_block: u32,
     label: Option<Arc<str>>,
 }
@@ -182,6 +200,7 @@ impl Claim {
             lease,
             mode: ClaimMode::Exclusive,
             queue: false,
+            fenced: false,
             token_block: 1,
             label: None,
         }
@@ -246,6 +265,20 @@ impl Claim {
         self.mode
     }
 
+    /// The same claim, with the note that a fenced write was begun under it (or not).
+    #[must_use]
+    pub fn with_fenced(mut self, fenced: bool) -> Self {
+        self.fenced = fenced;
+        self
+    }
+
+    /// Whether a fenced write was begun under the claim, which may still be open. A hint for a release that the open write
+    /// would block: such a release fails at once with a [blocked](BackendError::as_blocked) error instead of waiting.
+    #[must_use]
+    pub fn is_fenced(&self) -> bool {
+        self.fenced
+    }
+
     /// Whether the claim stays in the store's queue when the store is busy. Ignored by stores that do not queue.
     #[must_use]
     pub fn queue(&self) -> bool {
@@ -253,6 +286,7 @@ impl Claim {
     }
 
     /// How many tokens a grant reserves: the granted token is the first, the next grant's must be larger than the last.
+    /// At a [release](LockBackend::release), how many of them were used.
     #[must_use]
     pub fn token_block(&self) -> u32 {
         self.token_block

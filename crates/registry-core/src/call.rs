@@ -6,11 +6,13 @@
 use std::future::{Future, poll_fn};
 use std::mem;
 use std::pin::{Pin, pin};
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use crate::clock::sleep;
-use crate::janitor::Janitor;
+use crate::janitor::{Janitor, Job};
+use crate::watch::{Parked, Suspended, Suspension};
 
 pub(crate) type CallFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
@@ -46,17 +48,28 @@ pub(crate) struct Call<T: Send + 'static> {
     future: Option<CallFuture<T>>,
     /// The next poll has nothing to find out.
     polled: bool,
+    /// It gives a claim back.
+    gives_back: bool,
     janitor: Janitor,
 }
 
 impl<T: Send + 'static> Call<T> {
     pub(crate) fn new(janitor: &Janitor, future: CallFuture<T>) -> Self {
-        Self { future: Some(future), polled: false, janitor: janitor.clone() }
+        Self { future: Some(future), polled: false, gives_back: false, janitor: janitor.clone() }
     }
 
     /// A call that had no answer at its [first poll](first_poll), to be polled next within the same poll of the same task.
     pub(crate) fn polled(janitor: &Janitor, future: CallFuture<T>) -> Self {
-        Self { future: Some(future), polled: true, janitor: janitor.clone() }
+        let mut call = Self::new(janitor, future);
+        call.polled = true;
+        call
+    }
+
+    /// A call that gives a claim back.
+    pub(crate) fn giving_back(janitor: &Janitor, future: CallFuture<T>) -> Self {
+        let mut call = Self::new(janitor, future);
+        call.gives_back = true;
+        call
     }
 
     /// A call whose answer is already there, not looked at yet.
@@ -69,9 +82,47 @@ impl<T: Send + 'static> Call<T> {
         self.future.take()
     }
 
-    /// Waits for the answer for at most `limit`. The call itself goes on either way.
+    /// Waits for the answer for at most `limit`. The call itself goes on either way. For callers that are polled until they are done.
     pub(crate) async fn answer_within(&mut self, limit: Duration) -> Option<T> {
         within(limit, self).await
+    }
+
+    /// Waits for the answer for at most `limit`. The call itself goes on either way, and also if the caller stops polling: a
+    /// call that is not polled for its `patience` is finished in the background.
+    pub(crate) async fn answer_to_caller_within(
+        self,
+        limit: Duration,
+        patience: Duration,
+    ) -> Option<T> {
+        let janitor = self.janitor.clone();
+        let mut suspension = Suspension::new(janitor.watch(), patience.min(limit));
+        let answer = pin!(suspension.run(self, |call, cx| Pin::new(call).poll(cx)));
+        within(limit, answer).await.map(|answer| match answer {
+            Ok((_, answer)) | Err(answer) => answer,
+        })
+    }
+
+    fn go_on(mut self, then: impl FnOnce(T) + Send + 'static) {
+        if let Some(future) = self.future.take() {
+            self.leave(Box::pin(async move { then(future.await) }));
+        }
+    }
+
+    fn leave(&self, job: Job) {
+        if self.gives_back {
+            self.janitor.hand_over(job);
+        } else {
+            self.janitor.finish(job);
+        }
+    }
+}
+
+impl<T: Send + 'static> Parked for Call<T> {
+    type Left = T;
+
+    fn abandon(self, cell: &Arc<Suspended<Self>>) {
+        let cell = Arc::clone(cell);
+        self.go_on(move |answer| cell.leave(answer));
     }
 }
 
@@ -95,7 +146,7 @@ impl<T: Send + 'static> Future for Call<T> {
 impl<T: Send + 'static> Drop for Call<T> {
     fn drop(&mut self) {
         if let Some(future) = self.future.take() {
-            self.janitor.finish(Box::pin(async move {
+            self.leave(Box::pin(async move {
                 let _ = future.await;
             }));
         }

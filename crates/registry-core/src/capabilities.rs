@@ -1,23 +1,24 @@
-//! What a store promises, as data: callers can require it, `doctor` prints it, tests choose by it.
+//! The promises of a store as data. Callers can require them, `doctor` prints them, and tests are selected by them.
 
 use std::fmt;
 use std::time::Duration;
 
-/// How far the promise of one holder reaches under faults.
+/// The faults under which a lock has only one holder, and under which fenced writes are safe.
 ///
 /// The classes are ordered: `A` promises most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub enum GuaranteeClass {
-    /// Locking does nothing: everybody is always granted. Only the pass-through store says so.
+    /// The store grants every claim and excludes no other client. Only the pass-through store has this class.
     None,
     /// One holder as long as no failover, data loss or jump of the store's clock happens; fenced writes are safe as
     /// long as the tokens survive.
     C,
     /// One holder, and fenced writes are safe, as long as the store's data and wall clock survive.
     B,
-    /// Fenced writes are safe under every fault, and there is one holder as long as clock *rates* are sane.
+    /// Fenced writes are safe under every fault that the store's data survives. There is one holder as long as clocks run at about the
+    /// same *rate*.
     A,
 }
 
@@ -32,7 +33,7 @@ impl fmt::Display for GuaranteeClass {
     }
 }
 
-/// Whom a lock of this store excludes.
+/// The callers that a lock of this store excludes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "lowercase"))]
@@ -56,46 +57,51 @@ impl fmt::Display for Reach {
     }
 }
 
-/// What a store can do and what it promises.
+/// The functions and promises of a store.
 ///
-/// Made by a backend with [`Capabilities::new`] and the `with_…` methods; read by everybody.
+/// A backend builds this value with [`Capabilities::new`] and the `with_…` methods.
+/// [`LockRegistry::capabilities`](crate::LockRegistry::capabilities) returns it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct Capabilities {
     /// The store's name, as in `memory`, `sqlite`, `redis`.
     pub store: &'static str,
-    /// How far the promise of one holder reaches under faults.
+    /// The guarantee class.
     pub class: GuaranteeClass,
-    /// Whom a lock excludes.
+    /// The callers that a lock excludes.
     pub reach: Reach,
-    /// Every grant carries a [`FencingToken`](crate::FencingToken) that only grows.
+    /// Every grant carries a [`FencingToken`](crate::FencingToken) that is larger than those of all earlier grants of the key.
     pub fencing: bool,
-    /// The store queues its claimants and grants in the order of arrival, across processes.
+    /// The store has a queue of claims, across processes. A registry has one claim per key in this queue. Its other callers wait
+    /// locally, so processes take turns.
     pub fair: bool,
-    /// The store tells a waiter when the lock may be free; without it waiters poll.
+    /// The store wakes a waiter when the lock may be free. If false, waiters poll.
     pub wakes: bool,
-    /// A holder hears at once when somebody else has removed the record of its lock; without it, at the next renewal.
+    /// A holder is notified at once when another client removes the record of its lock. If false, it is notified at its next renewal.
     pub tells_losses: bool,
-    /// Several holders at once, if all ask for it. No store offers it yet.
+    /// A lock can have several holders at once, if all of them request this. No store offers it yet.
     pub shared: bool,
-    /// A grant carries the holder's label, and it can be read back.
+    /// The poll interval of programs other than this library that share these records, if they poll. After a release, the engine then
+    /// leaves a contended lock free for longer before it acquires it again, so that these programs find it free.
+    pub peer_poll: Option<Duration>,
+    /// The store keeps the holder's label with a grant, and returns it.
     pub labels: bool,
     /// `holder`, `list` and `break` work.
     pub inspect: bool,
-    /// The shortest lease that the store takes.
+    /// The shortest lease that the store accepts.
     pub lease_min: Duration,
-    /// The longest lease that the store takes.
+    /// The longest lease that the store accepts.
     pub lease_max: Duration,
 }
 
 impl Capabilities {
-    /// The shortest lease that any store takes.
+    /// The shortest lease that any store accepts.
     pub const LEASE_MIN: Duration = Duration::from_millis(100);
-    /// The longest lease that any store takes.
+    /// The longest lease that any store accepts.
     pub const LEASE_MAX: Duration = Duration::from_secs(24 * 60 * 60);
 
-    /// Describes a store that can do nothing beyond the required operations.
+    /// Returns the capabilities of a store that has only the required operations.
     #[must_use]
     pub const fn new(store: &'static str, class: GuaranteeClass, reach: Reach) -> Self {
         Self {
@@ -107,6 +113,7 @@ impl Capabilities {
             wakes: false,
             tells_losses: false,
             shared: false,
+            peer_poll: None,
             labels: false,
             inspect: false,
             lease_min: Self::LEASE_MIN,
@@ -114,50 +121,57 @@ impl Capabilities {
         }
     }
 
-    /// Says that every grant carries a token that only grows.
+    /// Sets [`fencing`](Self::fencing): every grant carries a fencing token.
     #[must_use]
     pub const fn with_fencing(mut self) -> Self {
         self.fencing = true;
         self
     }
 
-    /// Says that the store grants in the order of arrival. The core then stops handing claims over locally.
+    /// Sets [`fair`](Self::fair): the store has a queue of claims. The engine then does not hand claims over locally.
     #[must_use]
     pub const fn with_fair(mut self) -> Self {
         self.fair = true;
         self
     }
 
-    /// Says that [`LockBackend::wait`](crate::LockBackend::wait) answers when the lock may be free.
+    /// Sets [`wakes`](Self::wakes): [`LockBackend::wait`](crate::LockBackend::wait) returns when the lock may be free.
     #[must_use]
     pub const fn with_wakes(mut self) -> Self {
         self.wakes = true;
         self
     }
 
-    /// Says that registries are told by [`LockBackend::tell_losses`](crate::LockBackend::tell_losses) when somebody else has
-    /// removed a record.
+    /// Sets [`tells_losses`](Self::tells_losses): the backend notifies the registries that it got by
+    /// [`LockBackend::tell_losses`](crate::LockBackend::tell_losses) when another client has removed a record.
     #[must_use]
     pub const fn with_tells_losses(mut self) -> Self {
         self.tells_losses = true;
         self
     }
 
-    /// Says that labels are stored and read back.
+    /// Sets [`peer_poll`](Self::peer_poll): programs other than this library share these records and poll at this interval.
+    #[must_use]
+    pub const fn with_peer_poll(mut self, interval: Duration) -> Self {
+        self.peer_poll = Some(interval);
+        self
+    }
+
+    /// Sets [`labels`](Self::labels): labels are stored and returned.
     #[must_use]
     pub const fn with_labels(mut self) -> Self {
         self.labels = true;
         self
     }
 
-    /// Says that `inspect`, `list` and `force_release` work.
+    /// Sets [`inspect`](Self::inspect): the backend implements `inspect`, `list` and `force_release`.
     #[must_use]
     pub const fn with_inspect(mut self) -> Self {
         self.inspect = true;
         self
     }
 
-    /// Narrows the leases that the store takes.
+    /// Sets the shortest and the longest lease that the store accepts.
     #[must_use]
     pub const fn with_leases(mut self, min: Duration, max: Duration) -> Self {
         self.lease_min = min;
@@ -165,7 +179,7 @@ impl Capabilities {
         self
     }
 
-    /// What can be relied on when a lock may come from either of two stores.
+    /// Returns the capabilities that apply to both stores, for a lock that may come from either of them.
     #[must_use]
     pub fn meet(&self, other: &Self) -> Self {
         Self {
@@ -177,6 +191,7 @@ impl Capabilities {
             wakes: self.wakes && other.wakes,
             tells_losses: self.tells_losses && other.tells_losses,
             shared: self.shared && other.shared,
+            peer_poll: self.peer_poll.max(other.peer_poll),
             labels: self.labels && other.labels,
             inspect: self.inspect && other.inspect,
             lease_min: self.lease_min.max(other.lease_min),

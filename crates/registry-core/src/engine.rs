@@ -1,22 +1,27 @@
 //! What all locks of one registry share: the store, the slots, the keeper, the janitor, the observers.
 
 use std::fmt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
+
+use futures_util::future::FutureExt as _;
 
 use crate::backend::{Attempt, Claim, LockBackend, Release, Renewal};
 use crate::call::{Call, CallFuture};
 use crate::capabilities::Capabilities;
 use crate::clock::{Moment, sleep};
+use crate::contained::{contain, discard};
 use crate::error::{BackendError, LockError};
 use crate::event::{LockEvent, Observers};
+use crate::fairness::Fairness;
 use crate::gauge::Gauge;
 use crate::janitor::Janitor;
 use crate::keeper::Keeper;
 use crate::key::Key;
 use crate::options::{Defaults, LockOptions, Terms};
+use crate::siblings::Sibling;
 use crate::signal::Signal;
 use crate::slot::SlotTable;
 
@@ -26,6 +31,7 @@ pub(crate) struct Engine {
     pub(crate) defaults: Defaults,
     /// The terms of a lock that asks for nothing special, shared instead of made anew each time.
     pub(crate) default_terms: Arc<Terms>,
+    pub(crate) fairness: Fairness,
     pub(crate) observers: Observers,
     pub(crate) keeper: Keeper,
     pub(crate) janitor: Janitor,
@@ -44,6 +50,7 @@ pub(crate) struct Engine {
     /// Those of them that their holder had let go.
     pub(crate) endings_left: AtomicUsize,
     pub(crate) slots: Arc<SlotTable>,
+    pub(crate) sibling: Arc<Sibling>,
 }
 
 impl Engine {
@@ -129,12 +136,17 @@ impl Engine {
     /// How long after a grant the store wants its claim looked after.
     pub(crate) fn first_look(&self) -> Option<Duration> {
         // The grant is on its way to its holder; a backend that panics here must not take it along.
-        catch_unwind(AssertUnwindSafe(|| self.backend.first_look())).unwrap_or_default()
+        contain(|| self.backend.first_look()).unwrap_or_default()
     }
 
     pub(crate) fn close_backend(&self) -> Call<()> {
         let backend = Arc::clone(&self.backend);
-        self.call(Box::pin(async move { backend.close().await }))
+        self.call(Box::pin(async move {
+            // All `close` calls of the registry share this future: a panic must not reach the others.
+            if let Err(panic) = AssertUnwindSafe(backend.close()).catch_unwind().await {
+                discard(panic);
+            }
+        }))
     }
 
     /// A call that only looks, under the operation time-out.
@@ -145,7 +157,7 @@ impl Engine {
         future: CallFuture<Result<T, BackendError>>,
     ) -> Result<T, LockError> {
         let limit = self.defaults.answer_limit;
-        let answer = self.call(future).answer_within(limit).await;
+        let answer = self.call(future).answer_to_caller_within(limit, limit).await;
         answer
             .unwrap_or_else(|| Err(self.unanswered()))
             .map_err(|source| trouble(operation, key, source))

@@ -128,6 +128,8 @@ pub struct BackendError {
     kind: BackendErrorKind,
     message: Cow<'static, str>,
     refused: bool,
+    stale_connection: bool,
+    blocked: bool,
     source: Option<Arc<dyn StdError + Send + Sync>>,
 }
 
@@ -149,7 +151,14 @@ impl BackendError {
     /// Trouble of this `kind`.
     #[must_use]
     pub fn new(kind: BackendErrorKind, message: impl Into<Cow<'static, str>>) -> Self {
-        Self { kind, message: message.into(), refused: false, source: None }
+        Self {
+            kind,
+            message: message.into(),
+            refused: false,
+            stale_connection: false,
+            blocked: false,
+            source: None,
+        }
     }
 
     /// Trouble that may pass.
@@ -179,6 +188,23 @@ impl BackendError {
         self
     }
 
+    /// Marks a request that failed because its connection had broken while idle. A new connection probably works, so the
+    /// engine repeats an attempt with this mark once, at once, even after its deadline. It counts the first request as a
+    /// stray attempt unless the error is [`refused`](Self::refused).
+    #[must_use]
+    pub fn on_stale_connection(mut self) -> Self {
+        self.stale_connection = true;
+        self
+    }
+
+    /// Marks a refused release that an open transaction of the caller blocks. [`unlock`](crate::LockGuard::unlock) returns the
+    /// error at once, because its caller may be the one to end the transaction. The background repeats the release.
+    #[must_use]
+    pub fn as_blocked(mut self) -> Self {
+        self.blocked = true;
+        self.as_refused()
+    }
+
     /// What kind of trouble it is.
     #[must_use]
     pub fn kind(&self) -> BackendErrorKind {
@@ -191,10 +217,22 @@ impl BackendError {
         self.kind == BackendErrorKind::Transient
     }
 
+    /// Whether the connection had broken while idle; see [`on_stale_connection`](Self::on_stale_connection).
+    #[must_use]
+    pub fn is_stale_connection(&self) -> bool {
+        self.stale_connection
+    }
+
     /// Whether the store is known to have done nothing. Otherwise the outcome is unknown.
     #[must_use]
     pub fn refused(&self) -> bool {
         self.refused
+    }
+
+    /// Whether an open transaction of the caller blocks the operation.
+    #[must_use]
+    pub fn is_blocked(&self) -> bool {
+        self.blocked
     }
 }
 
@@ -218,7 +256,7 @@ pub enum ConfigError {
     #[error("{0}")]
     Invalid(String),
     /// There is no option, variable, URL scheme or layout of this name.
-    #[error("unknown {what} {given:?} in {place}: did you mean {nearest:?}? Known are {known}")]
+    #[error("unknown {what} {given:?} in {place}{}: {known}", suggestion(nearest.as_deref()))]
     #[non_exhaustive]
     Unknown {
         /// What kind of name it is: `option`, `variable`, `scheme`, `layout`.
@@ -227,8 +265,8 @@ pub enum ConfigError {
         given: String,
         /// Where it stands.
         place: String,
-        /// The known name that is most like it.
-        nearest: String,
+        /// The known name that is most like it, if one is similar enough to be meant.
+        nearest: Option<String>,
         /// All known names.
         known: String,
     },
@@ -244,11 +282,13 @@ pub enum ConfigError {
         remedy: String,
     },
     /// The store could not be opened.
-    #[error("cannot open the {store} store")]
+    #[error("cannot open the {store} store{}", at(address))]
     #[non_exhaustive]
     Open {
         /// The store.
         store: &'static str,
+        /// Its servers as `HOST:PORT,HOST:PORT`, or its path; empty if it has none. Free of secrets.
+        address: String,
         /// What went wrong.
         source: BackendError,
     },
@@ -258,20 +298,20 @@ pub enum ConfigError {
 }
 
 impl ConfigError {
-    /// Says that `given` is no name of a `what`, and which names there are. None of them may be a secret.
+    /// Creates [`ConfigError::Unknown`] for `given`, which is no name of a `what`. None of the arguments may hold a secret.
     #[must_use]
     pub fn unknown(
         what: &'static str,
         given: impl Into<String>,
         place: impl Into<String>,
-        nearest: impl Into<String>,
+        nearest: Option<&str>,
         known: impl Into<String>,
     ) -> Self {
         Self::Unknown {
             what,
             given: given.into(),
             place: place.into(),
-            nearest: nearest.into(),
+            nearest: nearest.map(str::to_owned),
             known: known.into(),
         }
     }
@@ -286,9 +326,20 @@ impl ConfigError {
         Self::NotBuiltIn { scheme, feature, remedy: remedy.into() }
     }
 
-    /// Says that the store could not be opened, and why.
+    /// Creates [`ConfigError::Open`] for the store at `address`, which must hold no secret.
     #[must_use]
-    pub fn open(store: &'static str, source: BackendError) -> Self {
-        Self::Open { store, source }
+    pub fn open(store: &'static str, address: impl Into<String>, source: BackendError) -> Self {
+        Self::Open { store, address: address.into(), source }
     }
+}
+
+fn suggestion(nearest: Option<&str>) -> String {
+    nearest.map_or_else(
+        || "; known are".to_owned(),
+        |nearest| format!(": did you mean {nearest:?}? Known are"),
+    )
+}
+
+fn at(address: &str) -> String {
+    if address.is_empty() { String::new() } else { format!(" at {address}") }
 }

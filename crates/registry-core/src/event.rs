@@ -1,11 +1,11 @@
 //! Everything that can happen to a lock, as one closed list, and those who are told.
 
 use std::fmt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::backend::Busy;
+use crate::contained::contain;
 use crate::error::{BackendError, LostReason};
 use crate::fencing::FencingToken;
 
@@ -64,7 +64,7 @@ pub enum LockEvent<'a> {
 }
 
 /// Is told what happens in a registry, on the task where it happens: it must be quick and must not block.
-/// A panic in it is caught and ignored.
+/// A panic in it is caught and ignored, and so is a panic of the payload's destructor.
 pub trait Observer: fmt::Debug + Send + Sync {
     /// Takes note of `event`.
     fn on(&self, event: &LockEvent<'_>);
@@ -86,7 +86,7 @@ impl Observers {
     pub(crate) fn tell(&self, event: &LockEvent<'_>) {
         for observer in &self.0 {
             // Somebody's broken metrics must not cost somebody else's lock.
-            let _ = catch_unwind(AssertUnwindSafe(|| observer.on(event)));
+            contain(|| observer.on(event));
         }
     }
 }

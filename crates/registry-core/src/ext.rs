@@ -43,7 +43,10 @@ pub trait LockRegistryExt: LockRegistry {
         async move { execute(lock.lock().await?, work).await }
     }
 
-    /// As [`execute_locked`](Self::execute_locked), but gives up after `wait`: `None` when others had the lock all the time.
+    /// As [`execute_locked`](Self::execute_locked), but gives up after `wait`: `None` if another holder had the lock until then.
+    ///
+    /// A `wait` of zero does not make a job run once that several processes start: a short job is done, and its key free, before the
+    /// next process asks. [`LockOptions::min_hold`] keeps the key taken.
     ///
     /// # Errors
     /// As [`execute_locked`](Self::execute_locked).

@@ -7,6 +7,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use tokio::sync::Notify;
 
+use crate::contained::shielded;
+
 #[derive(Debug, Default)]
 pub(crate) struct Gauge {
     alive: AtomicUsize,
@@ -40,7 +42,7 @@ impl Gauge {
             if self.alive() == 0 {
                 return;
             }
-            none_left.await;
+            shielded(none_left).await;
         }
     }
 }

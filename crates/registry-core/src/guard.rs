@@ -5,18 +5,21 @@ use std::future::Future;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use tokio::sync::oneshot;
+
 use crate::backend::{Claim, LockBackend, Release, Renewal};
-use crate::call::{Call, CallFuture, first_poll, within};
+use crate::call::{Call, first_poll};
 use crate::clock::Moment;
+use crate::contained::shielded;
 use crate::engine::{Engine, backoff, lost, trouble};
 use crate::error::{BackendError, LockError, LostReason};
 use crate::event::LockEvent;
 use crate::fencing::FencingToken;
 use crate::held::{Ending, HeldClaim};
+use crate::hints::NewsMark;
 use crate::hold::{Fate, Hold};
-use crate::janitor::Janitor;
 use crate::key::Key;
-use crate::lease::covering;
+use crate::lease::{covering, drift_margin};
 use crate::mutant::{Mutant, mutated};
 use crate::options::check_lease;
 use crate::release::{GivenBack, GivingBack, give_back};
@@ -105,11 +108,15 @@ impl LockGuard {
                 }
                 // The keeper tells of a loss, but the deadline holds even if the keeper's runtime is gone.
                 let deadline = hold.held().valid_until();
-                tokio::select! {
-                    biased;
-                    () = &mut hint => {}
-                    () = hold.held().engine().sleep_until(deadline) => {}
-                }
+                // Whoever ends the lease wakes this task, and must not suffer from a waker that panics.
+                shielded(async {
+                    tokio::select! {
+                        biased;
+                        () = &mut hint => {}
+                        () = hold.held().engine().sleep_until(deadline) => {}
+                    }
+                })
+                .await;
             }
             // A watcher that stays must not keep the slot of a lock that was let go.
             drop(hold);
@@ -155,7 +162,8 @@ impl LockGuard {
         let sent_at = Moment::now();
         let key = held.claim().key();
         let claim = held.claim().clone().with_lease(lease);
-        let answer = engine.renew(claim).answer_within(engine.defaults.answer_limit).await;
+        let limit = engine.defaults.answer_limit;
+        let answer = engine.renew(claim).answer_to_caller_within(limit, lease).await;
         match answer.unwrap_or_else(|| Err(engine.unanswered())) {
             Ok(Renewal::Renewed(granted)) => {
                 held.set_lease_length(lease);
@@ -194,17 +202,12 @@ impl LockGuard {
     /// # Errors
     /// [`LockError::Lost`] if the lock had been lost: what was done since was not protected. [`LockError::Backend`] if the store
     /// did not confirm in time: if that can help, the release is repeated in the background, and the lease ends in any case.
+    /// A store that cannot free the key next to an open fenced transaction says so at once by [`LockError::Backend`]; the
+    /// background frees the key after the transaction.
     ///
     /// # Cancel safety
     /// Dropping the future leaves the release to the background, as dropping the guard does.
     pub async fn unlock(mut self) -> Result<(), LockError> {
-        let min_hold_left = self.held().min_hold_left();
-        if !min_hold_left.is_zero() && min_hold_left > self.valid_for() {
-            // The key must stay taken even if this process ends right after. A failure is not the caller's: the
-            // lease goes on as it was, and the loss check below tells the rest.
-            let _ =
-                self.renew(min_hold_left.max(self.held().engine().capabilities.lease_min)).await;
-        }
         let Some(hold) = self.hold.take() else {
             return Ok(());
         };
@@ -217,42 +220,76 @@ impl LockGuard {
         let ending = ended.map_err(|reason| lost(hold.held().claim().key(), reason))?;
         drop(hold);
         let Some(mut ending) = ending.hand_over() else {
+            yield_at_times().await;
             return Ok(());
         };
         let engine = ending.held().engine();
-        if !min_hold_left.is_zero() {
-            let engine = Arc::clone(engine);
-            drop(LettingGo::new(&engine, give_held_back(ending, None)));
-            return Ok(());
+        if !ending.held().min_hold_left().is_zero() {
+            let (engine, key) = (Arc::clone(engine), ending.held().claim().key().clone());
+            return keep(ending, &engine).await.map_err(|reason| lost(&key, reason));
         }
         // Most of the time of an in-process unlock would go into preparing for an answer that takes its time.
-        let claim = ending.held().claim();
-        let first = match engine.backend.release_at_once(claim) {
+        let claim = ending.claim();
+        let first = match engine.backend.release_at_once(&claim) {
             Some(answer) => Ok(answer),
-            None => first_poll(engine.releasing(claim)).await,
+            None => first_poll(engine.releasing(&claim)).await,
         };
         if let Ok(Ok(Release::Freed)) = first
             && ending.held().stray_attempts_at_release() == 0
         {
             tell_released(ending.held());
             ending.settle();
+            drop(ending);
+            yield_at_times().await;
             return Ok(());
         }
-        let (engine, key) = (Arc::clone(engine), claim.key().clone());
+        let (engine, key, fenced) = (Arc::clone(engine), claim.key().clone(), claim.is_fenced());
         let release = match first {
             Ok(answer) => Call::answered(&engine.janitor, answer),
             Err(release) => Call::polled(&engine.janitor, release),
         };
-        LettingGo::new(&engine, give_held_back(ending, Some(release))).outcome(&engine, &key).await
+        let patience = ending.held().lease_length();
+        if !fenced {
+            let job = letting_go(&engine, give_held_back(ending, Some(release), None, None));
+            return outcome(job, &engine, &key, patience).await;
+        }
+        // This task may have to end its transaction before the store can free the key.
+        let (blocked, refusal) = oneshot::channel();
+        let job = letting_go(&engine, give_held_back(ending, Some(release), None, Some(blocked)));
+        tokio::select! {
+            biased;
+            outcome = outcome(job, &engine, &key, patience) => outcome,
+            Ok(error) = refusal => Err(trouble("release", key.as_str(), error)),
+        }
     }
 
-    /// The claim under which the store knows this hold. For fenced writes, which compare it inside the store.
+    /// Returns the claim for a fenced write, which compares it inside the store, and excludes the claim from hand-over.
+    ///
+    /// A store knows the claim, and not which of its local holders sends a request. Without the exclusion, a fenced write
+    /// that is still open could take effect after the write of the next local holder. After this call, the end of the lock
+    /// releases the claim in the store, so the next local caller acquires a claim of its own. The exclusion lasts as long as
+    /// the claim, also if the write is dropped.
+    ///
+    /// A backend calls this before it sends the first request of the write.
+    ///
+    /// # Errors
+    /// [`LockError::Lost`] if the lock is not held any more.
+    pub fn claim_for_fence(&self) -> Result<&Claim, LockError> {
+        let held = self.held();
+        let excluded = held.exclude_from_hand_over();
+        excluded.map(|()| held.claim()).map_err(|reason| lost(held.claim().key(), reason))
+    }
+
+    /// Returns the claim under which the store knows this hold. For tests and diagnosis.
+    ///
+    /// A fenced write uses [`claim_for_fence`](Self::claim_for_fence) instead: this claim may pass to the next local caller.
     #[must_use]
     pub fn claim(&self) -> &Claim {
         self.held().claim()
     }
 
-    /// The backend of the registry that this lock is from, if it is a `B`. For fenced writes.
+    /// The backend of the registry that this lock is from, if it is a `B`. For fenced writes, with
+    /// [`claim_for_fence`](Self::claim_for_fence).
     #[must_use]
     pub fn backend<B: LockBackend>(&self) -> Option<&B> {
         let backend: &dyn std::any::Any = &*self.held().engine().backend;
@@ -288,50 +325,52 @@ impl Drop for LockGuard {
         if let Some(Ok(ending)) = hold.leave() {
             let engine = Arc::clone(hold.held().engine());
             drop(hold);
-            drop(LettingGo::new(&engine, let_go(ending)));
+            drop(letting_go(&engine, let_go(ending)));
         }
     }
+}
+
+/// Lets the other tasks of this thread run now and then. Called when nothing is left to do, so that dropping or parking it keeps nothing.
+async fn yield_at_times() {
+    tokio::task::coop::consume_budget().await;
 }
 
 /// A claim between its last guard and the store's answer. Whoever drops it leaves the rest to the janitor.
-struct LettingGo {
-    job: Option<CallFuture<GivenBack>>,
-    janitor: Janitor,
+fn letting_go(
+    engine: &Engine,
+    job: impl Future<Output = GivenBack> + Send + 'static,
+) -> Call<GivenBack> {
+    Call::giving_back(&engine.janitor, Box::pin(job))
 }
 
-impl LettingGo {
-    fn new(engine: &Engine, job: impl Future<Output = GivenBack> + Send + 'static) -> Self {
-        Self { job: Some(Box::pin(job)), janitor: engine.janitor.clone() }
-    }
-
-    /// Waits for the outcome, as long as a caller can be expected to.
-    async fn outcome(mut self, engine: &Engine, key: &Key) -> Result<(), LockError> {
-        let Some(job) = self.job.as_mut() else {
-            return Ok(());
-        };
-        let Some(outcome) = within(engine.defaults.answer_limit, job).await else {
-            if mutated(Mutant::ReleaseErrorSwallowed) {
-                return Ok(());
-            }
-            return Err(trouble("release", key.as_str(), engine.unanswered()));
-        };
-        self.job = None;
-        match outcome {
-            GivenBack::Freed => Ok(()),
-            _ if mutated(Mutant::ReleaseErrorSwallowed) => Ok(()),
-            GivenBack::NotHeld => Err(lost(key, LostReason::Gone)),
-            GivenBack::Unknown(error) => Err(trouble("release", key.as_str(), error)),
-        }
+/// Waits for the outcome, as long as a caller can be expected to.
+async fn outcome(
+    job: Call<GivenBack>,
+    engine: &Engine,
+    key: &Key,
+    patience: Duration,
+) -> Result<(), LockError> {
+    let limit = engine.defaults.answer_limit;
+    match job.answer_to_caller_within(limit, patience).await {
+        Some(GivenBack::Freed) => Ok(()),
+        _ if mutated(Mutant::ReleaseErrorSwallowed) => Ok(()),
+        Some(GivenBack::NotHeld) => Err(lost(key, LostReason::Gone)),
+        Some(GivenBack::Unknown(error)) => Err(trouble("release", key.as_str(), error)),
+        None => Err(trouble("release", key.as_str(), engine.unanswered())),
     }
 }
 
-impl Drop for LettingGo {
-    fn drop(&mut self) {
-        if let Some(job) = self.job.take() {
-            self.janitor.hand_over(Box::pin(async move {
-                job.await;
-            }));
-        }
+/// Leaves the claim to the background for the rest of its `min_hold`, after the first renewal that this takes: the key must stay
+/// taken even if this process ends right after.
+async fn keep(ending: Ending, engine: &Engine) -> Result<(), LostReason> {
+    let (secured, is_secured) = oneshot::channel();
+    let (limit, patience) = (engine.defaults.answer_limit, ending.held().lease_length());
+    let job = letting_go(engine, give_held_back(ending, None, Some(secured), None));
+    tokio::select! {
+        biased;
+        _ = job.answer_to_caller_within(limit, patience) => Ok(()),
+        // A failure is not the caller's: the renewal is tried again while the lease lasts.
+        secured = is_secured => secured.unwrap_or(Ok(())),
     }
 }
 
@@ -339,7 +378,7 @@ impl Drop for LettingGo {
 async fn let_go(ending: Ending) -> GivenBack {
     match ending.hand_over() {
         None => GivenBack::Freed,
-        Some(ending) => give_held_back(ending, None).await,
+        Some(ending) => give_held_back(ending, None, None, None).await,
     }
 }
 
@@ -347,11 +386,13 @@ async fn let_go(ending: Ending) -> GivenBack {
 async fn give_held_back(
     mut ending: Ending,
     under_way: Option<Call<Result<Release, BackendError>>>,
+    secured: Option<Secured>,
+    blocked: Option<oneshot::Sender<BackendError>>,
 ) -> GivenBack {
     let held = Arc::clone(ending.held());
     let engine = Arc::clone(held.engine());
     let min_hold_left = held.min_hold_left();
-    if !min_hold_left.is_zero() && !keep_for(&held, &engine, min_hold_left).await {
+    if !min_hold_left.is_zero() && !keep_for(&held, &engine, min_hold_left, secured).await {
         ending.left_to_lease();
         engine.leave_to_lease(held.claim().key());
         return GivenBack::Unknown(BackendError::transient(
@@ -360,11 +401,12 @@ async fn give_held_back(
     }
     let outcome = give_back(GivingBack {
         engine: Arc::clone(&engine),
-        claim: held.claim().clone(),
+        claim: ending.claim(),
         turn: ending.take_turn(),
         lease: held.lease_length(),
         stray_attempts: held.stray_attempts_at_release(),
         under_way,
+        blocked,
     })
     .await;
     match &outcome {
@@ -385,40 +427,88 @@ fn tell_released(held: &HeldClaim) {
     });
 }
 
+/// Is told once the store was asked to keep a claim, with the reason if the claim is lost.
+type Secured = oneshot::Sender<Result<(), LostReason>>;
+
 /// Keeps a claim that nobody uses any more until its `min_hold` is over. False if closing could not wait for that.
-async fn keep_for(held: &HeldClaim, engine: &Engine, left: Duration) -> bool {
+async fn keep_for(
+    held: &HeldClaim,
+    engine: &Engine,
+    left: Duration,
+    secured: Option<Secured>,
+) -> bool {
     let end = Moment::now().after(left);
-    let until_kept = async {
-        if held.valid_until() < end {
-            keep_until(held, engine, end).await;
-        }
-        engine.sleep_until(end).await;
-    };
     tokio::select! {
         biased;
-        () = until_kept => true,
+        () = keep_until(held, engine, end, secured) => true,
         () = engine.out_of_time.given() => false,
     }
 }
 
-/// Makes the lease last until `end`, if that can be had while it lasts.
-async fn keep_until(held: &HeldClaim, engine: &Engine, end: Moment) {
+/// Renews the lease until `end`, as long as it lasts, and waits until then. Returns early if the claim is lost, for which it also
+/// looks when there is news of the key: local callers must not be kept from a key that was broken.
+async fn keep_until(held: &HeldClaim, engine: &Engine, end: Moment, secured: Option<Secured>) {
     let store = &engine.capabilities;
-    let mut attempt = 0;
+    let mut secured = secured;
+    let mut tell = |outcome| secured.take().map(|secured| secured.send(outcome));
+    let mut until = held.valid_until();
+    let mut failures = 0;
+    let mut news = held.slot().news();
+    let mut renews = until < end;
     loop {
-        let now = Moment::now();
-        let lease = covering(end.since(now)).clamp(store.lease_min, store.lease_max);
-        let mut renewal = engine.renew(held.claim().clone().with_lease(lease));
-        match renewal.answer_within(engine.defaults.answer_limit).await {
-            Some(Ok(_)) => return,
-            Some(Err(error)) if !error.is_retryable() => return,
-            Some(Err(_)) | None => {}
+        let mut again_at = end;
+        if renews {
+            news = held.slot().news();
+            let now = Moment::now();
+            // A store takes leases of limited length: one renewal may not be enough.
+            let lease = covering(end.since(now)).clamp(store.lease_min, store.lease_max);
+            let mut renewal = engine.renew(held.claim().clone().with_lease(lease));
+            let pause = match renewal.answer_within(engine.defaults.answer_limit).await {
+                Some(Ok(Renewal::Renewed(granted))) => {
+                    failures = 0;
+                    until = until.max(now.after(granted.saturating_sub(drift_margin(granted))));
+                    renews = until < end;
+                    granted / 3
+                }
+                Some(Ok(Renewal::Gone)) => {
+                    tell(Err(LostReason::Gone));
+                    return;
+                }
+                Some(Err(error)) if !error.is_retryable() => {
+                    renews = false;
+                    Duration::ZERO
+                }
+                Some(Err(_)) | None => {
+                    failures += 1;
+                    Duration::ZERO
+                }
+            };
+            let next = Moment::now().after(pause.max(backoff(failures)));
+            // What is over by then cannot be renewed.
+            renews &= until >= end || next < until;
+            if renews {
+                again_at = next.min(end);
+            }
         }
-        let again_at = Moment::now().after(backoff(attempt));
-        if again_at >= held.valid_until() {
+        tell(Ok(()));
+        if hears_until(held, engine, news, again_at).await {
+            renews = true;
+        } else if again_at >= end {
             return;
         }
-        engine.sleep_until(again_at).await;
-        attempt += 1;
+    }
+}
+
+/// Waits until `at`, or until there is other news of the key than `before`. Returns whether there is.
+async fn hears_until(held: &HeldClaim, engine: &Engine, before: NewsMark, at: Moment) -> bool {
+    loop {
+        // Not at once: a renewal may be news itself.
+        engine.sleep_until(Moment::now().after(engine.defaults.poll).min(at)).await;
+        if Moment::now() >= at {
+            return false;
+        }
+        if held.slot().news() != before {
+            return true;
+        }
     }
 }

@@ -11,6 +11,7 @@ use std::time::Duration;
 use tokio::sync::Notify;
 
 use crate::backend::{Claim, Grant};
+use crate::claim::Parts;
 use crate::clock::Moment;
 use crate::engine::Engine;
 use crate::error::{BackendError, LostReason};
@@ -33,6 +34,8 @@ pub(crate) struct HeldClaim {
     slot: Arc<Slot>,
     first_token: Option<FencingToken>,
     granted_at: Moment,
+    /// Other processes want the key.
+    contended: bool,
     /// Attempts of this claim whose outcome stayed unknown: one of them may still arrive after the release.
     stray_attempts: u32,
     /// The lease's end, for readers that must not wait for a lock. `PAST` once it has ended.
@@ -50,6 +53,8 @@ struct State {
     turn: Option<Turn>,
     seat: Option<Seat>,
     handovers: u32,
+    /// A fenced write may be open, which the store cannot tell from one of the next local holder.
+    fenced: bool,
     /// The store has said so while the claim was ending.
     gone: bool,
 }
@@ -77,29 +82,30 @@ pub(crate) enum Tick {
 impl HeldClaim {
     /// Takes a grant into custody. Gives turn and claim back when the lease was over before the grant arrived.
     pub(crate) fn take(
-        turn: Turn,
+        mut turn: Turn,
         claim: Claim,
         terms: Arc<Terms>,
         grant: Grant,
         sent_at: Moment,
         news_then: NewsMark,
         stray_attempts: u32,
-    ) -> Result<Arc<Self>, (Turn, Claim)> {
+    ) -> Result<Arc<Self>, Box<Parts>> {
         let now = Moment::now_after(sent_at);
         let mut lease = Lease::granted(terms.lease, sent_at, grant.lease, now);
         if matches!(lease.due(now), Due::Over(_)) {
-            return Err((turn, claim));
+            return Err(Box::new((turn, claim, terms)));
         }
         if let Some(after) = turn.slot().engine().first_look() {
             lease.look_first_at(now.after(after));
         }
-        turn.taken();
+        turn.taken(now);
         let slot = Arc::clone(turn.slot());
         let held = Arc::new(Self {
             claim,
             terms,
             first_token: grant.token,
             granted_at: now,
+            contended: turn.contention.is_contended(),
             stray_attempts,
             valid_until: AtomicI64::new(lease.valid_until().to_bits()),
             lost: Notify::new(),
@@ -110,6 +116,7 @@ impl HeldClaim {
                 turn: Some(turn),
                 seat: None,
                 handovers: 0,
+                fenced: false,
                 gone: false,
             }),
             slot,
@@ -125,6 +132,12 @@ impl HeldClaim {
 
     pub(crate) fn claim(&self) -> &Claim {
         &self.claim
+    }
+
+    /// The claim as it is released: its block says how many tokens the holders have used.
+    pub(crate) fn claim_to_release(&self) -> Claim {
+        let used = self.state().handovers.saturating_add(1);
+        self.claim.clone().with_token_block(used)
     }
 
     pub(crate) fn slot(&self) -> &Arc<Slot> {
@@ -197,7 +210,7 @@ impl HeldClaim {
 
     /// Ends the claim by loss: tells the holder first, and only then lets anybody else at the key. False if it had ended.
     pub(crate) fn lose(self: &Arc<Self>, reason: LostReason) -> bool {
-        let (turn, lease_length) = {
+        let (turn, lease_length, fenced) = {
             let mut state = self.state();
             if state.phase != Phase::Held {
                 // Let go, but perhaps to be handed over.
@@ -207,7 +220,7 @@ impl HeldClaim {
             state.phase = Phase::Lost(reason);
             self.valid_until.store(Moment::PAST.to_bits(), Ordering::Release);
             self.unseat(&mut state);
-            (state.turn.take(), state.lease.length())
+            (state.turn.take(), state.lease.length(), state.fenced)
         };
         self.hint_loss();
         let engine = self.engine();
@@ -229,12 +242,13 @@ impl HeldClaim {
         if reason != LostReason::Gone || stray_attempts > 0 {
             give_back_in_background(GivingBack {
                 engine: Arc::clone(engine),
-                claim: self.claim.clone(),
+                claim: self.claim_to_release().with_fenced(fenced),
                 turn: turn_after,
                 // A renewal that was never answered may have been carried out a moment ago.
                 lease: lease_length,
                 stray_attempts,
                 under_way: None,
+                blocked: None,
             });
         }
         // Only now: closing waits for what is held first, and for the janitor after that.
@@ -257,9 +271,25 @@ impl HeldClaim {
         if !mutated(Mutant::RenewAfterRelease) {
             state.phase = Phase::Ending;
         }
-        let turn = state.turn.take();
+        let (turn, fenced) = (state.turn.take(), state.fenced);
         drop(state);
-        Ok(Ending { held: Some(Arc::clone(self)), turn, seated: true, settled: false })
+        Ok(Ending { held: Some(Arc::clone(self)), turn, fenced, seated: true, settled: false })
+    }
+
+    /// Excludes the claim from hand-over until it ends. Fails if it has ended, or is about to: under the same mutex the
+    /// end decides whether the claim is handed over.
+    pub(crate) fn exclude_from_hand_over(self: &Arc<Self>) -> Result<(), LostReason> {
+        if let Some(reason) = self.loss() {
+            return Err(reason);
+        }
+        let mut state = self.state();
+        match state.phase {
+            Phase::Held => state.fenced = true,
+            Phase::Lost(reason) => return Err(reason),
+            // A guard keeps its hold from ending, so only a guard of an earlier hold could come here.
+            Phase::Ending => return Err(LostReason::Gone),
+        }
+        Ok(())
     }
 
     /// Whether this claim may pass to another local caller as it is.
@@ -267,8 +297,9 @@ impl HeldClaim {
         let engine = self.engine();
         let held_for = now.since(self.granted_at);
         !state.gone
+            && !state.fenced
             && !state.lease.is_in_doubt()
-            && engine.defaults.handoffs.allow_another(state.handovers, held_for)
+            && engine.defaults.handoffs.allow_another(state.handovers, held_for, self.contended)
             && !engine.capabilities.fair
             && self.terms.lease.max_hold.is_none()
             && self.terms.lease.renews
@@ -489,6 +520,7 @@ impl HeldClaim {
 pub(crate) struct Ending {
     held: Option<Arc<HeldClaim>>,
     turn: Option<Turn>,
+    fenced: bool,
     /// It may still be on the keeper's schedule.
     seated: bool,
     /// What has become of it is known, and counted.
@@ -509,6 +541,11 @@ impl Ending {
         self.seated = false;
         self.held = Some(held);
         Some(self)
+    }
+
+    /// The claim as its release needs it.
+    pub(crate) fn claim(&self) -> Claim {
+        self.held().claim_to_release().with_fenced(self.fenced)
     }
 
     /// The turn, to be passed on when the store has answered.

@@ -79,6 +79,11 @@ impl LossHints {
         }
     }
 
+    /// Whether both notify the same registry.
+    pub(crate) fn is_same(&self, other: &Self) -> bool {
+        self.0.ptr_eq(&other.0)
+    }
+
     /// Whether the registry still listens. False, and false for ever, once it is closed or gone, or its runtime is: then this
     /// handle is of no more use.
     #[must_use]

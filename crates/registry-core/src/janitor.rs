@@ -12,27 +12,36 @@ use futures_util::future::{FutureExt as _, poll_fn};
 use futures_util::stream::{FuturesUnordered, Stream as _};
 use tokio::sync::mpsc;
 
+use crate::contained::{contain, discard};
 use crate::gauge::Gauge;
+use crate::watch::Watch;
 
 /// A piece of work that must not be lost with its caller.
 pub(crate) type Job = Pin<Box<dyn Future<Output = ()> + Send>>;
 
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub(crate) struct Janitor(Arc<Desk>);
 
-#[derive(Debug)]
 struct Desk {
     jobs: mpsc::UnboundedSender<Counted>,
     pending: Arc<Gauge>,
     /// Those of `pending` that give a claim back.
     claims: Arc<Gauge>,
+    watch: Watch,
+}
+
+impl Drop for Desk {
+    fn drop(&mut self) {
+        self.watch.stop();
+    }
 }
 
 impl Janitor {
     /// A janitor and the task that does its work until the janitor is dropped and all jobs are done.
     pub(crate) fn new() -> (Self, impl Future<Output = ()> + Send) {
         let (jobs, inbox) = mpsc::unbounded_channel();
-        let desk = Desk { jobs, pending: Arc::default(), claims: Arc::default() };
+        let desk =
+            Desk { jobs, pending: Arc::default(), claims: Arc::default(), watch: Watch::default() };
         (Self(Arc::new(desk)), work(inbox))
     }
 
@@ -51,6 +60,11 @@ impl Janitor {
         self.0.pending.enter();
         // Without a runtime the send fails and the job is dropped here.
         let _ = self.0.jobs.send(Counted { job, pending: Arc::clone(&self.0.pending), claims });
+    }
+
+    /// What looks after callers that do not poll their futures, and hands to this janitor what they hold.
+    pub(crate) fn watch(&self) -> &Watch {
+        &self.0.watch
     }
 
     /// Whether there is a runtime that does the work.
@@ -93,7 +107,8 @@ impl Future for Counted {
 impl Drop for Counted {
     fn drop(&mut self) {
         // What the job holds must be given up before anybody hears that it is done.
-        self.job = Box::pin(std::future::ready(()));
+        let job = std::mem::replace(&mut self.job, Box::pin(std::future::ready(())));
+        contain(|| drop(job));
         if let Some(claims) = &self.claims {
             claims.leave();
         }
@@ -109,7 +124,10 @@ async fn work(mut inbox: mpsc::UnboundedReceiver<Counted>) {
             biased;
             job = inbox.recv(), if open => match job {
                 // A backend that panics spoils its own job, not the others'.
-                Some(job) => jobs.push(AssertUnwindSafe(job).catch_unwind()),
+                Some(job) => {
+                    let job = AssertUnwindSafe(job).catch_unwind();
+                    jobs.push(job.map(|end| end.map_err(discard)));
+                }
                 None => open = false,
             },
             _ = poll_fn(|cx| Pin::new(&mut jobs).poll_next(cx)), if !jobs.is_empty() => {}

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::future::Future;
-use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::panic::AssertUnwindSafe;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicI64, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
@@ -18,6 +18,7 @@ use tokio::sync::Notify;
 
 use crate::backend::{Claim, LockBackend, Renewal};
 use crate::clock::Moment;
+use crate::contained::{contain, discard};
 use crate::engine::missing_answer;
 use crate::error::{BackendError, LostReason};
 use crate::held::{HeldClaim, Tick};
@@ -366,20 +367,20 @@ fn renew(
     Box::pin(call.map(move |answers| Batch {
         helds,
         sent_at,
-        answers: answers.unwrap_or_default(),
+        answers: answers.map_err(discard).unwrap_or_default(),
     }))
 }
 
 fn renews_together(backend: &dyn LockBackend) -> bool {
-    catch_unwind(AssertUnwindSafe(|| backend.renews_together())).unwrap_or_default()
+    contain(|| backend.renews_together()).unwrap_or_default()
 }
 
 fn shard(backend: &dyn LockBackend, claim: &Claim) -> u32 {
-    catch_unwind(AssertUnwindSafe(|| backend.shard(claim))).unwrap_or_default()
+    contain(|| backend.shard(claim)).unwrap_or_default()
 }
 
 fn renewals_max(backend: &dyn LockBackend) -> usize {
-    catch_unwind(AssertUnwindSafe(|| backend.renewals_max())).unwrap_or_default().max(1)
+    contain(|| backend.renewals_max()).unwrap_or_default().max(1)
 }
 
 fn settle(batch: Batch) {

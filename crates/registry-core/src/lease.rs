@@ -55,6 +55,8 @@ pub(crate) struct Lease {
     /// When to look for the first time, as long as the claim has not been confirmed; otherwise in the [future](Moment::FUTURE).
     first_look_at: Moment,
     last_is_look: bool,
+    /// The last request that was answered failed, and `quiet` is the pause after that.
+    last_failed: bool,
     /// When the keeper's last request left.
     last_sent_at: Moment,
     /// No request is sent: one is being waited for, or has failed, or has only just been answered.
@@ -128,6 +130,7 @@ impl Lease {
             doubt: Doubt::None,
             first_look_at: Moment::FUTURE,
             last_is_look: false,
+            last_failed: false,
             last_sent_at: Moment::PAST,
             quiet: Pause::NONE,
         };
@@ -245,6 +248,7 @@ impl Lease {
             self.doubt = Doubt::Asked;
         }
         self.last_is_look = is_look;
+        self.last_failed = false;
         self.last_sent_at = now;
         self.quiet = Pause::starting(now, answer_limit);
     }
@@ -254,8 +258,21 @@ impl Lease {
         if self.doubt == Doubt::None && !self.quiet.lasts(now) {
             self.restless = 0;
         }
+        let is_sooner = self.last_failed && self.shorten_pause(now);
         let before = std::mem::replace(&mut self.doubt, Doubt::Heard);
-        before != Doubt::Heard
+        before != Doubt::Heard || is_sooner
+    }
+
+    /// Shortens the pause after a failure, because the hint may mean that the store can be reached again. Hints that go on while it
+    /// fails shorten it less and less.
+    fn shorten_pause(&mut self, now: Moment) -> bool {
+        let pause = Pause::starting(now, self.looks_apart());
+        let is_shorter = pause.until < self.quiet.until;
+        if is_shorter {
+            self.quiet = pause;
+            self.restless = self.restless.saturating_add(1);
+        }
+        is_shorter
     }
 
     /// Whether the store has told of a change and not confirmed the claim since.
@@ -304,6 +321,7 @@ impl Lease {
     pub(crate) fn request_failed(&mut self, sent_at: Moment, now: Moment, pause: Duration) -> bool {
         self.unanswered = 0;
         self.unanswered_looks = 0;
+        self.last_failed = true;
         self.quiet = Pause::starting(now, pause);
         // A look that fails does not bring renewals forward.
         if !self.last_is_look || sent_at != self.last_sent_at {
@@ -357,6 +375,37 @@ mod tests {
 
     fn secs(secs: u64) -> Duration {
         Duration::from_secs(secs)
+    }
+
+    #[test]
+    fn a_hint_after_a_failed_look_brings_the_next_one_forward_and_a_storm_of_hints_does_not() {
+        let began = Moment::PAST.after(secs(1_000));
+        let mut lease = Lease::granted(TERMS, began, TERMS.length, began);
+        let mut now = began.after(secs(1));
+        lease.heard(now);
+        let mut looks = 0;
+        // A store that cannot be reached for a minute and is hinted at all the time.
+        while now < began.after(secs(20)) {
+            if matches!(lease.due(now), Due::Look(_) | Due::Renew(_)) {
+                looks += 1;
+                lease.look_sent(now, secs(3));
+                lease.request_failed(now, now, secs(1));
+            }
+            now = now.after(Duration::from_millis(5));
+            lease.heard(now);
+        }
+        assert!((19..40).contains(&looks), "{looks} looks in 19 s");
+
+        let mut lease = Lease::granted(TERMS, began, TERMS.length, began);
+        let now = began.after(secs(1));
+        lease.heard(now);
+        lease.look_sent(now, secs(3));
+        lease.request_failed(now, now, secs(1));
+        let later = now.after(Duration::from_millis(100));
+        assert!(matches!(lease.due(later), Due::At(_)), "the pause after the failure lasts");
+        assert!(lease.heard(later), "the keeper has to look at its schedule again");
+        let soon = later.after(Duration::from_millis(25));
+        assert!(matches!(lease.due(soon), Due::Look(_)), "the store may be back");
     }
 
     #[test]

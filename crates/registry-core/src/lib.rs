@@ -12,16 +12,19 @@
 // What users see.
 mod registry;
 mod ext;
+mod fairness;
 mod routing;
 mod lock;
 mod options;
 // One acquisition.
 mod acquire;
 mod slot;
+mod local_turn;
 mod claim;
 mod call;
 mod backend;
 mod hints;
+mod siblings;
 mod held;
 mod lease;
 mod hold;
@@ -30,11 +33,13 @@ mod release;
 // What works behind it.
 mod keeper;
 mod janitor;
+mod watch;
 mod engine;
 mod event;
 mod gauge;
 mod signal;
 mod clock;
+mod contained;
 mod interleave;
 // Values.
 mod key;

@@ -17,7 +17,8 @@ use crate::slot::Slot;
 /// Locking waits first for the other callers of this process, in the order of their arrival, and then for other processes.
 /// Locks are not re-entrant unless they are taken for an [`Owner`](crate::Owner).
 ///
-/// A `lock()` future that is kept but not polled may have come to its turn and keep others waiting: await it or drop it.
+/// A `lock()` future that is kept and not polled may keep others waiting for a lease, and half a lease more. Then it gives up its claim
+/// and its local turn, and starts over when it is polled again.
 #[derive(Clone)]
 pub struct DistributedLock(Target);
 

@@ -29,7 +29,7 @@ pub struct MemoryBackend(Arc<Store>);
 #[derive(Default)]
 struct Store {
     held: DashMap<Key, Record>,
-    /// The largest token that was ever reserved, of all keys: growing over all, tokens grow for each.
+    /// The largest token of all keys that was granted, or used by a grant that has ended: growing over all, tokens grow for each.
     last_token: AtomicU64,
     /// Microseconds since 1970 when the first token was given.
     epoch_us: OnceLock<u64>,
@@ -43,6 +43,8 @@ struct Store {
 struct Record {
     claim: ClaimId,
     token: FencingToken,
+    /// How many tokens its holders may use, `token` included.
+    block: u32,
     since: Moment,
     until: Moment,
     label: Option<Arc<str>>,
@@ -65,26 +67,34 @@ impl MemoryBackend {
 }
 
 impl Store {
-    /// Reserves a block of tokens and gives the first.
+    /// The token of the next grant.
     ///
     /// The count starts at the microseconds since 1970, so that a resource that remembers tokens of an earlier run of the
-    /// process accepts those of this one, unless that run gave more than a million a second all its life.
-    fn next_token(&self, block: u32) -> Option<FencingToken> {
+    /// process accepts those of this one, unless that run gave more than a million guards a second all its life.
+    fn next_token(&self) -> Option<FencingToken> {
         // Read once: from there on tokens are larger than the last one in any case.
         let now = *self.epoch_us.get_or_init(epoch_us);
         let mut last = self.last_token.load(Ordering::Relaxed);
         loop {
-            let first = last.saturating_add(1).max(now);
-            let reserved = first.saturating_add(u64::from(block) - 1);
+            let token = last.saturating_add(1).max(now);
             match self.last_token.compare_exchange_weak(
                 last,
-                reserved,
+                token,
                 Ordering::AcqRel,
                 Ordering::Relaxed,
             ) {
-                Ok(_) => return FencingToken::new(first),
+                Ok(_) => return FencingToken::new(token),
                 Err(seen) => last = seen,
             }
+        }
+    }
+
+    /// Makes the next token larger than the first `used` ones of a record that ends. Until it ends, the record keeps others
+    /// from being granted its key, so its block needs no reservation.
+    fn cover(&self, record: &Record, used: u32) {
+        if used > 1 {
+            let last = record.token.get().saturating_add(u64::from(used) - 1);
+            self.last_token.fetch_max(last, Ordering::AcqRel);
         }
     }
 
@@ -94,8 +104,18 @@ impl Store {
         let grants = self.grants.fetch_add(1, Ordering::Relaxed);
         if grants >= self.sweep_after.load(Ordering::Relaxed).max(SWEEP_AFTER_MIN) {
             self.grants.store(0, Ordering::Relaxed);
-            self.held.retain(|_, record| record.is_live(now));
+            let mut ended = Vec::new();
+            self.held.retain(|_, record| {
+                let is_live = record.is_live(now);
+                if !is_live {
+                    self.cover(record, record.block);
+                    ended.extend(record.ended.take());
+                }
+                is_live
+            });
             self.sweep_after.store(self.held.len() as u64, Ordering::Relaxed);
+            // Only now: a waker may poll its task in place, which asks this map.
+            ended.iter().for_each(|ended| ended.notify_waiters());
         }
     }
 }
@@ -181,6 +201,12 @@ impl LockBackend for MemoryBackend {
         ended.await;
     }
 
+    fn wakes_confirmed(&self, claim: &Claim, busy: &Busy) -> bool {
+        // The record's end notifies. Its expiry does not, but ends the lease that the engine polls at.
+        let record = self.0.held.get(claim.key());
+        record.is_some_and(|record| record.token.get() == busy.mark && record.ended.is_some())
+    }
+
     fn tell_losses(&self, hints: LossHints) {
         let mut listeners = self.0.listeners();
         listeners.retain(LossHints::is_live);
@@ -201,7 +227,11 @@ impl LockBackend for MemoryBackend {
 
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
         let now = Moment::now();
-        Ok(match self.0.held.remove(key) {
+        let ended = self.0.held.remove_if(key, |_, record| {
+            self.0.cover(record, record.block);
+            true
+        });
+        Ok(match ended {
             Some((_, record)) if record.is_live(now) => {
                 for hints in &*self.0.listeners() {
                     hints.look_at(key);
@@ -216,7 +246,7 @@ impl LockBackend for MemoryBackend {
 impl Store {
     fn acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         let now = Moment::about_now();
-        let granted = match self.held.entry(claim.key().clone()) {
+        let (granted, ended) = match self.held.entry(claim.key().clone()) {
             Entry::Occupied(mut entry) => {
                 let record = entry.get();
                 if record.is_live(now) {
@@ -232,18 +262,19 @@ impl Store {
                         .with_mark(record.token.get());
                     return Ok(Attempt::Busy(busy));
                 }
+                self.cover(record, record.block);
                 let record = self.record(claim, now)?;
-                let token = record.token;
-                entry.insert(record);
-                token
+                (record.token, Some(entry.insert(record)))
             }
             Entry::Vacant(entry) => {
                 let record = self.record(claim, now)?;
                 let token = record.token;
                 entry.insert(record);
-                token
+                (token, None)
             }
         };
+        // Only now: it wakes those who wait for its end, and a waker may poll its task in place, which asks this map.
+        drop(ended);
         self.sweep(now);
         Ok(Attempt::Granted(Grant::new(Some(granted), claim.lease())))
     }
@@ -254,7 +285,15 @@ impl Store {
         let ours =
             |record: &Record| record.claim == claim.id() || mutated(Mutant::ReleaseWithoutOwner);
         // A record of ours that has expired goes too, but it had ended before.
-        match self.held.remove_if(claim.key(), |_, record| ours(record)) {
+        let end = |record: &Record| {
+            let ours = ours(record);
+            if ours {
+                // Before the key is free.
+                self.cover(record, claim.token_block().min(record.block));
+            }
+            ours
+        };
+        match self.held.remove_if(claim.key(), |_, record| end(record)) {
             Some((_, record)) if record.is_live(now) => Release::Freed,
             _ => Release::NotHeld,
         }
@@ -265,7 +304,7 @@ impl Store {
     }
 
     fn record(&self, claim: &Claim, now: Moment) -> Result<Record, BackendError> {
-        let token = self.next_token(claim.token_block()).ok_or_else(|| {
+        let token = self.next_token().ok_or_else(|| {
             BackendError::new(
                 crate::BackendErrorKind::Protocol,
                 "the memory store has run out of fencing tokens",
@@ -274,6 +313,7 @@ impl Store {
         Ok(Record {
             claim: claim.id(),
             token,
+            block: claim.token_block(),
             since: now,
             until: now.after(claim.lease()),
             label: claim.label().map(Arc::from),

@@ -24,10 +24,15 @@ pub enum Mutant {
     ReleaseErrorSwallowed,
     /// A waiter trusts wake-ups alone.
     WakeUpOnly,
+    /// A registry does not verify its own claim after it has broken the key. Found over a server, not by the simulation, whose
+    /// in-process store reports each loss.
+    BrokenLockUnverified,
+    /// A caller that does not poll its future keeps its place, its turn and its claim. The simulation has no such callers.
+    UnpolledCallerKept,
 }
 
 impl Mutant {
-    /// All of them.
+    /// Those that the simulation finds.
     pub const ALL: [Self; 8] = [
         Self::ReleaseWithoutOwner,
         Self::DeadlineFromReply,

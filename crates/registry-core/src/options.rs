@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use crate::capabilities::Capabilities;
 use crate::error::InvalidOption;
+use crate::fairness::CONTENDED_SPAN;
 use crate::lease::{LeaseTerms, covering};
 use crate::owner::Owner;
 
@@ -69,7 +70,10 @@ impl LockOptions {
     }
 
     /// Keeps the key taken for at least this long, even if the guard is let go earlier (ShedLock's `lockAtLeastFor`).
-    /// Letting go does not wait for it; the key is freed in the background when the time is over.
+    /// Releasing does not wait for it; the key is freed in the background when the time is over. At most [`max_hold`](Self::max_hold),
+    /// or without one the store's longest lease.
+    ///
+    /// For jobs that several processes start at about the same time: the second one finds the key taken even if the job is short.
     pub fn min_hold(mut self, min_hold: Duration) -> Self {
         self.min_hold = Some(min_hold);
         self
@@ -147,11 +151,17 @@ impl Handoffs {
         Self { max: times, slow_max: times }
     }
 
-    /// Whether there may be another one after `times` of them, `held_for` after the grant.
-    pub(crate) fn allow_another(self, times: u32, held_for: Duration) -> bool {
+    /// Whether there may be another one after `times` of them, `held_for` after the grant. `contended`: other processes want the key.
+    pub(crate) fn allow_another(self, times: u32, held_for: Duration, contended: bool) -> bool {
         let max = if held_for < Self::SHORT { self.max } else { self.slow_max };
-        times < max && held_for < Self::SPAN
+        // Each hand-over uses a token, and a token counts a microsecond of the store's clock.
+        let in_time = times < Self::UNTIMED || u128::from(times) < held_for.as_micros();
+        let span = if contended { CONTENDED_SPAN } else { Self::SPAN };
+        times < max && held_for < span && in_time
     }
+
+    /// Hand-overs that need not be checked against the clock: a request to a store takes longer than as many microseconds.
+    const UNTIMED: u32 = 64;
 
     /// So short that other processes do not wait for longer than they would for a slow holder.
     const SHORT: Duration = Duration::from_millis(20);

@@ -26,7 +26,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 /// }
 /// # Ok(()) }
 /// ```
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Owner(u64);
 
 impl Owner {

@@ -2,7 +2,7 @@
 
 use async_trait::async_trait;
 
-use crate::backend::{Attempt, Claim, Grant, LockBackend, Release, Renewal};
+use crate::backend::{Attempt, Claim, Finding, Grant, LockBackend, Release, Renewal};
 use crate::capabilities::{Capabilities, GuaranteeClass, Reach};
 use crate::error::BackendError;
 
@@ -37,5 +37,9 @@ impl LockBackend for PassThroughBackend {
 
     async fn release(&self, _claim: &Claim) -> Result<Release, BackendError> {
         Ok(Release::Freed)
+    }
+
+    async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {
+        Ok(vec![Finding::warning("locking is turned off: this store grants every lock")])
     }
 }

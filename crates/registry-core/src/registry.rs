@@ -2,25 +2,31 @@
 
 use std::fmt;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, OnceLock, Weak};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
 use async_trait::async_trait;
+use futures_util::future::{BoxFuture, FutureExt as _, Shared};
 use tokio::runtime::Handle;
 use tokio::task::JoinHandle;
 
 use crate::backend::{Finding, Holder, LockBackend, Release};
+use crate::call::{Call, within};
 use crate::capabilities::Capabilities;
+use crate::contained::shielded;
 use crate::engine::Engine;
 use crate::error::{ConfigError, InvalidOption, LockError, LostReason};
 use crate::event::{LockEvent, Observer, Observers};
+use crate::fairness::Fairness;
 use crate::gauge::Gauge;
 use crate::janitor::Janitor;
 use crate::keeper::Keeper;
 use crate::key::Key;
 use crate::lock::DistributedLock;
 use crate::memory::MemoryBackend;
+use crate::mutant::{Mutant, mutated};
 use crate::options::{Defaults, Handoffs, LockOptions, Terms};
+use crate::siblings::Sibling;
 use crate::signal::Signal;
 use crate::slot::{Slot, SlotTable};
 
@@ -94,9 +100,10 @@ impl CloseReport {
 
 /// A registry over one store. Clones are the same registry.
 ///
-/// It lives in the tokio runtime that it was built in; when that runtime has shut down, leases are not renewed any more and
-/// locking fails with [`LockError::Closed`]. When the last clone and the last guard are gone, what is left to give back is
-/// given back in the background.
+/// It lives in the tokio runtime that it was built in. While that runtime is not driven (a `current_thread` runtime outside of
+/// `block_on`), leases are not renewed, so guards are lost at their deadlines, and dropped guards are not released. When it has shut
+/// down, locking fails with [`LockError::Closed`]. When the last clone and the last guard are gone, pending releases are finished in
+/// the background.
 #[derive(Clone)]
 pub struct Registry {
     engine: Arc<Engine>,
@@ -104,10 +111,14 @@ pub struct Registry {
 }
 
 struct Closing {
-    /// The keeper's task, until the backend is closed.
-    keeper: tokio::sync::Mutex<Option<JoinHandle<()>>>,
+    /// The keeper's task, until closing waits for it.
+    keeper: Mutex<Option<JoinHandle<()>>>,
+    /// The last part of closing, once it has begun.
+    finish: OnceLock<Shared<BoxFuture<'static, ()>>>,
     /// The janitor's task. Ends by itself when the registry is gone and nothing is left to do.
     _janitor: JoinHandle<()>,
+    /// The task that looks after futures that are not polled. Ends as the janitor's does.
+    _watch: JoinHandle<()>,
     start: OnceLock<Start>,
 }
 
@@ -191,8 +202,10 @@ impl Registry {
         Ok(holders)
     }
 
-    /// Frees `key`, whoever holds it. The holder learns of it at its next renewal, or at once where the store
-    /// [tells losses](Capabilities::tells_losses), and its fencing token is outdated from the next grant on. Returns whether somebody held it.
+    /// Frees `key`, whichever client holds it, and returns whether it was held. The holder's fencing token is outdated from the next grant on.
+    ///
+    /// A holder in any registry over this backend is notified at once. A holder elsewhere is notified at once where the store
+    /// [tells losses](Capabilities::tells_losses), and otherwise at its next renewal.
     ///
     /// # Errors
     /// [`LockError::Unsupported`] if the store cannot do it; [`LockError::InvalidKey`]; [`LockError::Backend`].
@@ -203,8 +216,17 @@ impl Registry {
         self.engine.require_inspect()?;
         let key = Key::new(key)?;
         self.engine.backend.check_key(&key)?;
-        let (backend, asked) = (Arc::clone(&self.engine.backend), key.clone());
-        let freed = Box::pin(async move { backend.force_release(&asked).await });
+        let (backend, sibling) =
+            (Arc::clone(&self.engine.backend), Arc::clone(&self.engine.sibling));
+        let asked = key.clone();
+        let freed = Box::pin(async move {
+            let freed = backend.force_release(&asked).await;
+            // Whatever the answer is: after an error the key may be free, too. The store need not report to its client what that did.
+            if !mutated(Mutant::BrokenLockUnverified) {
+                sibling.verify(&asked);
+            }
+            freed
+        });
         Ok(self.engine.ask("break", key.as_str(), freed).await? == Release::Freed)
     }
 
@@ -235,6 +257,12 @@ impl Registry {
         self.engine.defaults.answer_limit
     }
 
+    /// What all callers of `key` share.
+    pub(crate) fn slot(&self, key: Key) -> Arc<Slot> {
+        let engine = &self.engine;
+        engine.slots.get_or_insert(key, |key| Arc::new(Slot::new(key, Arc::clone(engine))))
+    }
+
     /// Tells all holders that their lock is lost, and gives back what they had.
     async fn lose_all(&self) {
         let engine = &self.engine;
@@ -263,9 +291,7 @@ impl LockRegistry for Registry {
             return DistributedLock::new(slot);
         }
         match Key::new(key) {
-            Ok(key) => DistributedLock::new(
-                engine.slots.get_or_insert(key, |key| Arc::new(Slot::new(key, Arc::clone(engine)))),
-            ),
+            Ok(key) => DistributedLock::new(self.slot(key)),
             Err(reason) => DistributedLock::invalid(key, reason),
         }
     }
@@ -315,15 +341,13 @@ impl LockRegistry for Registry {
             abandoned: under_way + left,
         };
         engine.keeper.stop();
-        let mut keeper = closing.keeper.lock().await;
-        if let Some(task) = keeper.as_mut() {
-            // Renewals in flight are carried to their end, so that the backend is not closed under them.
-            let _ = tokio::time::timeout(engine.defaults.answer_limit, task).await;
-            // Taken before the backend is closed: a second close must not do it again.
-            *keeper = None;
-            engine.close_backend().answer_within(engine.defaults.answer_limit).await;
-            engine.tell(|| LockEvent::Closed);
-        }
+        // One for all calls: whichever of them is polled drives it, so that none waits for one that is not. The janitor drives it for a
+        // call that is dropped.
+        let finish = closing.finish.get_or_init(|| {
+            let keeper = closing.keeper.lock().unwrap_or_else(PoisonError::into_inner).take();
+            finish(Arc::clone(engine), keeper).boxed().shared()
+        });
+        Call::new(&engine.janitor, shielded(finish.clone()).boxed()).await;
         report
     }
 }
@@ -356,9 +380,11 @@ impl RegistryBuilder {
     pub const TIMEOUT_MIN: Duration = Duration::from_millis(10);
     /// The longest time that a store operation can be given: one hour.
     pub const TIMEOUT_MAX: Duration = Duration::from_secs(60 * 60);
-    /// How many hand-overs in a row can be asked for. Keeps the reserved blocks of tokens small against the microseconds that
-    /// they count.
-    pub const HANDOFF_MAX: u32 = 10_000;
+    /// The largest number of hand-overs in a row that can be configured.
+    ///
+    /// A grant reserves a fencing token for each hand-over, and a token counts a microsecond of the store's clock. With this
+    /// limit the tokens of a key stay behind the clock, so that they grow even after the store has lost its data.
+    pub const HANDOFF_MAX: u32 = 256;
 
     /// How long a key stays taken when its holder dies. Default: 30 s, or the longest that the store takes if that is shorter.
     pub fn lease(mut self, lease: Duration) -> Self {
@@ -417,7 +443,8 @@ impl RegistryBuilder {
         check_range("timeout", defaults.answer_limit, Self::TIMEOUT_MIN, Self::TIMEOUT_MAX)?;
         if defaults.handoffs.max > Self::HANDOFF_MAX {
             return Err(ConfigError::Invalid(format!(
-                "handoff of {} is larger than {}",
+                "handoff {} is larger than the limit of {}: each hand-over reserves a fencing token, and tokens must not \
+                 outrun the store's clock",
                 defaults.handoffs.max,
                 Self::HANDOFF_MAX
             )));
@@ -425,10 +452,13 @@ impl RegistryBuilder {
         let default_terms = Terms::resolve(&LockOptions::new(), &defaults, &capabilities)
             .map_err(|error| ConfigError::Invalid(error.to_string()))?;
         let (janitor, janitor_work) = Janitor::new();
+        let watch_work = janitor.watch().work();
         let slots = Arc::new(SlotTable::new());
         let keeper = Keeper::new(Arc::clone(&slots));
         let keeper_work = keeper.work(Arc::clone(&backend));
+        let sibling = Arc::new(Sibling::new(&backend, keeper.loss_hints()));
         let engine = Arc::new(Engine {
+            fairness: Fairness::new(&capabilities, defaults.poll),
             backend,
             capabilities,
             defaults,
@@ -444,10 +474,12 @@ impl RegistryBuilder {
             left_to_lease: 0.into(),
             endings_left: 0.into(),
             slots,
+            sibling,
         });
         engine.backend.tell_losses(engine.keeper.loss_hints());
         let closing = Closing {
-            keeper: tokio::sync::Mutex::new(Some(runtime.spawn(keeper_work))),
+            keeper: Mutex::new(Some(runtime.spawn(keeper_work))),
+            finish: OnceLock::new(),
             _janitor: runtime.spawn({
                 let home = Home(Arc::downgrade(&engine));
                 async move {
@@ -455,10 +487,22 @@ impl RegistryBuilder {
                     drop(home);
                 }
             }),
+            _watch: runtime.spawn(watch_work),
             start: OnceLock::new(),
         };
         Ok(Registry { engine, closing: Arc::new(closing) })
     }
+}
+
+/// Waits for the keeper's task and closes the backend.
+async fn finish(engine: Arc<Engine>, keeper: Option<JoinHandle<()>>) {
+    let limit = engine.defaults.answer_limit;
+    if let Some(keeper) = keeper {
+        // Renewals in flight are carried to their end, so that the backend is not closed under them.
+        let _ = within(limit, keeper).await;
+    }
+    engine.close_backend().answer_within(limit).await;
+    engine.tell(|| LockEvent::Closed);
 }
 
 /// The current runtime, if a registry can live in it.
@@ -493,4 +537,21 @@ fn check_range(
     }
     let problem = format!("is not between {min:?} and {max:?}");
     Err(ConfigError::Invalid(InvalidOption::new(option, given, problem).to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn many_dropped_handles_keep_no_room() {
+        let registry = Registry::in_memory().unwrap();
+        let kept: Vec<_> = (0..100).map(|n| registry.obtain(&format!("kept/{n}"))).collect();
+        let dropped: Vec<_> = (0..200_000).map(|n| registry.obtain(&n.to_string())).collect();
+        assert!(registry.engine.slots.room() >= 200_000);
+        drop(dropped);
+        assert_eq!(registry.slots(), kept.len());
+        let room = registry.engine.slots.room();
+        assert!(room <= 50_000, "room for {room} slots is left");
+    }
 }

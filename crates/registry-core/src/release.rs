@@ -3,6 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::sync::oneshot;
+
 use crate::backend::{Claim, Release};
 use crate::call::Call;
 use crate::clock::{Moment, sleep};
@@ -25,6 +27,8 @@ pub(crate) struct GivingBack {
     pub(crate) stray_attempts: u32,
     /// A release that is already on its way.
     pub(crate) under_way: Option<Call<Result<Release, BackendError>>>,
+    /// Receives the error of the first release that is [blocked](BackendError::as_blocked).
+    pub(crate) blocked: Option<oneshot::Sender<BackendError>>,
 }
 
 /// How giving back ended.
@@ -83,6 +87,11 @@ async fn release_until_answered(giving: &mut GivingBack) -> GivenBack {
             None => engine.unanswered(),
         };
         may_have_freed |= !error.refused();
+        if error.is_blocked()
+            && let Some(blocked) = giving.blocked.take()
+        {
+            let _ = blocked.send(error.clone());
+        }
         let key = giving.claim.key().as_str();
         engine.tell(|| LockEvent::ReleaseFailed { key, error: &error });
         if let Some(turn) = &giving.turn {

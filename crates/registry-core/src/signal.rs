@@ -6,6 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use tokio::sync::Notify;
 
+use crate::contained::shielded;
+
 #[derive(Debug, Default)]
 pub(crate) struct Signal {
     given: AtomicBool,
@@ -33,7 +35,7 @@ impl Signal {
         // Listening starts before the look, or the signal could slip through in between.
         told.as_mut().enable();
         if !self.is_given() {
-            told.await;
+            shielded(told).await;
         }
     }
 }

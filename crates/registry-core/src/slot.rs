@@ -3,18 +3,19 @@
 //! Nothing here talks to a store. Whoever has the [`Turn`] may contend for the key remotely; dropping it lets the next in
 //! line. A slot lives as long as a handle, guard or waiter does, so nothing is ever evicted under anybody.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::future::poll_fn;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError, Weak};
-
-use dashmap::DashMap;
-use dashmap::mapref::entry::Entry as MapEntry;
-use tokio::sync::oneshot;
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
 
 use crate::clock::Moment;
+use crate::contained::wake;
 use crate::engine::Engine;
 use crate::error::BackendError;
+use crate::fairness::Contention;
 use crate::guard::LockGuard;
 use crate::hints::NewsMark;
 use crate::hold::Hold;
@@ -24,40 +25,50 @@ use crate::key::Key;
 use crate::mutant::{Mutant, mutated};
 use crate::options::Terms;
 use crate::owner::Owner;
+use crate::watch::Watched;
+use dashmap::DashMap;
+use dashmap::mapref::entry::Entry as MapEntry;
 
 /// The slots of one registry, by key.
-pub(crate) struct SlotTable(DashMap<Key, Weak<Slot>>);
+pub(crate) struct SlotTable {
+    slots: DashMap<Key, Weak<Slot>>,
+    /// How many have left since it was last checked whether the table is far too large.
+    left: AtomicUsize,
+    /// How many may leave until then.
+    left_max: AtomicUsize,
+}
 
 impl SlotTable {
     pub(crate) fn new() -> Self {
-        Self(DashMap::new())
+        let left_max = AtomicUsize::new(SHRINK_AFTER_MIN);
+        Self { slots: DashMap::new(), left: AtomicUsize::new(0), left_max }
     }
 
     /// How many slots are alive.
     pub(crate) fn len(&self) -> usize {
-        self.0.len()
+        self.slots.len()
     }
 
     /// All slots that are alive now.
     pub(crate) fn all(&self) -> Vec<Arc<Slot>> {
-        self.0.iter().filter_map(|entry| entry.value().upgrade()).collect()
+        self.slots.iter().filter_map(|entry| entry.value().upgrade()).collect()
     }
 
     /// Whether anybody here has to do with `key`. Takes hold of no slot: letting it go might end the registry.
     pub(crate) fn has(&self, key: &Key) -> bool {
-        self.0.contains_key(key)
+        self.slots.contains_key(key)
     }
 
     /// The one slot of `key`; `None` when there is none yet.
     pub(crate) fn get(&self, key: &str) -> Option<Arc<Slot>> {
         point();
-        self.0.get(key)?.upgrade()
+        self.slots.get(key)?.upgrade()
     }
 
     /// The one slot of `key`, made by `make` if there is none.
     pub(crate) fn get_or_insert(&self, key: Key, make: impl FnOnce(Key) -> Arc<Slot>) -> Arc<Slot> {
         point();
-        match self.0.entry(key) {
+        match self.slots.entry(key) {
             MapEntry::Occupied(mut entry) => match entry.get().upgrade() {
                 Some(slot) => slot,
                 // The old slot is dead but has not left the table yet: nobody can reach it any more, so
@@ -77,12 +88,32 @@ impl SlotTable {
     }
 
     fn remove_dead(&self, key: &Key) {
-        self.0.remove_if(key, |_, slot| slot.strong_count() == 0);
+        let gone = self.slots.remove_if(key, |_, slot| slot.strong_count() == 0).is_some();
+        if gone
+            && self.left.fetch_add(1, Ordering::Relaxed) >= self.left_max.load(Ordering::Relaxed)
+        {
+            self.shrink();
+        }
+    }
+
+    /// Gives memory back when most of the table is empty. Moves about one slot for each that has left since the last time.
+    fn shrink(&self) {
+        self.left.store(0, Ordering::Relaxed);
+        let (alive, room) = (self.slots.len(), self.slots.capacity());
+        if alive.saturating_mul(4) < room {
+            self.slots.shrink_to_fit();
+        }
+        self.left_max.store((alive / 2).max(SHRINK_AFTER_MIN), Ordering::Relaxed);
+    }
+
+    #[cfg(test)]
+    pub(crate) fn room(&self) -> usize {
+        self.slots.capacity()
     }
 
     /// Forgets a slot that is still in use. The bug that [`Mutant::HeldSlotEvicted`] stands for.
     fn evict(&self, key: &Key) {
-        self.0.remove(key);
+        self.slots.remove(key);
     }
 }
 
@@ -91,6 +122,9 @@ impl fmt::Debug for SlotTable {
         f.debug_struct("SlotTable").field("len", &self.len()).finish()
     }
 }
+
+/// A table that has not lost as many slots is not shrunk: what it has too much is not worth the work.
+const SHRINK_AFTER_MIN: usize = 16_384;
 
 /// What all callers of one key in one registry share.
 pub(crate) struct Slot {
@@ -119,16 +153,128 @@ struct Line {
     next_ticket: u64,
     /// By ticket, so the first is the longest waiting, and leaving from the middle is cheap.
     waiters: BTreeMap<u64, Waiter>,
+    /// The waiters that have an owner, to find those of one owner without a look at all.
+    by_owner: BTreeSet<(Owner, u64)>,
+    /// The turn or the claim that a waiter was given last; it may have taken it.
+    given: Option<Given>,
+    /// The further guards that waiters of the current owner were given; they may have taken them.
+    given_again: Vec<Given>,
+    /// How the registry's watch knows this slot, and for which patience, while somebody waits.
+    watched: Option<(u64, Duration)>,
     closed: bool,
 }
-
-type Door = oneshot::Sender<Entry>;
 
 struct Waiter {
     owner: Option<Owner>,
     /// `None` for the registry's own, so that a crowd need not share a count.
     terms: Option<Arc<Terms>>,
-    door: Door,
+    delivery: Arc<Delivery>,
+}
+
+/// An entry that was given to a waiter.
+struct Given {
+    delivery: Arc<Delivery>,
+    patience: Duration,
+    /// When it was first found not taken.
+    since: Option<Moment>,
+}
+
+impl Given {
+    /// Whether the waiter has let its patience pass without taking its entry.
+    fn is_overdue(&mut self, now: Moment) -> bool {
+        let since = *self.since.get_or_insert(now);
+        now.since(since) >= self.patience
+    }
+}
+
+/// Where one waiter finds its entry.
+struct Delivery(Mutex<Delivered>);
+
+enum Delivered {
+    NotYet(Option<Waker>),
+    Entry(Entry),
+    /// The waiter did not take its entry, which went on to the next one.
+    PassedOn,
+    Closed,
+    /// The waiter has taken its entry, or has gone.
+    Over,
+}
+
+impl Delivery {
+    fn new() -> Arc<Self> {
+        Arc::new(Self(Mutex::new(Delivered::NotYet(None))))
+    }
+
+    /// Gives the waiter its entry. Never while the line is locked: a waker may drop the task that it wakes, and that leaves the line.
+    fn deliver(&self, entry: Entry) {
+        self.put(Delivered::Entry(entry));
+    }
+
+    fn close(&self) {
+        self.put(Delivered::Closed);
+    }
+
+    fn put(&self, delivered: Delivered) {
+        let mut state = self.state();
+        let Delivered::NotYet(waker) = &mut *state else {
+            drop(state);
+            // The waiter is gone. An entry is passed on by its own drop.
+            drop(delivered);
+            return;
+        };
+        let waker = waker.take();
+        *state = delivered;
+        drop(state);
+        if let Some(waker) = waker {
+            wake(waker);
+        }
+    }
+
+    fn poll(&self, cx: &mut Context<'_>) -> Poll<Result<Entry, NoEntry>> {
+        let mut state = self.state();
+        match &mut *state {
+            Delivered::NotYet(waker) => {
+                if !waker.as_ref().is_some_and(|waker| waker.will_wake(cx.waker())) {
+                    let before = waker.replace(cx.waker().clone());
+                    // Not while this is locked: a waker may own the task that drops this waiter.
+                    drop(state);
+                    drop(before);
+                }
+                Poll::Pending
+            }
+            Delivered::PassedOn => Poll::Ready(Err(NoEntry::PassedOn)),
+            Delivered::Entry(_) => match std::mem::replace(&mut *state, Delivered::Over) {
+                Delivered::Entry(entry) => Poll::Ready(Ok(entry)),
+                _ => Poll::Ready(Err(NoEntry::Closed)),
+            },
+            Delivered::Closed | Delivered::Over => Poll::Ready(Err(NoEntry::Closed)),
+        }
+    }
+
+    /// Takes back an entry that the waiter has not taken, and passes it on.
+    fn pass_on(&self) {
+        let mut state = self.state();
+        if matches!(*state, Delivered::Entry(_)) {
+            let entry = std::mem::replace(&mut *state, Delivered::PassedOn);
+            drop(state);
+            drop(entry);
+        }
+    }
+
+    /// Notes that the waiter is gone. An entry that it has not taken is passed on.
+    fn leave(&self) {
+        let before = std::mem::replace(&mut *self.state(), Delivered::Over);
+        drop(before);
+    }
+
+    /// Whether the waiter may yet take an entry.
+    fn is_open(&self) -> bool {
+        matches!(*self.state(), Delivered::NotYet(_) | Delivered::Entry(_))
+    }
+
+    fn state(&self) -> MutexGuard<'_, Delivered> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// What a caller gets when it comes to the front.
@@ -147,6 +293,8 @@ pub(crate) enum Entry {
 pub(crate) enum NoEntry {
     /// The deadline came first; with the trouble of the one in front, if that is what held it up.
     TimedOut(Option<BackendError>),
+    /// The caller had come to the front and was not polled for a lease. It has to wait again.
+    PassedOn,
     /// The registry is closing.
     Closed,
 }
@@ -199,23 +347,26 @@ impl Slot {
             }
             if !line.taken {
                 line.taken = true;
-                return Ok(Entry::Turn(Turn { slot: Some(Arc::clone(self)) }));
+                return Ok(Entry::Turn(Turn::new(Arc::clone(self))));
             }
             if deadline.is_some_and(|deadline| deadline <= Moment::now()) {
                 return Err(NoEntry::TimedOut(line.trouble.clone()));
             }
             let ticket = line.next_ticket;
             line.next_ticket += 1;
-            let (door, entry) = oneshot::channel();
+            let delivery = Delivery::new();
             let own = Arc::ptr_eq(terms, &self.engine.default_terms);
-            let terms = if own { None } else { Some(Arc::clone(terms)) };
-            let waiter = Waiter { owner: owner.cloned(), terms, door };
-            line.waiters.insert(ticket, waiter);
+            let own_terms = if own { None } else { Some(Arc::clone(terms)) };
+            let waiter =
+                Waiter { owner: owner.cloned(), terms: own_terms, delivery: Arc::clone(&delivery) };
+            line.push(ticket, waiter);
             self.wanted.store(true, Ordering::Relaxed);
-            Waiting { slot: self, ticket: Some(ticket), entry }
+            self.watch_line(&mut line, terms.lease.length);
+            Waiting { slot: self, ticket: Some(ticket), delivery }
         };
         self.engine.tell(|| crate::LockEvent::Waiting { key: self.key.as_str() });
-        let entry = &mut waiting.entry;
+        let delivery = Arc::clone(&waiting.delivery);
+        let entry = poll_fn(|cx| delivery.poll(cx));
         let entered = match deadline {
             None => entry.await,
             Some(deadline) => tokio::select! {
@@ -227,10 +378,22 @@ impl Slot {
                 }
             },
         };
-        // Whoever opened or closed the door has taken our place off the line.
+        // Whoever gave us an answer has taken our place off the line.
         waiting.ticket = None;
-        // A door that nobody holds any more: the line was closed.
-        entered.map_err(|_| NoEntry::Closed)
+        entered
+    }
+
+    /// Has the registry's watch check this line, in time for a waiter of this `patience`.
+    fn watch_line(self: &Arc<Self>, line: &mut Line, patience: Duration) {
+        if line.watched.is_some_and(|(_, watched)| watched <= patience) {
+            return;
+        }
+        let watch = self.engine.janitor.watch();
+        if let Some((ticket, _)) = line.watched {
+            watch.deregister(ticket);
+        }
+        let slot: Weak<Self> = Arc::downgrade(self);
+        line.watched = Some((watch.register(slot, patience), patience));
     }
 
     /// Notes what the store, asked by whoever has the turn, has failed with.
@@ -256,8 +419,8 @@ impl Slot {
         let mut line = self.line();
         let friends = line.begin_hold(hold);
         drop(line);
-        for (door, entry) in friends {
-            deliver(door, entry);
+        for (delivery, entry) in friends {
+            delivery.deliver(entry);
         }
     }
 
@@ -287,13 +450,14 @@ impl Slot {
         let Some(guard) = make(first.get().owner.clone()) else {
             return false;
         };
-        let waiter = first.remove();
+        let (ticket, waiter) = first.remove_entry();
+        let delivery = line.give(ticket, waiter, &self.engine);
         // Before the line is unlocked: the taker may be done by then, and the next one's hold begun.
         let friends = line.begin_hold(guard.hold());
         drop(line);
-        deliver(waiter.door, Entry::HandedOver(guard));
-        for (door, entry) in friends {
-            deliver(door, entry);
+        delivery.deliver(Entry::HandedOver(guard));
+        for (delivery, entry) in friends {
+            delivery.deliver(entry);
         }
         true
     }
@@ -303,8 +467,11 @@ impl Slot {
         let mut line = self.line();
         line.closed = true;
         let waiters = std::mem::take(&mut line.waiters);
+        line.by_owner.clear();
         drop(line);
-        drop(waiters);
+        for waiter in waiters.into_values() {
+            waiter.delivery.close();
+        }
     }
 
     fn pass_on(self: &Arc<Self>) {
@@ -313,14 +480,14 @@ impl Slot {
         // Whoever is next asks the store again.
         line.forget_trouble(&self.troubled);
         let next = line.waiters.pop_first();
+        let next = next.map(|(ticket, waiter)| line.give(ticket, waiter, &self.engine));
         line.taken = next.is_some();
         if line.waiters.is_empty() {
             self.wanted.store(false, Ordering::Relaxed);
         }
         drop(line);
-        if let Some((_, waiter)) = next {
-            let turn = Turn { slot: Some(Arc::clone(self)) };
-            deliver(waiter.door, Entry::Turn(turn));
+        if let Some(delivery) = next {
+            delivery.deliver(Entry::Turn(Turn::new(Arc::clone(self))));
         }
     }
 
@@ -330,10 +497,30 @@ impl Slot {
     }
 }
 
-/// Opens a door. Never while the line is locked: a waker may drop the task that it wakes, and that leaves the line.
-fn deliver(door: Door, entry: Entry) {
-    // An entry whose taker is gone is passed on by its own drop.
-    drop(door.send(entry));
+impl Watched for Slot {
+    fn check(self: Arc<Self>, now: Moment) -> bool {
+        let mut line = self.line();
+        let mut overdue = Vec::new();
+        line.given.take_if(|given| !given.delivery.is_open());
+        line.given_again.retain(|given| given.delivery.is_open());
+        let Line { given, given_again, .. } = &mut *line;
+        for given in given.iter_mut().chain(given_again) {
+            if given.is_overdue(now) && !mutated(Mutant::UnpolledCallerKept) {
+                overdue.push(Arc::clone(&given.delivery));
+            }
+        }
+        let goes_on =
+            line.given.is_some() || !line.given_again.is_empty() || !line.waiters.is_empty();
+        if !goes_on {
+            line.watched = None;
+            line.given_again = Vec::new();
+        }
+        drop(line);
+        for delivery in overdue {
+            delivery.pass_on();
+        }
+        goes_on
+    }
 }
 
 impl Line {
@@ -343,7 +530,7 @@ impl Line {
     }
 
     /// Takes those off the line who wait under the owner of `hold`, with the guards that they are to get.
-    fn begin_hold(&mut self, hold: &Arc<Hold>) -> Vec<(Door, Entry)> {
+    fn begin_hold(&mut self, hold: &Arc<Hold>) -> Vec<(Arc<Delivery>, Entry)> {
         let mut entries = Vec::new();
         let Some(owner) = hold.owner() else {
             self.reentrant = Weak::new();
@@ -354,26 +541,58 @@ impl Line {
             return entries;
         }
         self.reentrant = Arc::downgrade(hold);
-        let is_friend = |waiter: &Waiter| waiter.owner.as_ref() == Some(owner);
-        let friends: Vec<u64> = self
-            .waiters
-            .iter()
-            .filter(|(_, waiter)| is_friend(waiter))
-            .map(|(ticket, _)| *ticket)
-            .collect();
+        let own = (owner.clone(), 0)..=(owner.clone(), u64::MAX);
+        let friends: Vec<u64> = self.by_owner.range(own).map(|(_, ticket)| *ticket).collect();
+        if !friends.is_empty() {
+            self.given_again.retain(|given| given.delivery.is_open());
+        }
         for ticket in friends {
             // A hold that is over already leaves its friends in line; they get their own turn.
             let Some(guard) = hold.enter_again() else { break };
-            let Some(waiter) = self.waiters.remove(&ticket) else { break };
-            entries.push((waiter.door, Entry::Again(guard)));
+            let Some(waiter) = self.remove(ticket) else { break };
+            self.given_again.push(waiter.given(hold.held().slot().engine()));
+            entries.push((waiter.delivery, Entry::Again(guard)));
         }
         entries
+    }
+
+    fn push(&mut self, ticket: u64, waiter: Waiter) {
+        if let Some(owner) = &waiter.owner {
+            self.by_owner.insert((owner.clone(), ticket));
+        }
+        self.waiters.insert(ticket, waiter);
+    }
+
+    fn remove(&mut self, ticket: u64) -> Option<Waiter> {
+        let waiter = self.waiters.remove(&ticket)?;
+        self.forget_owner(ticket, &waiter);
+        Some(waiter)
+    }
+
+    fn forget_owner(&mut self, ticket: u64, waiter: &Waiter) {
+        if let Some(owner) = &waiter.owner {
+            self.by_owner.remove(&(owner.clone(), ticket));
+        }
+    }
+
+    /// Notes that the waiter that has just left the line gets the turn, or the claim with it. One waiter has it at a time.
+    fn give(&mut self, ticket: u64, waiter: Waiter, engine: &Engine) -> Arc<Delivery> {
+        self.forget_owner(ticket, &waiter);
+        self.given = Some(waiter.given(engine));
+        waiter.delivery
     }
 
     fn enter_again(&self, owner: Option<&Owner>) -> Option<LockGuard> {
         let owner = owner?;
         let hold = self.reentrant.upgrade()?;
         if hold.owner() == Some(owner) { hold.enter_again() } else { None }
+    }
+}
+
+impl Waiter {
+    fn given(&self, engine: &Engine) -> Given {
+        let terms = self.terms.as_ref().unwrap_or(&engine.default_terms);
+        Given { delivery: Arc::clone(&self.delivery), patience: terms.lease.length, since: None }
     }
 }
 
@@ -385,6 +604,10 @@ impl fmt::Debug for Slot {
 
 impl Drop for Slot {
     fn drop(&mut self) {
+        let line = self.line.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if let Some((ticket, _)) = line.watched {
+            self.engine.janitor.watch().deregister(ticket);
+        }
         // Here the slot is dead and still in the table.
         point();
         self.engine.slots().remove_dead(&self.key);
@@ -395,14 +618,26 @@ impl Drop for Slot {
 #[derive(Debug)]
 pub(crate) struct Turn {
     slot: Option<Arc<Slot>>,
+    pub(crate) contention: Contention,
+    granted_at: Option<Moment>,
 }
 
 impl Turn {
+    fn new(slot: Arc<Slot>) -> Self {
+        let contention = slot.engine.fairness.contention(&slot.key);
+        Self { slot: Some(slot), contention, granted_at: None }
+    }
+
     pub(crate) fn slot(&self) -> &Arc<Slot> {
         self.slot.as_ref().expect("a turn has its slot until it is dropped")
     }
 
-    pub(crate) fn taken(&self) {
+    /// Notes that the store has granted the claim of this turn.
+    pub(crate) fn taken(&mut self, now: Moment) {
+        self.granted_at = Some(now);
+        if let Some(slot) = &self.slot {
+            slot.engine.fairness.on_grant(&mut self.contention);
+        }
         if mutated(Mutant::HeldSlotEvicted) {
             let slot = self.slot();
             slot.engine.slots().evict(&slot.key);
@@ -413,6 +648,9 @@ impl Turn {
 impl Drop for Turn {
     fn drop(&mut self) {
         if let Some(slot) = self.slot.take() {
+            if let Some(granted_at) = self.granted_at {
+                slot.engine.fairness.on_release(&slot.key, self.contention, granted_at);
+            }
             slot.pass_on();
         }
     }
@@ -423,14 +661,15 @@ struct Waiting<'a> {
     slot: &'a Slot,
     /// `None` once the place is not in the line any more.
     ticket: Option<u64>,
-    entry: oneshot::Receiver<Entry>,
+    delivery: Arc<Delivery>,
 }
 
 impl Drop for Waiting<'_> {
     fn drop(&mut self) {
         if let Some(ticket) = self.ticket {
-            let waiter = self.slot.line().waiters.remove(&ticket);
+            let waiter = self.slot.line().remove(ticket);
             drop(waiter);
+            self.delivery.leave();
         }
     }
 }

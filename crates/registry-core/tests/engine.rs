@@ -9,9 +9,11 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use async_trait::async_trait;
 use registry_core::{
-    ConfigError, LockError, LockOptions, LockRegistry, LockRegistryExt, LostReason, MemoryBackend,
-    Owner, Registry,
+    Attempt, BackendError, Capabilities, Claim, ConfigError, LockBackend, LockError, LockOptions,
+    LockRegistry, LockRegistryExt, LostReason, MemoryBackend, Owner, Registry, RegistryBuilder,
+    Release, Renewal,
 };
 use tokio::time::advance;
 
@@ -168,6 +170,86 @@ async fn a_lock_kept_for_its_min_hold_is_free_after_it() {
     assert!(theirs.obtain("k").try_lock().await.unwrap().is_some());
 }
 
+/// The in-process store with leases of 20 s at most.
+#[derive(Debug)]
+struct ShortLeases(MemoryBackend);
+
+#[async_trait]
+impl LockBackend for ShortLeases {
+    fn capabilities(&self) -> Capabilities {
+        self.0.capabilities().with_leases(Capabilities::LEASE_MIN, secs(20))
+    }
+
+    async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        self.0.try_acquire(claim).await
+    }
+
+    async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
+        self.0.renew(claims).await
+    }
+
+    async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+        self.0.release(claim).await
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_min_hold_longer_than_the_stores_longest_lease_is_kept_to_its_end() {
+    let store = MemoryBackend::new();
+    let open = || Registry::builder(Arc::new(ShortLeases(store.clone()))).build().unwrap();
+    let (ours, theirs) = (open(), open());
+    for is_dropped in [false, true] {
+        let options = LockOptions::new().min_hold(secs(60)).max_hold(secs(120));
+        let began = tokio::time::Instant::now();
+        let guard = ours.obtain("k").lock_with(options).await.unwrap().unwrap();
+        if is_dropped {
+            drop(guard);
+        } else {
+            guard.unlock().await.unwrap();
+        }
+        let next = theirs.obtain("k").lock().await.unwrap();
+        let held_for = began.elapsed();
+        assert!(held_for >= secs(60) && held_for < secs(62), "free after {held_for:?}");
+        next.unlock().await.unwrap();
+        ours.idle().await;
+    }
+}
+
+/// How long it takes to serve 20,000 callers who wait, each under an owner of its own or under none.
+async fn serving_takes(owned: bool) -> Duration {
+    let (ours, _) = two_processes();
+    let lock = ours.obtain("k");
+    let first = lock.lock().await.unwrap();
+    let mut waiters = Vec::new();
+    for _ in 0..20_000 {
+        let options = LockOptions::new();
+        let options = if owned { options.owner(&Owner::new()) } else { options };
+        let waiter = async { lock.lock_with(options).await.unwrap().unwrap() };
+        let mut waiter = Box::pin(tokio::task::unconstrained(waiter));
+        assert!(futures_util::poll!(waiter.as_mut()).is_pending());
+        waiters.push(waiter);
+    }
+    let began = std::time::Instant::now();
+    first.unlock().await.unwrap();
+    for waiter in waiters {
+        waiter.await.unlock().await.unwrap();
+    }
+    began.elapsed()
+}
+
+#[tokio::test]
+async fn a_grant_takes_no_longer_however_many_owners_wait() {
+    // The best of some rounds, because the machine may do something else in one of them.
+    let mut bests = [Duration::MAX; 2];
+    for _ in 0..5 {
+        for (best, owned) in bests.iter_mut().zip([false, true]) {
+            *best = serving_takes(owned).await.min(*best);
+        }
+    }
+    let [anybody, owners] = bests;
+    assert!(owners < anybody * 5, "{owners:?} with owners, {anybody:?} without");
+}
+
 #[tokio::test(start_paused = true)]
 async fn max_hold_ends_the_hold_and_frees_the_key() {
     let (ours, theirs) = two_processes();
@@ -206,4 +288,33 @@ fn a_runtime_without_time_is_refused_when_the_registry_is_built() {
     let refused = runtime.block_on(async { Registry::in_memory() });
     assert!(matches!(refused, Err(ConfigError::NoRuntime)), "{refused:?}");
     assert!(matches!(Registry::check_runtime(), Err(ConfigError::NoRuntime)));
+}
+
+/// Each guard uses one token. A store that gave more than a microsecond's token per guard would outrun its clock, and a restarted
+/// process would begin below the tokens of the last one.
+#[tokio::test]
+async fn tokens_grow_by_what_was_used_and_not_by_what_hand_overs_could_have_used() {
+    let store = MemoryBackend::new();
+    let open =
+        |handoff| Registry::builder(Arc::new(store.clone())).handoff(handoff).build().unwrap();
+    let registry = open(RegistryBuilder::HANDOFF_MAX);
+    let first = registry.obtain("k").lock().await.unwrap().fencing_token().unwrap();
+    registry.idle().await;
+    for key in ["k", "another", "k"] {
+        for _ in 0..500 {
+            registry.obtain(key).lock().await.unwrap().unlock().await.unwrap();
+        }
+    }
+    let last = registry.obtain("k").lock().await.unwrap().fencing_token().unwrap();
+    assert_eq!(last.get() - first.get(), 1_501, "from {first} to {last}");
+}
+
+#[tokio::test]
+async fn a_number_of_hand_overs_that_would_outrun_the_clock_is_refused_with_the_limit() {
+    let too_many = RegistryBuilder::HANDOFF_MAX + 1;
+    let built = Registry::builder(Arc::new(MemoryBackend::new())).handoff(too_many).build();
+    let error = built.unwrap_err().to_string();
+    for part in ["handoff", &too_many.to_string(), &RegistryBuilder::HANDOFF_MAX.to_string()] {
+        assert!(error.contains(part), "{part}: {error}");
+    }
 }

@@ -14,7 +14,7 @@ use crate::claims::Claims;
 use crate::config::EtcdConfig;
 use crate::ears::Ears;
 use crate::error::Failure;
-use crate::heart::Heart;
+use crate::keep_alive::KeepAlive;
 use crate::link::Link;
 use crate::names::{Names, end_of};
 use crate::pool::Pool;
@@ -25,13 +25,13 @@ use crate::wire::{KeyValue, LeaseTimeToLiveRequest, RangeRequest, RangeResponse,
 
 /// Locks in an etcd cluster, of version 3.4 or later.
 ///
-/// Who waits for a lock stands in a queue in the cluster, in the order of arrival over all processes, and only the first one holds it. A
+/// Each lock has a queue in the cluster, with one claim per process and key, and only the first claim holds the lock. A
 /// release, or the end of the holder's lease, wakes the next one alone. Tokens are the revisions in which the keys came to be: they grow over
 /// everything that a majority of the members survives.
 ///
 /// Each claim has a lease of its own for as long as it lasts, which no other claim has at the same time: so a crashed guard is freed by itself,
 /// however many others its process holds. When a claim is over its lease is kept for the next one, which spares a write. All leases are
-/// kept alive over one stream, and all that is waited for is heard over another one.
+/// kept alive over one stream, or a few where the member is slow, and all that is waited for is heard over another one.
 ///
 /// Leases last for whole seconds, at least 2. The one in the cluster is up to 2 s longer than the one that was asked for, and the members look
 /// each half second for those that are over: that long after its lease the lock of a crashed holder is free.
@@ -40,7 +40,7 @@ pub struct EtcdBackend {
     pub(crate) names: Names,
     pub(crate) host: String,
     pub(crate) link: Link,
-    pub(crate) heart: Heart,
+    pub(crate) keep_alive: KeepAlive,
     pub(crate) ears: Ears,
     pub(crate) pool: Pool,
     pub(crate) traces: Traces,
@@ -61,7 +61,7 @@ impl EtcdBackend {
         let names = Names::new(config.layout, config.namespace());
         let backend = Self {
             host: record::host(),
-            heart: Heart::new(link.clone()),
+            keep_alive: KeepAlive::new(link.clone()),
             ears: Ears::new(link.clone()),
             pool: Pool::new(link.clone()),
             traces: Traces::default(),

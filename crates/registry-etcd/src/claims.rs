@@ -53,6 +53,18 @@ impl Place {
         }
     }
 
+    /// The last answer, if it still holds for all that is known without asking: the one before is watched, nothing was heard of it, and
+    /// the place's own lease was kept alive.
+    pub(crate) fn still_waits(&self, now: Moment) -> Option<Busy> {
+        let before = self.before.as_ref()?;
+        let (busy, at) = before.first.as_ref()?;
+        let is_certain = !before.gone
+            && before.watch.as_ref().is_some_and(Watch::is_confirmed)
+            && now.since(*at) < LOOK_EACH_WATCHED
+            && now.since(self.lease.latest()) < self.lease.ttl();
+        is_certain.then(|| busy.clone())
+    }
+
     /// Whether nobody has kept its lease alive for so long that it is over. Longer than that: the members give leases more time when their
     /// leader changes, and then a place is worth keeping.
     fn is_over(&self, now: Moment) -> bool {
@@ -79,7 +91,7 @@ impl Place {
 }
 
 /// The one that stands before a claim.
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub(crate) struct Before {
     pub(crate) name: Vec<u8>,
     /// The revision in which it came to be.
@@ -93,12 +105,31 @@ pub(crate) struct Before {
     pub(crate) first: Option<(Busy, Moment)>,
     /// It is none of a peer, which would write no record.
     pub(crate) is_ours: bool,
+    /// Listens for its end, once somebody has waited for that.
+    pub(crate) watch: Option<Watch>,
 }
 
 impl Before {
     pub(crate) fn new(found: KeyValue, seen: i64) -> Self {
         let KeyValue { key: name, create_revision: created, value, lease } = found;
-        Self { name, created, lease, seen, gone: false, first: None, is_ours: !value.is_empty() }
+        Self {
+            name,
+            created,
+            lease,
+            seen,
+            gone: false,
+            first: None,
+            is_ours: !value.is_empty(),
+            watch: None,
+        }
+    }
+
+    /// Takes over the watch of an earlier look, if that was at the same key.
+    pub(crate) fn with_watch_of(mut self, earlier: Option<&mut Self>) -> Self {
+        let is_same =
+            |earlier: &&mut Self| earlier.created == self.created && earlier.name == self.name;
+        self.watch = earlier.filter(is_same).and_then(|earlier| earlier.watch.take());
+        self
     }
 }
 
@@ -181,6 +212,8 @@ impl Drop for Seat<'_> {
     }
 }
 
+/// How often a waiter that is told of the end of the one before it reads its queue: somebody may have deleted its own key, or be the first by now.
+const LOOK_EACH_WATCHED: Duration = Duration::from_secs(3 * 60);
 /// How often places are looked for that are over.
 const OVER_EACH: Duration = Duration::from_secs(1);
 

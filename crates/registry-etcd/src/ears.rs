@@ -2,17 +2,20 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use futures_util::stream::poll_fn;
 use registry_core::{Key, LossHints};
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{Notify, mpsc};
 use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep_until};
 
 use crate::link::Link;
 use crate::wire::{
-    NO_PUTS, WATCH, WatchCancelRequest, WatchCreateRequest, WatchRequest, WatchResponse, WatchUnion,
+    NO_PUTS, WATCH, WatchCancelRequest, WatchCreateRequest, WatchProgressRequest, WatchRequest,
+    WatchResponse, WatchUnion,
 };
 
 /// The task that has the stream. It ends with this handle.
@@ -33,7 +36,8 @@ enum Order {
 
 /// Who wants to know.
 enum Who {
-    Waiter(oneshot::Sender<Heard>),
+    /// It reads what has come of its watch.
+    Waiter,
     Holder(Key),
 }
 
@@ -61,14 +65,39 @@ pub(crate) struct Watch {
 /// What has come of a watch.
 #[derive(Debug, Default)]
 struct Told {
+    /// The member has said that it will tell.
+    confirmed: AtomicBool,
     over: AtomicBool,
     deleted: AtomicBool,
+    /// Notified at the end.
+    ended: Notify,
 }
 
 impl Watch {
     /// Whether it is still listened for.
     pub(crate) fn lives(&self) -> bool {
         !self.told.over.load(Ordering::Acquire)
+    }
+
+    /// Whether a deletion of the key would be heard: the member has confirmed the watch, and its stream is not known to have ended.
+    pub(crate) fn is_confirmed(&self) -> bool {
+        self.told.confirmed.load(Ordering::Acquire) && self.lives()
+    }
+
+    /// Waits until something is heard, or nothing will be.
+    pub(crate) fn heard(&self) -> impl Future<Output = Heard> + Send + use<> {
+        let told = Arc::clone(&self.told);
+        async move {
+            loop {
+                let mut ended = pin!(told.ended.notified());
+                ended.as_mut().enable();
+                if told.over.load(Ordering::Acquire) {
+                    let deleted = told.deleted.load(Ordering::Acquire);
+                    return if deleted { Heard::Deleted } else { Heard::Nothing };
+                }
+                ended.await;
+            }
+        }
     }
 
     /// Whether the key was deleted.
@@ -81,6 +110,8 @@ impl Drop for Watch {
     fn drop(&mut self) {
         if self.lives() {
             _ = self.orders.send(Order::End(self.id));
+            self.told.over.store(true, Ordering::Release);
+            self.told.ended.notify_waiters();
         }
     }
 }
@@ -94,9 +125,8 @@ impl Ears {
     }
 
     /// Listens for the end of `name`, from the revision `from` on.
-    pub(crate) fn wait(&self, name: Vec<u8>, from: i64) -> (Watch, oneshot::Receiver<Heard>) {
-        let (told, hears) = oneshot::channel();
-        (self.begin(name, from, Who::Waiter(told)), hears)
+    pub(crate) fn wait(&self, name: Vec<u8>, from: i64) -> Watch {
+        self.begin(name, from, Who::Waiter)
     }
 
     /// Passes on when `name`, by which somebody here holds `key`, ends after the revision `from`.
@@ -157,12 +187,19 @@ impl Watches {
         let Some((who, told)) = self.0.remove(&id) else { return false };
         told.deleted.store(heard == Heard::Deleted, Ordering::Release);
         told.over.store(true, Ordering::Release);
+        told.ended.notify_waiters();
         match who {
-            Who::Waiter(told) => _ = told.send(heard),
+            Who::Waiter => {}
             // In any case: what was not heard may have happened.
             Who::Holder(key) => listeners.hear_of(&key),
         }
         true
+    }
+
+    fn confirm(&self, id: i64) {
+        if let Some((_, told)) = self.0.get(&id) {
+            told.confirmed.store(true, Ordering::Release);
+        }
     }
 
     fn tell_all(&mut self, listeners: &Listeners) {
@@ -212,7 +249,12 @@ async fn hear(
         link.leave(wire.number, true);
         return;
     };
+    wire.heard();
+    // When the member was asked to show that it is there, and has not answered.
+    let mut asked: Option<Instant> = None;
     loop {
+        let has_watches = !watches.0.is_empty();
+        let check_at = asked.unwrap_or_else(|| wire.last_heard()) + link.patience();
         tokio::select! {
             order = orders.recv() => {
                 if !order.is_some_and(|order| obey(order, watches)) {
@@ -224,10 +266,15 @@ async fn hear(
                     link.leave(wire.number, true);
                     return;
                 };
-                let WatchResponse { watch_id, canceled, events } = answer;
+                wire.heard();
+                asked = None;
+                let WatchResponse { watch_id, created, canceled, events } = answer;
                 if canceled && watch_id < 0 {
                     // A watch that was never begun is not named.
                     return;
+                }
+                if created && !canceled {
+                    watches.confirm(watch_id);
                 }
                 if canceled {
                     watches.tell(watch_id, Heard::Nothing, listeners);
@@ -240,6 +287,19 @@ async fn hear(
             left = departures.wait_for(|&left| left >= wire.number) => {
                 drop(left);
                 return;
+            }
+            () = sleep_until(check_at), if has_watches => {
+                if wire.was_heard_within(link.patience()) {
+                    asked = None;
+                } else if asked.is_some() {
+                    link.leave(wire.number, true);
+                    return;
+                } else {
+                    // Waiters rely on a silent stream, so a stream that has died must not pass for one.
+                    asked = Some(Instant::now());
+                    let progress = WatchUnion::Progress(WatchProgressRequest {});
+                    _ = requests.send(WatchRequest { request: Some(progress) });
+                }
             }
         }
     }

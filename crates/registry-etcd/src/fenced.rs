@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use registry_core::{BackendError, LockGuard};
+use registry_core::{BackendError, Claim, LockGuard};
 
 use crate::backend::EtcdBackend;
 use crate::error::{Failure, unreadable};
@@ -129,7 +129,10 @@ impl FencedTxn<'_> {
         let (Some(backend), Some(created)) = (self.guard.backend::<EtcdBackend>(), created) else {
             return Err(FenceError::Unsupported { key });
         };
-        let done = run(backend, self.guard, created, self.operations).await;
+        let Ok(claim) = self.guard.claim_for_fence() else {
+            return Err(FenceError::Lost { key });
+        };
+        let done = run(backend, claim, created, self.operations).await;
         match done {
             Ok(Some(committed)) => Ok(committed),
             Ok(None) => Err(FenceError::Lost { key }),
@@ -141,11 +144,11 @@ impl FencedTxn<'_> {
 /// `None` if the lock is not held any more.
 async fn run(
     backend: &EtcdBackend,
-    guard: &LockGuard,
+    claim: &Claim,
     created: i64,
     operations: Vec<Op>,
 ) -> Result<Option<Committed>, BackendError> {
-    let Some(name) = backend.name_of(guard.claim(), created).await? else { return Ok(None) };
+    let Some(name) = backend.name_of(claim, created).await? else { return Ok(None) };
     let reads: Vec<bool> = operations.iter().map(|op| matches!(op, Op::Range(_))).collect();
     let txn = TxnRequest {
         compare: vec![txn::created_in(&name, created)],

@@ -37,6 +37,11 @@ impl Lease {
         self.ttl.saturating_sub(Moment::now().since(self.refreshed))
     }
 
+    /// When it surely has not ended yet, if nobody keeps it alive.
+    pub(crate) fn ends(&self) -> Moment {
+        self.refreshed.after(self.ttl)
+    }
+
     /// When it was last kept alive, as far as anybody has said.
     pub(crate) fn latest(&self) -> Moment {
         self.pending.map_or(self.refreshed, |pending| pending.refreshed)

@@ -37,7 +37,7 @@ mod txn;
 mod lease;
 mod pool;
 mod traces;
-mod heart;
+mod keep_alive;
 mod ears;
 mod link;
 mod wire;
@@ -48,3 +48,8 @@ mod error;
 pub use backend::EtcdBackend;
 pub use config::{EtcdConfig, Layout};
 pub use fenced::{Committed, Fence, FenceError, FencedTxn};
+
+// The example of the README is compiled.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -6,6 +6,7 @@
 
 use std::error::Error as _;
 use std::fmt;
+use std::pin::pin;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -13,7 +14,7 @@ use std::time::Duration;
 use futures_util::Stream;
 use registry_core::{BackendError, BackendErrorKind};
 use tokio::sync::watch;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout, timeout_at};
 use tonic::client::Grpc;
 use tonic::codegen::http::uri::PathAndQuery;
 use tonic::metadata::{Ascii, MetadataValue};
@@ -52,6 +53,52 @@ pub(crate) struct Wire {
     channel: Channel,
     token: Option<MetadataValue<Ascii>>,
     pub(crate) number: u64,
+    opened: Instant,
+    /// When something arrived last, in milliseconds after it was opened.
+    heard_ms: Arc<AtomicU64>,
+}
+
+/// How long an answer is waited for.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Limits {
+    /// A connection over which nothing at all arrives for this long is given up.
+    pub(crate) silence: Duration,
+    /// The time until the request fails.
+    pub(crate) total: Duration,
+}
+
+impl Wire {
+    /// Notes that something has arrived.
+    pub(crate) fn heard(&self) {
+        let ms = u64::try_from(self.opened.elapsed().as_millis()).unwrap_or(u64::MAX);
+        self.heard_ms.fetch_max(ms, Ordering::Relaxed);
+    }
+
+    /// Whether something has arrived in the last `span`.
+    pub(crate) fn was_heard_within(&self, span: Duration) -> bool {
+        self.last_heard().elapsed() < span
+    }
+
+    /// When something arrived last.
+    pub(crate) fn last_heard(&self) -> Instant {
+        self.opened + Duration::from_millis(self.heard_ms.load(Ordering::Relaxed))
+    }
+
+    /// Waits for `answer`. `None` when a limit is over before it comes.
+    async fn answer<T>(&self, answer: impl Future<Output = T>, limits: Limits) -> Option<T> {
+        let begun = Instant::now();
+        let mut answer = pin!(answer);
+        loop {
+            let silent_since = self.last_heard().max(begun);
+            let limit = (silent_since + limits.silence).min(begun + limits.total);
+            if let Ok(answer) = timeout_at(limit, &mut answer).await {
+                return Some(answer);
+            }
+            if limit == begun + limits.total || self.last_heard() <= silent_since {
+                return None;
+            }
+        }
+    }
 }
 
 impl Link {
@@ -86,14 +133,26 @@ impl Link {
 
     /// Asks a member and waits for the answer.
     pub(crate) async fn call<C: Call>(&self, request: C) -> Result<C::Answer, Failure> {
+        self.call_within(request, self.0.patience).await
+    }
+
+    /// As [`call`](Self::call); a connection over which nothing arrives for `silence` is given up.
+    pub(crate) async fn call_within<C: Call>(
+        &self,
+        request: C,
+        silence: Duration,
+    ) -> Result<C::Answer, Failure> {
+        let limits = Limits { silence, total: self.0.patience };
         let mut has_new_login = false;
         loop {
             let wire = self.wire().await.map_err(Failure::Trouble)?;
-            let answer = timeout(self.0.patience, unary(&wire, request.clone())).await;
-            let failure = match answer {
-                Ok(Ok(answer)) => return Ok(answer),
-                Ok(Err(status)) => judge(&status),
-                Err(_) => Failure::Elsewhere(silent()),
+            let failure = match wire.answer(unary(&wire, request.clone()), limits).await {
+                Some(Ok(answer)) => {
+                    wire.heard();
+                    return Ok(answer);
+                }
+                Some(Err(status)) => judge(&status),
+                None => Failure::Elsewhere(silent()),
             };
             match failure {
                 Failure::Login if !has_new_login && self.0.login.is_some() => {
@@ -230,7 +289,8 @@ impl Link {
             })?
             .map_err(|error| unconnected(&error))?;
         let number = self.0.next_number.fetch_add(1, Ordering::Relaxed);
-        let mut wire = Wire { channel, token: None, number };
+        let (opened, heard_ms) = (Instant::now(), Arc::default());
+        let mut wire = Wire { channel, token: None, number, opened, heard_ms };
         if let Some(Login { user, password }) = &self.0.login {
             let request = AuthenticateRequest { name: user.clone(), password: password.clone() };
             let answer = timeout(self.0.patience, unary(&wire, request)).await;

@@ -1,5 +1,6 @@
 //! The queue of a lock: who is first in it holds the lock. Joins, looks, waits and leaves.
 
+use std::pin::pin;
 use std::time::Duration;
 
 use futures_util::future::join;
@@ -11,8 +12,9 @@ use crate::claims::{Before, Place, Seat};
 
 use crate::ears::Heard;
 use crate::error::{Failure, unreadable};
-use crate::heart::Beating;
+use crate::keep_alive::KeptAlive;
 use crate::lease::{Lease, seconds};
+use crate::link::Limits;
 use crate::record;
 use crate::txn;
 use crate::wire::{KeyValue, LeaseTimeToLiveRequest};
@@ -53,8 +55,8 @@ impl EtcdBackend {
             }
         };
         match self.refresh(claim, &mut place.lease).await {
-            Ok(Beating::Yes) => {}
-            Ok(Beating::Unknown) => {
+            Ok(KeptAlive::Yes) => {}
+            Ok(KeptAlive::Unknown) => {
                 self.abandon(place);
                 return Ok(Step::Again);
             }
@@ -117,13 +119,16 @@ impl EtcdBackend {
 
     /// Looks at the place of the claim again: first of all, whether it is still there and still the same.
     async fn look(&self, claim: &Claim, seat: &mut Seat<'_>) -> Result<Step, BackendError> {
+        if let Some(busy) = seat.as_ref().and_then(|place| place.still_waits(Moment::now())) {
+            return Ok(Step::Answer(Attempt::Busy(busy)));
+        }
         let (Some(mut place), queue) = (seat.take(), self.names.queue(claim.key())) else {
             return Ok(Step::Again);
         };
         let created = place.created.unwrap_or_default();
         match self.refresh(claim, &mut place.lease).await {
-            Ok(Beating::Yes) => {}
-            Ok(Beating::Unknown) => {
+            Ok(KeptAlive::Yes) => {}
+            Ok(KeptAlive::Unknown) => {
                 // The next one of the queue may hold the lock by now. Whoever was too late stands behind it.
                 self.abandon(place);
                 return Ok(Step::Again);
@@ -133,7 +138,7 @@ impl EtcdBackend {
                 return Err(error.as_unknown());
             }
         }
-        let was_before = match place.before.take() {
+        let mut was_before = match place.before.take() {
             Some(before) => match self.still_waits(&mut place, before).await {
                 Ok(Ok(answer)) => {
                     **seat = Some(place);
@@ -180,7 +185,8 @@ impl EtcdBackend {
             self.abandon(place);
             return Ok(Step::Again);
         }
-        place.before = before.map(|before| Before::new(before, header.revision));
+        place.before = before
+            .map(|before| Before::new(before, header.revision).with_watch_of(was_before.as_mut()));
         if place.before.is_none() {
             if place.lease.left() < claim.lease() / 2 {
                 // Granted, but it is not proven for how long: the leader has just changed.
@@ -241,7 +247,7 @@ impl EtcdBackend {
     ) -> Result<Option<txn::Trace>, BackendError> {
         let names = (self.names.trace(&place.name), self.names.traces(queue), place.seconds);
         let (Some(name), Some(all), Some(seconds)) = names else { return Ok(None) };
-        let lease = self.traces.lease(seconds, &self.pool, &self.heart).await?;
+        let lease = self.traces.lease(seconds, &self.pool, &self.keep_alive).await?;
         Ok(Some(txn::Trace { name, lease, all }))
     }
 
@@ -324,11 +330,13 @@ impl EtcdBackend {
     }
 
     /// Makes sure that the lease lasts for as long as the claim wants.
-    async fn refresh(&self, claim: &Claim, lease: &mut Lease) -> Result<Beating, BackendError> {
+    async fn refresh(&self, claim: &Claim, lease: &mut Lease) -> Result<KeptAlive, BackendError> {
         if lease.left() >= claim.lease() {
-            return Ok(Beating::Yes);
+            return Ok(KeptAlive::Yes);
         }
-        self.heart.keep_alive(lease, self.link.patience()).await
+        let patience = self.link.patience();
+        let limits = Limits { silence: patience, total: patience };
+        self.keep_alive.keep_alive(lease, limits).await
     }
 
     /// Does away with a place that is worth nothing any more, and with whatever may be left of it.
@@ -466,23 +474,32 @@ impl EtcdBackend {
     /// Returns when the one before the claim may be gone; keeps its place in the queue until then. `mark` is when the one before came.
     pub(crate) async fn stand_by(&self, claim: &Claim, mark: u64) {
         let known = {
-            let seat = self.claims.seat(claim).await;
-            seat.as_ref().and_then(|place| {
-                let before = place.before.as_ref()?;
-                let every = place.lease.ttl() / 3;
-                Some(((before.name.clone(), before.seen), every.clamp(BEAT_MIN, BEAT_MAX)))
+            let mut seat = self.claims.seat(claim).await;
+            seat.as_mut().and_then(|place| {
+                let before = place.before.as_mut()?;
+                // Kept with the place: the next poll must not pay for another one.
+                let watch = before.watch.take_if(|watch| watch.lives() || watch.heard_of_end());
+                let watch = watch.unwrap_or_else(|| {
+                    self.ears.wait(before.name.clone(), before.seen.saturating_add(1))
+                });
+                let heard = before.watch.insert(watch).heard();
+                let every = beats(place.lease.ttl());
+                let since = Moment::now().since(place.lease.latest());
+                Some((heard, every, every.saturating_sub(since)))
             })
         };
-        let (before, every) = match known {
-            Some((before, every)) => (Some(before), Some(every)),
+        let (heard, _watch, every, mut beat_at) = match known {
+            Some((heard, every, first)) => (heard, None, Some(every), Some(Instant::now() + first)),
             None => match self.one_of(claim, mark).await {
-                Ok(before) => (before, None),
+                Ok(Some((name, seen))) => {
+                    let watch = self.ears.wait(name, seen.saturating_add(1));
+                    (watch.heard(), Some(watch), None, None)
+                }
+                Ok(None) => return,
                 Err(_) => return sleep(PAUSE).await,
             },
         };
-        let Some((name, seen)) = before else { return };
-        let (_watch, mut hears) = self.ears.wait(name, seen.saturating_add(1));
-        let mut beat_at = every.map(|every| Instant::now() + every);
+        let mut heard = pin!(heard);
         loop {
             let beat = async {
                 match beat_at {
@@ -491,8 +508,8 @@ impl EtcdBackend {
                 }
             };
             tokio::select! {
-                heard = &mut hears => {
-                    if heard != Ok(Heard::Deleted) {
+                heard = &mut heard => {
+                    if heard != Heard::Deleted {
                         // It is looked again, but not at once and again and again.
                         return sleep(PAUSE).await;
                     }
@@ -506,11 +523,11 @@ impl EtcdBackend {
                 () = beat => {}
             }
             let every = every.unwrap_or(BEAT_MIN);
-            let next = match self.beat(claim, every).await {
-                Ok(Beating::Yes) => every,
+            let next = match self.beat(claim, every / 4).await {
+                Ok(KeptAlive::Yes) => every,
                 // The place may be lost: it is time to look.
-                Ok(Beating::Unknown) => return,
-                Err(_) => every / 4,
+                Ok(KeptAlive::Unknown) => return,
+                Err(_) => (every / 8).max(BEAT_RETRY_MIN),
             };
             beat_at = Some(Instant::now() + next);
         }
@@ -529,18 +546,26 @@ impl EtcdBackend {
     }
 
     /// Keeps the lease of one who waits alive.
-    async fn beat(&self, claim: &Claim, every: Duration) -> Result<Beating, BackendError> {
+    async fn beat(&self, claim: &Claim, limit: Duration) -> Result<KeptAlive, BackendError> {
         let mut seat = self.claims.seat(claim).await;
-        let Some(place) = &mut *seat else { return Ok(Beating::Unknown) };
-        let limit = self.link.patience().min(every);
+        let Some(place) = &mut *seat else { return Ok(KeptAlive::Unknown) };
+        let limit = self.link.patience().min(limit.max(BEAT_MIN));
         self.trace_lease(place.seconds);
-        self.heart.keep_alive(&mut place.lease, limit).await
+        let limits = Limits { silence: limit, total: limit };
+        let kept = self.keep_alive.keep_alive(&mut place.lease, limits).await?;
+        if kept == KeptAlive::Unknown
+            && let Some(before) = &mut place.before
+        {
+            // Nothing that is remembered of the place may answer the next poll.
+            before.first = None;
+        }
+        Ok(kept)
     }
 
     /// The lease for traces of places of this time, if there is one. Has it kept alive.
     pub(crate) fn trace_lease(&self, seconds: Option<i64>) -> Option<i64> {
         self.clear_away_what_is_over();
-        seconds.and_then(|seconds| self.traces.kept(seconds, &self.heart))
+        seconds.and_then(|seconds| self.traces.kept(seconds, &self.keep_alive))
     }
 }
 
@@ -552,6 +577,14 @@ fn mark(place: &KeyValue) -> u64 {
     u64::try_from(place.create_revision).unwrap_or(0)
 }
 
+/// How often a waiter keeps its lease alive: as seldom as leaves time to try again, as all waiters of the cluster add up.
+fn beats(ttl: Duration) -> Duration {
+    (ttl * 3 / 4).min(ttl.saturating_sub(BEAT_SPARE)).max(ttl / 3).clamp(BEAT_MIN, BEAT_MAX)
+}
+
+/// The time that is left for further tries, where the lease is long enough.
+const BEAT_SPARE: Duration = Duration::from_secs(5);
+const BEAT_RETRY_MIN: Duration = Duration::from_millis(100);
 /// The least time between two signs of life of one who waits.
 const BEAT_MIN: Duration = Duration::from_millis(500);
 /// The most, whatever a member says of how long a lease lasts.

@@ -12,9 +12,10 @@ use crate::claims::Place;
 
 use crate::ears::Watch;
 use crate::error::Failure;
-use crate::heart::Beating;
+use crate::keep_alive::KeptAlive;
 use crate::lease::{Lease, seconds};
-use crate::txn;
+use crate::link::Limits;
+use crate::txn::{self, Answer};
 use crate::wire::KeyValue;
 
 /// A place as it was when its renewal began.
@@ -29,18 +30,22 @@ struct Renewing {
     new_seconds: Option<i64>,
     /// The lease of its trace, as far as that is known.
     trace: Option<i64>,
-    beating: Beating,
+    kept_alive: KeptAlive,
 }
 
-type Answer = Result<Renewal, BackendError>;
+type Outcome = Result<Renewal, BackendError>;
 
 impl EtcdBackend {
     /// Renews claims, all of which fit into one look.
-    pub(crate) async fn renew_batch(&self, claims: &[Claim]) -> Vec<Answer> {
+    pub(crate) async fn renew_batch(&self, claims: &[Claim]) -> Vec<Outcome> {
         let begun = join_all(claims.iter().map(|claim| self.begin(claim))).await;
         let names: Vec<_> =
             begun.iter().flatten().flatten().map(|renewing| &*renewing.name).collect();
-        let seen = if names.is_empty() { Ok(Seen::default()) } else { self.see(&names).await };
+        let silence = claims.iter().map(|claim| self.silence_of(claim)).min().unwrap_or_default();
+        let seen = match &*names {
+            [] => Ok(Seen::default()),
+            names => self.see(names, silence).await,
+        };
         let settle = claims.iter().zip(begun).map(|(claim, begun)| {
             let seen = &seen;
             async move {
@@ -56,6 +61,11 @@ impl EtcdBackend {
             }
         });
         join_all(settle).await
+    }
+
+    /// How long the connection may be silent while `claim` is renewed: there must be time to ask another member.
+    fn silence_of(&self, claim: &Claim) -> Duration {
+        self.link.patience().min((claim.lease() / 6).max(SILENCE_MIN))
     }
 
     /// Keeps the claim's lease alive. `None` if it has no place, or not the first.
@@ -74,16 +84,18 @@ impl EtcdBackend {
             None => self.find(claim).await?.as_ref().and_then(Renewing::of),
         };
         let Some(mut renewing) = known else { return Ok(None) };
-        // However slow a member is, there must be time to ask another one.
-        let limit = self.link.patience().min((claim.lease() / 6).max(LIMIT_MIN));
+        let silence = self.silence_of(claim);
+        // The next renewal, to which the engine gives the same time, has precedence by then.
+        let limits = Limits { silence, total: silence.max(claim.lease() / 3) };
         let trace = self.trace_lease(renewing.seconds);
         let has_none = trace.is_none() || trace != renewing.trace;
-        let again = has_none.then(|| self.leave_trace_again(renewing.clone(), limit));
+        let again = has_none.then(|| self.leave_trace_again(renewing.clone(), silence));
         let again = OptionFuture::from(again);
-        let (beating, again) = join(self.heart.keep_alive(&mut renewing.lease, limit), again).await;
+        let (kept_alive, again) =
+            join(self.keep_alive.keep_alive(&mut renewing.lease, limits), again).await;
         renewing.trace = again.unwrap_or(trace);
-        renewing.beating = beating?;
-        if claim.lease() > renewing.lease.ttl() && renewing.beating == Beating::Yes {
+        renewing.kept_alive = kept_alive?;
+        if claim.lease() > renewing.lease.ttl() && renewing.kept_alive == KeptAlive::Yes {
             return self.lengthen(claim, renewing).await;
         }
         Ok(Some(renewing))
@@ -94,7 +106,7 @@ impl EtcdBackend {
     async fn leave_trace_again(&self, renewing: Renewing, limit: Duration) -> Option<i64> {
         let (trace, seconds) = (self.names.trace(&renewing.name)?, renewing.seconds?);
         let leave = async {
-            let lease = self.traces.lease(seconds, &self.pool, &self.heart).await.ok()?;
+            let lease = self.traces.lease(seconds, &self.pool, &self.keep_alive).await.ok()?;
             let again = txn::leave_again(&renewing.name, renewing.created, &trace, lease);
             match self.ask(again).await {
                 Ok(_) => Some(lease),
@@ -117,7 +129,9 @@ impl EtcdBackend {
     ) -> Result<Option<Renewing>, BackendError> {
         let seconds = seconds(claim.lease());
         let trace = match self.names.trace(&renewing.name) {
-            Some(name) => Some((name, self.traces.lease(seconds, &self.pool, &self.heart).await?)),
+            Some(name) => {
+                Some((name, self.traces.lease(seconds, &self.pool, &self.keep_alive).await?))
+            }
             None => None,
         };
         let trace = trace.as_ref().map(|(name, lease)| (&**name, *lease));
@@ -141,11 +155,17 @@ impl EtcdBackend {
         Ok(Some(renewing))
     }
 
-    async fn see(&self, names: &[&[u8]]) -> Result<Seen, BackendError> {
-        let mut answer = match self.ask(txn::look_at_all(names.iter().copied())).await {
+    async fn see(&self, names: &[&[u8]], silence: Duration) -> Result<Seen, BackendError> {
+        let look = txn::look_at_all(names.iter().copied());
+        let answer = self.link.call_within(look, silence).await;
+        let answer = answer.and_then(|answer| Answer::read(answer).map_err(Failure::Trouble));
+        let mut answer = match answer {
             Err(Failure::TooMany) if names.len() > 1 => {
                 let (some, others) = names.split_at(names.len() / 2);
-                let both = try_join(Box::pin(self.see(some)), Box::pin(self.see(others)));
+                let both = try_join(
+                    Box::pin(self.see(some, silence)),
+                    Box::pin(self.see(others, silence)),
+                );
                 let (some, others) = both.await?;
                 return Ok(some.and(others));
             }
@@ -164,7 +184,7 @@ impl EtcdBackend {
         Ok(seen)
     }
 
-    async fn settle(&self, claim: &Claim, mut renewing: Renewing, seen: &Seen) -> Answer {
+    async fn settle(&self, claim: &Claim, mut renewing: Renewing, seen: &Seen) -> Outcome {
         let Some(found) = seen.keys.get(&renewing.name) else { return Ok(Renewal::Gone) };
         if found.create_revision != renewing.created {
             return Ok(Renewal::Gone);
@@ -182,7 +202,7 @@ impl EtcdBackend {
             }
             return Err(BackendError::transient("etcd: the lock is attached to another lease"));
         }
-        if renewing.beating == Beating::Unknown {
+        if renewing.kept_alive == KeptAlive::Unknown {
             // A member that lags behind may not know what the majority does.
             return Err(BackendError::transient("etcd: the member does not know the lease"));
         }
@@ -242,7 +262,7 @@ impl Renewing {
             seconds: place.seconds,
             new_seconds: None,
             trace: place.trace,
-            beating: Beating::Yes,
+            kept_alive: KeptAlive::Yes,
         })
     }
 }
@@ -264,5 +284,5 @@ impl Seen {
     }
 }
 
-/// The least time that a member gets to keep a lease alive.
-const LIMIT_MIN: Duration = Duration::from_millis(500);
+/// The least silence after which a connection is given up, whatever the lease.
+const SILENCE_MIN: Duration = Duration::from_millis(500);

@@ -11,7 +11,7 @@ use std::time::Duration;
 use futures_util::future::{BoxFuture, FutureExt as _, Shared};
 use registry_core::{BackendError, Moment};
 
-use crate::heart::{Asked, Beating, Heart};
+use crate::keep_alive::{Asked, KeepAlive, Outcome};
 use crate::lease::Lease;
 use crate::pool::Pool;
 
@@ -40,14 +40,14 @@ impl Traces {
         &self,
         seconds: i64,
         pool: &Pool,
-        heart: &Heart,
+        keep_alive: &KeepAlive,
     ) -> Result<i64, BackendError> {
-        if let Some(lease) = self.kept(seconds, heart) {
+        if let Some(lease) = self.kept(seconds, keep_alive) {
             return Ok(lease);
         }
         let awaited = {
             let mut all = self.awaited();
-            if let Some(lease) = self.kept(seconds, heart) {
+            if let Some(lease) = self.kept(seconds, keep_alive) {
                 return Ok(lease);
             }
             let ask = || pool.grant(seconds.saturating_mul(TIMES)).boxed().shared();
@@ -66,18 +66,19 @@ impl Traces {
     }
 
     /// The lease for places of this time, if there is one. Has it kept alive if it is due.
-    pub(crate) fn kept(&self, seconds: i64, heart: &Heart) -> Option<i64> {
+    pub(crate) fn kept(&self, seconds: i64, keep_alive: &KeepAlive) -> Option<i64> {
         let period = Duration::from_secs(u64::try_from(seconds).unwrap_or(0));
         let now = Moment::now();
         let mut all = self.all();
         let kept = all.get_mut(&seconds)?;
         let is_over = match kept.asked.as_mut().and_then(Asked::outcome) {
-            Some(Beating::Yes) => {
-                kept.refreshed = kept.asked.take().map_or(now, |asked| asked.sent);
+            Some(Outcome::KeptAlive(from)) => {
+                kept.refreshed = from;
+                kept.asked = None;
                 false
             }
             // Somebody has ended it. Places that have a trace there get another one when they are renewed.
-            Some(Beating::Unknown) => true,
+            Some(Outcome::Unknown) => true,
             None => false,
         };
         let age = now.since(kept.refreshed);
@@ -86,10 +87,11 @@ impl Traces {
             all.remove(&seconds);
             return None;
         }
-        let asked = kept.asked.as_ref().map_or(kept.refreshed, |asked| asked.sent);
+        let asked = kept.asked.as_ref().map_or(kept.refreshed, |asked| asked.at);
         if now.since(asked) >= period / 3 {
             // Nobody waits for what comes of it: there is time for more attempts.
-            kept.asked = Some(heart.ask(kept.lease));
+            let ends = kept.refreshed.after(period * 2);
+            kept.asked = Some(keep_alive.ask(kept.lease, ends, period / 6));
         }
         Some(kept.lease)
     }

@@ -270,7 +270,7 @@ pub(crate) struct LeaseTimeToLiveResponse {
 
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct WatchRequest {
-    #[prost(oneof = "WatchUnion", tags = "1, 2")]
+    #[prost(oneof = "WatchUnion", tags = "1, 2, 3")]
     pub(crate) request: Option<WatchUnion>,
 }
 
@@ -280,6 +280,8 @@ pub(crate) enum WatchUnion {
     Create(WatchCreateRequest),
     #[prost(message, tag = "2")]
     Cancel(WatchCancelRequest),
+    #[prost(message, tag = "3")]
+    Progress(WatchProgressRequest),
 }
 
 #[derive(Clone, PartialEq, Message)]
@@ -304,10 +306,17 @@ pub(crate) struct WatchCancelRequest {
     pub(crate) watch_id: i64,
 }
 
+/// Has the member answer over the stream, to show that it is there.
+#[derive(Clone, Copy, PartialEq, Message)]
+pub(crate) struct WatchProgressRequest {}
+
 #[derive(Clone, PartialEq, Message)]
 pub(crate) struct WatchResponse {
     #[prost(int64, tag = "2")]
     pub(crate) watch_id: i64,
+    /// The watch is in place.
+    #[prost(bool, tag = "3")]
+    pub(crate) created: bool,
     #[prost(bool, tag = "4")]
     pub(crate) canceled: bool,
     #[prost(message, repeated, tag = "11")]

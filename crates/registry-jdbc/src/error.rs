@@ -43,6 +43,21 @@ pub(crate) fn is_busy(error: &sqlx::Error) -> bool {
     sqlite_code(error).is_some_and(|code| matches!(code & 0xff, BUSY | LOCKED))
 }
 
+/// Whether the statement was refused because another connection writes to the file.
+pub(crate) fn tells_of_writer(error: &BackendError) -> bool {
+    let source = std::error::Error::source(error).and_then(|source| source.downcast_ref());
+    source.is_some_and(is_busy)
+}
+
+/// What the release of a claim finds that has fenced a transaction which may still be open.
+pub(crate) fn is_fenced(error: BackendError, path: &Path) -> BackendError {
+    let says = format!(
+        "sqlite file {path:?}: another connection writes to the file, probably in a transaction that this lock fences, and the key is free \
+         only after its end; commit or roll back first, then unlock"
+    );
+    BackendError::transient(says).with_source(error).as_blocked()
+}
+
 /// The extended code, if SQLite itself raised the error.
 fn sqlite_code(error: &sqlx::Error) -> Option<i32> {
     error.as_database_error().map(code_of)

@@ -6,8 +6,10 @@
 
 use std::future::Future;
 
-use registry_core::{BackendError, LockGuard};
+use registry_core::{BackendError, Claim, LockGuard};
 use sqlx::{Database, Transaction};
+
+use crate::mutant::{Mutant, mutated};
 
 /// Guards a transaction by a lock that lives in the same database.
 #[cfg_attr(
@@ -49,6 +51,10 @@ pub trait Fence<DB: Database> {
     /// until the transaction ends. Whoever waits for the lock waits for the transaction too, even if the lease runs out meanwhile
     /// or the lock is let go; so keep it short. After an error roll it back.
     ///
+    /// The claim of a fenced lock is not handed over to the next caller of this process, who acquires one of its own: so this transaction commits before that one's, or not
+    /// at all. End the transaction before [`unlock`](LockGuard::unlock): next to an open one, that fails where the store cannot release the lock yet, and the background
+    /// releases it later.
+    ///
     /// In SQLite this takes the write lock of the database. Fence before the transaction reads anything, or begin it with
     /// `BEGIN IMMEDIATE`: SQLite refuses to turn a transaction that has read into one that writes if somebody wrote in
     /// between ([`FenceError::Busy`]). Only what is written to the same file is protected, not to databases attached to it.
@@ -79,6 +85,14 @@ pub trait Fence<DB: Database> {
         &self,
         transaction: &mut Transaction<'_, DB>,
     ) -> impl Future<Output = Result<(), FenceError>> + Send;
+}
+
+/// The claim that a fence compares. From here on no other local caller takes it over: its row would not tell their transactions apart.
+pub(crate) fn fenced_claim(guard: &LockGuard) -> Result<&Claim, FenceError> {
+    if mutated(Mutant::FenceAllowsHandOver) {
+        return Ok(guard.claim());
+    }
+    guard.claim_for_fence().map_err(|_| FenceError::lost(guard))
 }
 
 /// Why a transaction must not commit.

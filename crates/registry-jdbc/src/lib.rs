@@ -57,7 +57,7 @@ mod fence;
 mod lock_in;
 #[cfg(feature = "sqlite")]
 mod error;
-#[cfg(any(feature = "postgres", feature = "mysql"))]
+#[cfg(any(feature = "sqlite", feature = "postgres", feature = "mysql"))]
 #[cfg_attr(
     not(lock_registry_mutants),
     expect(
@@ -93,3 +93,8 @@ pub use sqlite::SqliteBackend;
 /// The sqlx that this crate was built with: [`Fence`] takes its transactions.
 #[cfg(any(feature = "sqlite", feature = "postgres", feature = "mysql"))]
 pub use sqlx;
+
+// The examples of the README are compiled.
+#[cfg(all(doctest, feature = "sqlite", feature = "postgres", feature = "mysql"))]
+#[doc = include_str!("../README.md")]
+struct Readme;

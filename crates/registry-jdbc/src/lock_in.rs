@@ -38,15 +38,18 @@ pub trait LockIn<DB: Database> {
     /// The lock is not a guard's: whoever holds the key by a guard, even in this process, keeps the transaction out, and the other way round.
     /// To lock the same key again in the same transaction is granted, with a larger token.
     ///
-    /// In PostgreSQL the lock may be had through a pooler that gives each transaction another connection. With the isolation levels
-    /// `REPEATABLE READ` and `SERIALIZABLE` a transaction that finds the key held, or changed since it began to read, goes on seeing
-    /// it that way: roll it back and begin again ([`LockInError::Conflict`]).
+    /// A call makes one attempt at once. If that fails, the caller waits in the local queue of the key, together with the registry's callers for guards; no
+    /// guard is handed over past it.
     ///
-    /// In MariaDB and MySQL the caller looks again and again, every few milliseconds at first and at least ten times a second: the server has no
+    /// In PostgreSQL the lock may be had through a pooler that gives each transaction another connection. The transaction must have the isolation
+    /// level `READ COMMITTED`, the server's default. `REPEATABLE READ` and `SERIALIZABLE` are refused ([`LockInError::Isolation`]) before anything is
+    /// locked: their snapshot is taken before the lock is granted, so the transaction would not see what the holder before has written.
+    ///
+    /// In MariaDB and MySQL the caller looks again and again, every 5 to 10 ms: the server has no
     /// limit for a wait that would be the statement's alone. A lease that is wanted while a transaction has the lock waits for the row
     /// (`busy_timeout`), and is then told of trouble that may pass, as the server does not say why the row is locked; in PostgreSQL it is told "busy".
-    /// With `REPEATABLE READ` a transaction that began to read before the lock's row was changed last, or made, is refused as in PostgreSQL
-    /// ([`LockInError::Conflict`]): it would go on reading what others have overwritten since.
+    /// With `REPEATABLE READ`, the default of these servers, lock before the transaction reads anything. A transaction that read earlier, and before the
+    /// end of the key's last holder, is refused ([`LockInError::Conflict`]): it would go on reading what others have overwritten since.
     ///
     /// The locks may be leases or rows that transactions lock. In PostgreSQL they may be those of sessions, too: then the transaction takes the
     /// advisory lock as well, and one that finds it taken looks again twice a second and whenever a release is heard of. The named locks of MariaDB and MySQL
@@ -149,6 +152,17 @@ pub enum LockInError {
         /// The key.
         key: String,
     },
+    /// A transaction of this isolation level goes on reading what was there before it had the lock. Nothing was locked.
+    #[error(
+        "lock {key:?} cannot be had in a transaction of isolation level {level}, which reads the past; begin the transaction with READ COMMITTED"
+    )]
+    #[non_exhaustive]
+    Isolation {
+        /// The key.
+        key: String,
+        /// The level of the transaction.
+        level: String,
+    },
     /// Another transaction was in the way. Roll back and begin again.
     #[error("another transaction came between; lock {key:?} can be had by one that begins anew")]
     #[non_exhaustive]
@@ -195,6 +209,11 @@ impl LockInError {
 
     pub(crate) fn other_database(key: &Key) -> Self {
         Self::OtherDatabase { key: key.to_string() }
+    }
+
+    #[cfg(feature = "postgres")]
+    pub(crate) fn isolation(key: &Key, level: &str) -> Self {
+        Self::Isolation { key: key.to_string(), level: level.to_ascii_uppercase() }
     }
 
     pub(crate) fn conflict(key: &Key, source: Option<sqlx::Error>) -> Self {

@@ -26,11 +26,15 @@ pub enum Mutant {
     SessionTrustsItsMemory,
     /// A session goes on granting without writing, although a fence relies on the row.
     SessionForgetsFences,
+    /// A session's renewals and releases queue behind acquisitions.
+    SessionRenewsInTurn,
+    /// A claim passes to the next local caller although a fenced transaction of the one before may be open.
+    FenceAllowsHandOver,
 }
 
 impl Mutant {
     /// All of them.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 10] = [
         Self::ReleaseWithoutOwner,
         Self::RenewalRevives,
         Self::TakesAgainWhatOthersHold,
@@ -39,6 +43,8 @@ impl Mutant {
         Self::FenceWithoutLock,
         Self::SessionTrustsItsMemory,
         Self::SessionForgetsFences,
+        Self::SessionRenewsInTurn,
+        Self::FenceAllowsHandOver,
     ];
 }
 

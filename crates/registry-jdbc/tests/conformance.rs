@@ -19,7 +19,7 @@ impl Harness for Sqlite {
 
 registry_conformance::conformance! {
     harness = Sqlite,
-    runs = 210,
+    runs = 221,
     skips = 11,
     without = [fair, tells_losses, remote],
 }

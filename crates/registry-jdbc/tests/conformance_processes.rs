@@ -144,7 +144,7 @@ impl RemoteHolder for Holder {
 
 registry_conformance::conformance! {
     harness = SharedSqlite::new(),
-    runs = 216,
+    runs = 227,
     skips = 5,
     without = [fair, tells_losses],
 }

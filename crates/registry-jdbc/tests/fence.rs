@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use registry_core::{LockBackend, LockGuard, LockOptions, LockRegistry, Registry};
+use registry_core::{LockBackend, LockError, LockGuard, LockOptions, LockRegistry, Registry};
 use registry_jdbc::sqlx::sqlite::SqliteConnectOptions;
 use registry_jdbc::sqlx::{self, ConnectOptions, Connection, Executor, Row, SqliteConnection};
 use registry_jdbc::{Fence, FenceError, SqliteBackend, SqliteConfig};
@@ -90,6 +90,74 @@ async fn a_holder_commits() {
     guard.unlock().await.unwrap();
 }
 
+/// Another process that waits for the lock, and sells under it.
+fn next(shop: &Shop) -> impl Future<Output = ()> + Send + 'static {
+    let path = shop.path.clone();
+    async move {
+        let theirs = registry(&path).await;
+        let mut data = connect(&path).await;
+        let guard = lock(&theirs).await;
+        sell(&guard, &mut data).await.unwrap();
+        guard.unlock().await.unwrap();
+    }
+}
+
+/// A fenced transaction excludes all other writers of the file, so it is over before the next holder's begins. Holds and a close come
+/// in between.
+#[tokio::test]
+async fn holds_and_a_close_let_nobody_in_beside_an_open_fenced_transaction() {
+    const A_WHILE: Duration = Duration::from_secs(1);
+    let (plain, ends) = (LockOptions::new(), LockOptions::new().max_hold(A_WHILE));
+    let keeps = LockOptions::new().min_hold(A_WHILE);
+    for (options, closes) in [(ends, false), (keeps, false), (plain, true)] {
+        let shop = Shop::new().await;
+        let ours = shop.process().await;
+        let mut data = shop.data().await;
+        let guard = ours.obtain("coupon/7").lock_with(options.clone()).await.unwrap().unwrap();
+        let mut transaction = data.begin().await.unwrap();
+        guard.fence(&mut transaction).await.unwrap();
+        transaction.execute("INSERT INTO sale VALUES ('7')").await.unwrap();
+        let end = tokio::spawn(async move {
+            if closes {
+                ours.close(A_WHILE).await;
+            } else {
+                tokio::time::sleep(A_WHILE).await;
+                drop(guard);
+            }
+            ours
+        });
+        let mut next = tokio::spawn(next(&shop));
+        assert!(timeout(A_WHILE * 2, &mut next).await.is_err(), "{options:?}: overtaken");
+        transaction.commit().await.unwrap();
+        timeout(SOON, next).await.unwrap().unwrap();
+        assert_eq!(shop.sales().await, 2, "{options:?}");
+        drop(end.await.unwrap());
+    }
+}
+
+#[tokio::test]
+async fn a_parked_fence_lets_nobody_in_between() {
+    let shop = Shop::new().await;
+    let ours = shop.process().await;
+    let mut data = shop.data().await;
+    let guard = lock(&ours).await;
+    let mut transaction = data.begin().await.unwrap();
+    let mut fence = Box::pin(guard.fence(&mut transaction));
+    let answered = futures_util::poll!(fence.as_mut()).map(Result::unwrap).is_ready();
+    let mut next = tokio::spawn(next(&shop));
+    assert!(timeout(Duration::from_secs(1), &mut next).await.is_err(), "two holders");
+    if !answered {
+        fence.as_mut().await.unwrap();
+    }
+    drop(fence);
+    transaction.execute("INSERT INTO sale VALUES ('7')").await.unwrap();
+    drop(guard);
+    assert!(timeout(Duration::from_secs(1), &mut next).await.is_err(), "overtaken");
+    transaction.commit().await.unwrap();
+    timeout(SOON, next).await.unwrap().unwrap();
+    assert_eq!(shop.sales().await, 2);
+}
+
 #[tokio::test]
 async fn every_token_of_a_block_is_good() {
     let shop = Shop::new().await;
@@ -167,6 +235,38 @@ async fn a_fenced_transaction_holds_a_takeover_up_until_it_ends() {
     let successor = timeout(SOON, takeover).await.unwrap();
     assert!(successor.fencing_token() > guard.fencing_token());
     assert_eq!(shop.sales().await, 1, "the sale was there before the successor was");
+}
+
+/// The caller may be the one to end the transaction, so it must not wait for that.
+#[tokio::test]
+async fn an_unlock_next_to_an_open_fenced_transaction_says_what_blocks_it() {
+    let shop = Shop::new().await;
+    // Far longer than the unlock may take.
+    let config = SqliteConfig::new(&shop.path).with_busy_timeout(SOON * 2);
+    let backend = Arc::new(SqliteBackend::open(config).await.unwrap());
+    let registry = Registry::builder(backend).timeout(SOON * 3).build().unwrap();
+    let mut data = shop.data().await;
+    for commits in [true, false] {
+        let guard = lock(&registry).await;
+        let mut transaction = data.begin().await.unwrap();
+        guard.fence(&mut transaction).await.unwrap();
+        match timeout(SOON, guard.unlock()).await.unwrap() {
+            Err(LockError::Backend { source, .. }) => {
+                assert!(source.refused() && source.is_retryable(), "{source:?}");
+                assert!(source.to_string().contains("commit"), "{source}");
+            }
+            answer => panic!("{answer:?}"),
+        }
+        if commits {
+            transaction.commit().await.unwrap();
+        } else {
+            transaction.rollback().await.unwrap();
+        }
+        // The background releases it, and no caller waits for the lease.
+        registry.idle().await;
+        assert_eq!(registry.held(), 0);
+    }
+    lock(&registry).await.unlock().await.unwrap();
 }
 
 #[tokio::test]

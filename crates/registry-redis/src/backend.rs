@@ -82,6 +82,10 @@ impl LockBackend for RedisBackend {
         if self.config.layout == Layout::Native {
             capabilities = capabilities.with_labels();
         }
+        if self.config.layout == Layout::Spring {
+            // The pause between two attempts of `RedisLockRegistry` by default.
+            capabilities = capabilities.with_peer_poll(Duration::from_millis(100));
+        }
         if self.rumours.are_told() {
             capabilities = capabilities.with_tells_losses();
         }
@@ -147,6 +151,15 @@ impl LockBackend for RedisBackend {
         match &self.servers {
             History::One(store) => store.wait(claim.key(), busy.mark).await,
             History::Many(quorum) => quorum.wait(claim.key(), busy.mark).await,
+        }
+    }
+
+    fn wakes_confirmed(&self, claim: &Claim, _busy: &Busy) -> bool {
+        match &self.servers {
+            // A peer with Spring's spin lock publishes nothing.
+            _ if self.config.layout == Layout::Spring => false,
+            History::One(store) => store.hears_of(claim.key()),
+            History::Many(quorum) => quorum.hears_of(claim.key()),
         }
     }
 

@@ -7,7 +7,7 @@ use futures_util::future::join_all;
 use registry_core::{BackendError, Finding};
 
 use crate::link::Node;
-use crate::store::{Store, read};
+use crate::store::{Store, millis, read, unreadable};
 
 impl Store {
     /// Looks at all servers.
@@ -115,16 +115,35 @@ impl Store {
         Ok(seconds * 1_000_000 + micros - (before + (after - before) / 2))
     }
 
-    /// How long a single server has been running, at least.
-    pub(crate) async fn uptime(&self) -> Result<Duration, BackendError> {
+    /// The id of a single server's process. Each start has another one.
+    pub(crate) async fn run_id(&self) -> Result<String, BackendError> {
         let Some(node) = self.link.known(0) else {
             return Err(BackendError::transient("redis: no server"));
         };
         let info = self.info(&node, "server").await?;
-        let seconds = info.lines().find_map(|line| line.strip_prefix("uptime_in_seconds:"));
-        let seconds: u64 = seconds.and_then(|text| text.trim().parse().ok()).unwrap_or(0);
-        // It takes whole seconds from whole seconds, and so tells up to one too many.
-        Ok(Duration::from_secs(seconds.saturating_sub(1)))
+        let id = info.lines().find_map(|line| line.strip_prefix("run_id:"));
+        id.map(|id| id.trim().to_owned()).ok_or_else(unreadable)
+    }
+
+    /// For how long another client has seen the process `run_id` of a single server, at least.
+    pub(crate) async fn vouched(&self, run_id: &str) -> Result<Duration, BackendError> {
+        let Some(node) = self.link.known(0) else { return Ok(Duration::ZERO) };
+        let command = redis::cmd("GETEX").arg(self.names.age()).to_owned();
+        let text: Option<String> = read(self.link.ask(&node, &command).await?)?;
+        let millis = text.as_deref().and_then(|text| {
+            let (id, millis) = text.split_once(' ')?;
+            millis.parse().ok().filter(|_| id == run_id)
+        });
+        Ok(Duration::from_millis(millis.unwrap_or(0)))
+    }
+
+    /// Writes down that this client has seen the process `run_id` of a single server for so long.
+    pub(crate) async fn vouch(&self, run_id: &str, age: Duration) -> Result<(), BackendError> {
+        let Some(node) = self.link.known(0) else { return Ok(()) };
+        let says = format!("{run_id} {}", age.as_millis());
+        let mut command = redis::cmd("SET");
+        command.arg(self.names.age()).arg(says).arg("PX").arg(millis(self.token_memory));
+        self.link.ask(&node, &command).await.map(drop)
     }
 }
 

@@ -6,7 +6,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -52,8 +52,12 @@ struct Table {
 struct Channel {
     /// Zero until the server has confirmed the subscription; then the moment since when nothing has changed.
     changed_at: AtomicU64,
+    /// The server has confirmed the subscription on the connection that is up now.
+    subscribed: AtomicBool,
     changed: Notify,
     listeners: AtomicU64,
+    /// Somebody has waited since idle channels were last looked for. A waiter that tries in between comes back.
+    is_recent: AtomicBool,
 }
 
 /// Numbers all changes of all channels of all servers, so that a channel that was forgotten and is listened to anew, or has moved to another
@@ -90,9 +94,10 @@ impl Ears {
         }
     }
 
-    /// Whether messages of a channel are asked for.
-    pub(crate) fn are_at(&self, name: &str) -> bool {
-        self.table.has(name)
+    /// Returns whether a message on this channel would arrive: the subscription is confirmed, and its connection answers.
+    pub(crate) fn are_confirmed(&self, name: &str) -> bool {
+        let channels = self.table.channels();
+        channels.get(name).is_some_and(|channel| channel.subscribed.load(Ordering::Acquire))
     }
 
     /// Gives the connection up for a new one: the server is another one now.
@@ -127,13 +132,16 @@ impl Table {
         let mut channels = self.channels();
         if let Some(channel) = channels.get(name) {
             channel.listeners.fetch_add(1, Ordering::AcqRel);
+            channel.is_recent.store(true, Ordering::Release);
             return Listener(Arc::clone(channel));
         }
         let name: Arc<str> = name.into();
         let channel = Arc::new(Channel {
             changed_at: AtomicU64::new(0),
+            subscribed: AtomicBool::new(false),
             changed: Notify::new(),
             listeners: AtomicU64::new(1),
+            is_recent: AtomicBool::new(true),
         });
         channels.insert(Arc::clone(&name), Arc::clone(&channel));
         // Without the task nobody hears anything; the engine looks by itself.
@@ -148,6 +156,14 @@ impl Table {
     /// Notes that something may have changed on `name`.
     fn change(&self, name: &str) {
         if let Some(channel) = self.channels().get(name) {
+            note(channel);
+        }
+    }
+
+    /// Notes that messages on `name` arrive from here on.
+    fn confirm(&self, name: &str) {
+        if let Some(channel) = self.channels().get(name) {
+            channel.subscribed.store(true, Ordering::Release);
             note(channel);
         }
     }
@@ -168,10 +184,20 @@ impl Table {
         self.channels().values().for_each(|channel| note(channel));
     }
 
-    /// Takes out the channels that nobody listens to.
+    /// Notes that the connection is gone, and its subscriptions with it.
+    fn unsubscribe_all(&self) {
+        for channel in self.channels().values() {
+            channel.subscribed.store(false, Ordering::Release);
+        }
+    }
+
+    /// Takes out the channels that nobody listens to, and has not since the last call.
     fn forget_idle(&self) -> Vec<Arc<str>> {
         let mut channels = self.channels();
-        let idle = |channel: &Channel| channel.listeners.load(Ordering::Acquire) == 0;
+        let idle = |channel: &Channel| {
+            let is_recent = channel.is_recent.swap(false, Ordering::AcqRel);
+            channel.listeners.load(Ordering::Acquire) == 0 && !is_recent
+        };
         channels.extract_if(|_, channel| idle(channel)).map(|(name, _)| name).collect()
     }
 
@@ -204,7 +230,9 @@ async fn work(table: Arc<Table>, dial: Dial, mut orders: mpsc::UnboundedReceiver
         let (told, pushes) = mpsc::unbounded_channel();
         let hear: Pushes = Arc::new(move |push| _ = told.send(push));
         if let Ok(connection) = dial(hear).await {
-            match serve(&table, connection, pushes, &mut orders).await {
+            let ended = serve(&table, connection, pushes, &mut orders).await;
+            table.unsubscribe_all();
+            match ended {
                 // As if there was no connection: a server may take it and let us listen to nothing.
                 Ended::NeverUp => {}
                 // It had been up; whatever comes now is new trouble.
@@ -318,7 +346,7 @@ async fn subscribed(
         let Some(answers) = each(connection, verb, names).await else { return false };
         for (name, answer) in names.iter().zip(answers) {
             match answer.extract_error() {
-                Ok(_) => table.change(name),
+                Ok(_) => table.confirm(name),
                 Err(error) if error.kind() == ErrorKind::Server(ServerErrorKind::Moved) => {
                     table.lose(name);
                 }

@@ -15,8 +15,18 @@ pub(crate) fn unusable(error: &RedisError) -> BackendError {
 pub(crate) fn explain(error: &RedisError) -> BackendError {
     let Verdict { kind, says, refused } = judge(error);
     // The client's errors hold no password: of the URL they repeat nothing, and the server never sends one.
-    let explained = BackendError::new(kind, format!("redis: {says}")).with_source(error.clone());
+    let source = without_user(error).unwrap_or_else(|| error.clone());
+    let explained = BackendError::new(kind, format!("redis: {says}")).with_source(source);
     if refused { explained.as_refused() } else { explained }
+}
+
+/// The same error without the name of the user, which Valkey 9 puts into what it says of missing rights.
+fn without_user(error: &RedisError) -> Option<RedisError> {
+    let detail = error.detail()?;
+    let (before, named) = detail.split_once("User ")?;
+    let (_, after) = named.split_once(" has no ")?;
+    let says = format!("{before}this user has no {after}");
+    Some((error.kind(), "missing rights", says).into())
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -36,6 +46,10 @@ const fn open(kind: BackendErrorKind, says: &'static str) -> Verdict {
 }
 
 fn judge(error: &RedisError) -> Verdict {
+    // A script's error has the code of a missing right only in newer servers.
+    if error.detail().is_some_and(|detail| detail.contains("ACL failure in script")) {
+        return server(ServerErrorKind::NoPerm, None);
+    }
     match error.kind() {
         ErrorKind::AuthenticationFailed => {
             refused(Denied, "the server does not take this user or password")
@@ -44,7 +58,7 @@ fn judge(error: &RedisError) -> Verdict {
             refused(Misconfigured, "the configuration cannot be used")
         }
         ErrorKind::Io if error.is_connection_refusal() => {
-            refused(Transient, "nobody listens at this address")
+            refused(Transient, "the connection was refused")
         }
         ErrorKind::Io if error.is_timeout() => open(Transient, "the server did not answer in time"),
         ErrorKind::Io => encryption(error).unwrap_or(open(Transient, "the connection was lost")),
@@ -157,6 +171,27 @@ mod tests {
             let verdict = verdict(line);
             assert_eq!((verdict.kind, verdict.refused), (kind, true), "{line}");
         }
+    }
+
+    #[test]
+    fn a_right_that_a_script_misses_is_a_missing_right() {
+        for line in [
+            "-ERR ACL failure in script: this user has no permissions to run the 'getex' command script: f, on @user_script:5.\r\n",
+            "-NOPERM ACL failure in script: User worker has no permissions to run the 'getex' command\r\n",
+        ] {
+            let verdict = verdict(line);
+            assert_eq!((verdict.kind, verdict.refused), (Denied, true), "{line}");
+        }
+    }
+
+    #[test]
+    fn the_name_of_a_user_is_not_printed() {
+        let line = "-NOPERM User worker has no permissions to run the 'eval' command\r\n";
+        let answer = redis::parse_redis_value(line.as_bytes()).unwrap();
+        let error = explain(&answer.extract_error().unwrap_err());
+        let text = format!("{error:?} {}", std::error::Error::source(&error).unwrap());
+        assert!(!text.contains("worker") && text.contains("'eval'"), "{text}");
+        assert_eq!(error.kind(), Denied);
     }
 
     #[test]

@@ -36,12 +36,27 @@ mod script;
 mod record;
 mod link;
 mod ears;
-mod courtesy;
 mod rumours;
 mod fenced;
 mod diagnose;
 mod error;
+#[cfg_attr(
+    not(lock_registry_mutants),
+    expect(
+        dead_code,
+        unreachable_pub,
+        reason = "public only in the builds that prove the harness"
+    )
+)]
+mod mutant;
 
 pub use backend::RedisBackend;
 pub use config::{Layout, Publish, RedisConfig};
 pub use fenced::{Fenced, FencedScript, FencedWrites, ScriptReply};
+#[cfg(lock_registry_mutants)]
+pub use mutant::{Mutant, switch_mutant};
+
+// The example of the README is compiled.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

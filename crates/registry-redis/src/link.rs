@@ -215,7 +215,7 @@ impl Topology for Single {
         let demoted = [ServerErrorKind::ReadOnly, ServerErrorKind::MasterDown];
         if demoted.iter().any(|kind| error.kind() == ErrorKind::Server(*kind)) {
             // Its name may be that of another server by now.
-            node.renew();
+            node.renew_seldom();
         }
         Next::GiveUp
     }
@@ -252,11 +252,17 @@ async fn dial(
 fn without_login(client: &redis::Client, error: RedisError) -> RedisError {
     let text = error.to_string();
     let settings = client.get_connection_info().redis_settings();
-    let told = |secret: Option<&str>| secret.is_some_and(|secret| text.contains(secret));
+    // The operating system's errors repeat nothing, and a short password is part of many texts.
+    let is_shown = |secret: &str| {
+        let quotes = ["'", "`", "\""];
+        quotes.iter().any(|quote| text.contains(&format!("{quote}{secret}{quote}")))
+    };
+    let repeats_login = ["AUTH'", "AUTH`", "AUTH\""].iter().any(|part| text.contains(part));
     if text.contains("unknown command") && text.contains("HELLO") {
         return (ErrorKind::RESP3NotSupported, "the server knows no HELLO").into();
     }
-    if told(settings.password()) || text.contains("AUTH'") {
+    if error.kind() != ErrorKind::Io && (settings.password().is_some_and(is_shown) || repeats_login)
+    {
         return (ErrorKind::AuthenticationFailed, "the server refused to set up the connection")
             .into();
     }

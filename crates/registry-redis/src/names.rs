@@ -107,6 +107,11 @@ impl Names {
         format!("{}{}}}", self.channel_prefix, self.prefix)
     }
 
+    /// A key of this namespace that no lock has: for how long a server's process was seen.
+    pub(crate) fn age(&self) -> String {
+        self.probe() + ":age"
+    }
+
     /// How a claim is written down.
     pub(crate) fn claim(&self, id: ClaimId) -> String {
         let id = id.to_string();
@@ -177,14 +182,20 @@ impl Names {
         }
     }
 
-    /// Whether `record` can be that of a holder; of other keys with such a name nothing is known.
-    pub(crate) fn is_holder(&self, record: &[u8]) -> bool {
+    /// Whether `record` can be that of the holder of `key`; of other keys with such a name nothing is known.
+    pub(crate) fn is_holder(&self, key: &Key, record: &[u8]) -> bool {
         let uuid = |id: &[u8]| {
             id.len() == 36 && id.iter().all(|byte| byte.is_ascii_hexdigit() || *byte == b'-')
         };
         match self.layout {
             // The name is enough.
-            Layout::Native | Layout::Spring => true,
+            Layout::Native => true,
+            // The newest token of a native lock in the same namespace is no lock.
+            Layout::Spring => {
+                let key = key.as_str();
+                let is_token_key = key.starts_with('{') && key.ends_with("}:token");
+                !(is_token_key && record.iter().all(u8::is_ascii_digit))
+            }
             Layout::Redisson => {
                 record.get(..36).is_some_and(uuid)
                     && record.get(36).is_some_and(|byte| *byte == b':')

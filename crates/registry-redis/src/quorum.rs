@@ -5,13 +5,15 @@
 //! token: the largest of a majority's, written back to a majority that still has the claim before the grant counts. Any later grant
 //! has a master in common with it, so its token is larger, unless that master has lost its data and its clock runs behind.
 //!
-//! All masters are asked together, and the answers of a majority decide. What the others say is not waited for, but a claim that came to
-//! nothing is given back everywhere, and also where it may arrive later.
+//! All masters are asked together, and the answers of a majority decide. Where more answers may still change the decision, they are waited
+//! for twice as long as those of the majority took. The requests to the other masters go on: a late grant of a claim that is
+//! held counts for its renewals, and one of a claim that came to nothing or was released is taken back.
 
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
 use futures_util::future::{join_all, select_all};
@@ -21,7 +23,8 @@ use registry_core::{
     Renewal,
 };
 use tokio::sync::Semaphore;
-use tokio::time::{Instant, sleep};
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, Sleep, sleep};
 
 use crate::config::{Address, RedisConfig};
 use crate::ears::moment;
@@ -29,14 +32,27 @@ use crate::rumours::Rumours;
 use crate::store::{Answer, Seen, Store};
 
 pub(crate) struct Quorum {
-    masters: Vec<Arc<Master>>,
+    masters: Arc<[Arc<Master>]>,
     attempts: Mutex<HashMap<ClaimId, Arc<tokio::sync::Mutex<()>>>>,
+    unanswered: Unanswered,
 }
 
 struct Master {
     store: Store,
     restart_guard: Duration,
     giving_back: Semaphore,
+    /// The process that was first reached under this address; empty where this user may not know.
+    identity: OnceLock<String>,
+    /// The process that answers now, for [`restart_guard`](RedisConfig::with_restart_guard).
+    seen: Mutex<Option<SeenProcess>>,
+}
+
+/// A server's process, and since when it is known to run.
+struct SeenProcess {
+    run_id: String,
+    since: Instant,
+    /// Until when it need not be asked again whether it has run for the restart guard.
+    old_until: Option<Instant>,
 }
 
 impl Quorum {
@@ -52,16 +68,39 @@ impl Quorum {
                 store,
                 restart_guard: config.restart_guard,
                 giving_back: Semaphore::new(GIVEN_BACK_MAX),
+                identity: OnceLock::new(),
+                seen: Mutex::default(),
             }))
         };
         let masters = addresses.iter().map(master).collect::<Result<_, BackendError>>()?;
-        let quorum = Self { masters, attempts: Mutex::default() };
+        let quorum = Self { masters, attempts: Mutex::default(), unanswered: Arc::default() };
         let connecting =
             quorum.ask_all(|_, master| async move { master.store.link.connect().await });
-        match quorum.majority_of(connecting).await {
-            Ok(_) => Ok(quorum),
-            Err(error) => Err(error.as_refused()),
+        quorum.majority_of(connecting).await.map_err(BackendError::as_refused)?;
+        quorum.refuse_duplicates().await?;
+        Ok(quorum)
+    }
+
+    /// Refuses two addresses of one server, whose vote would count twice. A master that does not answer now is checked before its first vote.
+    async fn refuse_duplicates(&self) -> Result<(), BackendError> {
+        let masters = Arc::clone(&self.masters);
+        let mut asked = self.ask_all(move |nth, _| {
+            let masters = Arc::clone(&masters);
+            async move { identify(&masters, nth).await }
+        });
+        let mut answered = 0;
+        while asked.is_patient || answered < self.majority() {
+            match asked.next().await {
+                Heard::Answer(Ok(())) => answered += 1,
+                Heard::Answer(Err(error)) if error.kind() == BackendErrorKind::Misconfigured => {
+                    return Err(error);
+                }
+                Heard::Answer(Err(_)) | Heard::NothingYet => {}
+                Heard::All => break,
+            }
         }
+        // Again, because a server may answer under an earlier address after it has answered under a later one.
+        (0..self.masters.len()).try_for_each(|nth| refuse_duplicate(&self.masters, nth))
     }
 
     fn majority(&self) -> usize {
@@ -89,7 +128,13 @@ impl Quorum {
         F: Future<Output = Result<T, BackendError>> + Send + 'static,
     {
         let masters = self.masters.iter().enumerate();
-        masters.map(|(nth, master)| tokio::spawn(ask(nth, Arc::clone(master)))).collect()
+        let calls = masters.map(|(nth, master)| tokio::spawn(ask(nth, Arc::clone(master))));
+        Asked {
+            calls: calls.collect(),
+            asked_at: Instant::now(),
+            patience: Box::pin(sleep(SLOW)),
+            is_patient: true,
+        }
     }
 
     /// Waits until a majority has done what was asked, or cannot any more.
@@ -98,13 +143,14 @@ impl Quorum {
         let mut trouble = None;
         let mut failed = 0;
         while failed <= self.spare() {
-            match next_answer(&mut asked).await {
-                Some(Ok(answer)) => done.push(answer),
-                Some(Err(error)) => {
+            match asked.next().await {
+                Heard::Answer(Ok(answer)) => done.push(answer),
+                Heard::Answer(Err(error)) => {
                     failed += 1;
                     trouble.get_or_insert(error);
                 }
-                None => break,
+                Heard::NothingYet => {}
+                Heard::All => break,
             }
             if done.len() >= self.majority() {
                 return Ok(done);
@@ -145,8 +191,13 @@ impl Quorum {
         // Repetitions of one claim, one after the other: together they would settle on different tokens.
         let alone = self.alone_with(claim);
         let _turn = alone.turn.lock().await;
+        let begun = Instant::now();
         let mut split = None;
         for _ in 0..ROUNDS_MAX {
+            // The engine asks again, and does not wait for one attempt for ever.
+            if split.is_some() && begun.elapsed() > ROUNDS_TIME {
+                break;
+            }
             let mut round = Round::new(self, claim);
             match round.contend().await? {
                 Contest::Won(token, lease) => {
@@ -154,12 +205,12 @@ impl Quorum {
                     return Ok(Answer::Granted { token, lease, settled: true });
                 }
                 Contest::Lost(busy) => return Ok(busy),
-                Contest::Split(busy) => split = Some(busy),
+                Contest::Split(busy) => split = busy.or(split),
             }
             drop(round);
             sleep(jitter()).await;
         }
-        split.flatten().map_or_else(|| Err(self.too_few(None)), Ok)
+        split.map_or_else(|| Err(self.too_few(None)), Ok)
     }
 
     pub(crate) async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
@@ -169,13 +220,27 @@ impl Quorum {
             async move { Ok(master.store.renew(&claims).await) }
         });
         let mut votes: Vec<Votes> = claims.iter().map(|_| Votes::default()).collect();
-        while let Some(answers) = next_answer(&mut asked).await {
+        let mut hurries = false;
+        loop {
+            let answers = match asked.next().await {
+                Heard::Answer(answers) => answers,
+                Heard::NothingYet if hurries => break,
+                Heard::NothingYet => continue,
+                Heard::All => break,
+            };
             let answers = answers.unwrap_or_else(|error| vec![Err(error); claims.len()]);
             for (votes, answer) in votes.iter_mut().zip(answers) {
                 votes.count(answer);
             }
-            if votes.iter().all(|votes| votes.verdict(self).is_some()) {
+            let known = votes.iter().filter(|votes| votes.verdict(self).is_some()).count();
+            if known == claims.len() {
                 break;
+            }
+            if !hurries && known > 0 {
+                // A claim that depends on a silent master must not hold up the others until their leases are over.
+                hurries = true;
+                let lease = claims.iter().map(Claim::lease).min().unwrap_or_default();
+                asked.wait_for(SLOW_RENEWAL.min(lease / 10));
             }
         }
         let open = || Err(self.too_few(None));
@@ -184,11 +249,22 @@ impl Quorum {
 
     /// Ends the claim everywhere; a majority that has it is enough to say so, and the others are told until the lease is over.
     pub(crate) async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
-        let asked = self.ask_all(|_, master| {
-            let claim = claim.clone();
-            async move { master.give_back(&claim).await }
+        let round = self.unanswered().get(&claim.id()).and_then(Weak::upgrade);
+        if let Some(round) = &round {
+            round.is_over.store(true, Ordering::Release);
+        }
+        let asked = self.ask_all(|nth, master| {
+            let (claim, round) = (claim.clone(), round.clone());
+            async move {
+                let may_arrive = || round.as_ref().is_some_and(|round| round.did(nth) == UNKNOWN);
+                master.give_back(&claim, may_arrive).await
+            }
         });
         self.freed(asked).await
+    }
+
+    fn unanswered(&self) -> MutexGuard<'_, HashMap<ClaimId, Weak<Questions>>> {
+        self.unanswered.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
@@ -203,9 +279,8 @@ impl Quorum {
     async fn freed(&self, mut asked: Asked<Release>) -> Result<Release, BackendError> {
         let (mut freed, mut not_held, mut failed) = (0, 0, 0);
         let mut trouble = None;
-        let mut patience = Patience::new();
-        while patience.lasts || freed + not_held < self.majority() {
-            match patience.next_answer(&mut asked).await {
+        while asked.is_patient || freed + not_held < self.majority() {
+            match asked.next().await {
                 Heard::Answer(Ok(Release::Freed)) => freed += 1,
                 Heard::Answer(Ok(Release::NotHeld)) => not_held += 1,
                 Heard::Answer(Err(error)) => {
@@ -242,6 +317,12 @@ impl Quorum {
         }
     }
 
+    /// Returns whether the messages of a release of `key` by all masters would arrive. A majority would not do: one of
+    /// its masters may be among those that a release has not reached.
+    pub(crate) fn hears_of(&self, key: &Key) -> bool {
+        self.masters.iter().all(|master| master.store.hears_of(key))
+    }
+
     pub(crate) async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
         let asked = self.ask_all(|_, master| {
             let key = key.clone();
@@ -259,10 +340,9 @@ impl Quorum {
         let mut claims: HashMap<(Key, Vec<u8>), Vec<Holder>> = HashMap::new();
         let mut answered = 0;
         let mut trouble = None;
-        let mut patience = Patience::new();
         // When a majority has answered, the others would only make it clearer.
-        while patience.lasts || answered < self.majority() {
-            match patience.next_answer(&mut asked).await {
+        while asked.is_patient || answered < self.majority() {
+            match asked.next().await {
                 Heard::Answer(Ok(seen)) => {
                     answered += 1;
                     for Seen { claim, holder } in seen {
@@ -302,8 +382,23 @@ impl Quorum {
         findings.extend(down.iter().map(|error| {
             Finding::warning(format!("a master of the quorum is not there: {error}"))
         }));
+        findings.extend(self.duplicates().await);
         findings.extend(self.clock_distance().await);
         Ok(findings)
+    }
+
+    /// Masters that are the same server by now.
+    async fn duplicates(&self) -> Vec<Finding> {
+        let ids = join_all(self.masters.iter().map(|master| master.store.run_id())).await;
+        let known: Vec<(String, String)> = (self.masters.iter().zip(ids))
+            .filter_map(|(master, id)| Some((master.name(), id.ok()?)))
+            .collect();
+        let mut found = Vec::new();
+        for (nth, (name, id)) in known.iter().enumerate() {
+            let earlier = known.iter().take(nth).find(|(_, other)| other == id);
+            found.extend(earlier.map(|(other, _)| Finding::warning(same_server(other, name, id))));
+        }
+        found
     }
 
     /// What the masters' clocks say of each other.
@@ -324,27 +419,112 @@ impl Quorum {
     }
 }
 
-type Asked<T> = FuturesUnordered<tokio::task::JoinHandle<Result<T, BackendError>>>;
+/// Learns which server the master `nth` is, and refuses it if another address leads to the same one.
+async fn identify(masters: &[Arc<Master>], nth: usize) -> Result<(), BackendError> {
+    let Some(master) = masters.get(nth) else { return Ok(()) };
+    if master.identity.get().is_none() {
+        let id = match master.store.run_id().await {
+            Ok(id) => id,
+            // The server answers, but does not say which one it is.
+            Err(error) if error.kind() != BackendErrorKind::Transient => String::new(),
+            Err(error) => return Err(error),
+        };
+        master.identity.get_or_init(|| id);
+    }
+    refuse_duplicate(masters, nth)
+}
+
+/// Of two addresses of one server, the first one votes.
+fn refuse_duplicate(masters: &[Arc<Master>], nth: usize) -> Result<(), BackendError> {
+    let Some(master) = masters.get(nth) else { return Ok(()) };
+    let id = master.identity.get().filter(|id| !id.is_empty());
+    let same = |other: &&Arc<Master>| id.is_some() && other.identity.get() == id;
+    let Some((other, id)) = masters.iter().take(nth).find(same).zip(id) else { return Ok(()) };
+    let says = same_server(&other.name(), &master.name(), id);
+    Err(BackendError::new(BackendErrorKind::Misconfigured, format!("redis: {says}")).as_refused())
+}
+
+fn same_server(one: &str, other: &str, id: &str) -> String {
+    format!(
+        "{one} and {other} are the same server (run_id {id}), whose vote would count twice; name each master of a quorum once"
+    )
+}
 
 impl Master {
-    async fn try_acquire(&self, claim: &Claim, attempt: &str) -> Result<Answer, BackendError> {
-        if !self.restart_guard.is_zero() && self.store.uptime().await? < self.restart_guard {
+    fn name(&self) -> String {
+        self.store.link.known(0).map(|node| node.name().to_owned()).unwrap_or_default()
+    }
+
+    /// Whether the server has been running for the restart guard, as far as this process or another client has seen.
+    ///
+    /// A server counts its uptime on its wall clock, which may be set. Clients count on clocks that do not jump, from the first answer of
+    /// the server's process. The first one that has waited for long enough writes that down on the server, for those that come later.
+    async fn is_old(&self) -> Result<bool, BackendError> {
+        let run_id = self.store.run_id().await?;
+        let (age, is_old) = {
+            let mut seen = self.seen();
+            let now = Instant::now();
+            let known = seen.take().filter(|seen| seen.run_id == run_id);
+            let fresh = || SeenProcess { run_id: run_id.clone(), since: now, old_until: None };
+            let seen = seen.insert(known.unwrap_or_else(fresh));
+            (now.duration_since(seen.since), seen.old_until.is_some_and(|until| now < until))
+        };
+        if is_old {
+            return Ok(true);
+        }
+        // Once it was old, it stays so.
+        if age >= self.restart_guard || self.was_old(&run_id) {
+            // A hint for others: without the right to it they wait themselves.
+            let _ = self.store.vouch(&run_id, self.restart_guard).await;
+        } else if self.store.vouched(&run_id).await? < self.restart_guard {
+            return Ok(false);
+        }
+        if let Some(seen) = self.seen().as_mut().filter(|seen| seen.run_id == run_id) {
+            // What was written down is forgotten with the tokens, unless it is written anew.
+            seen.old_until = Some(Instant::now() + self.store.token_memory / 2);
+        }
+        Ok(true)
+    }
+
+    fn was_old(&self, run_id: &str) -> bool {
+        self.seen().as_ref().is_some_and(|seen| seen.run_id == run_id && seen.old_until.is_some())
+    }
+
+    fn seen(&self) -> MutexGuard<'_, Option<SeenProcess>> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    async fn try_acquire(
+        &self,
+        claim: &Claim,
+        questions: &Questions,
+    ) -> Result<Answer, BackendError> {
+        if !self.restart_guard.is_zero() && !self.is_old().await? {
             return Err(BackendError::new(
                 BackendErrorKind::Transient,
                 "redis: the master was started a moment ago and may have lost its data (restart_guard)",
             )
             .as_refused());
         }
-        self.store.try_acquire(claim, Some(attempt)).await
+        if questions.is_over.load(Ordering::Acquire) {
+            return Err(BackendError::transient("redis: the attempt is over").as_refused());
+        }
+        self.store.try_acquire(claim, Some(&questions.attempt)).await
     }
 
-    /// Releases the claim until that is answered or its lease is over.
-    async fn give_back(&self, claim: &Claim) -> Result<Release, BackendError> {
+    /// Releases the claim until that is answered or its lease is over; again if its grant `may_arrive` after the release.
+    async fn give_back(
+        &self,
+        claim: &Claim,
+        may_arrive: impl Fn() -> bool,
+    ) -> Result<Release, BackendError> {
         let until = Instant::now() + claim.lease();
         let mut pause = PAUSE_MIN;
         let mut patience = None;
         loop {
+            let is_open = may_arrive();
             match self.store.release(claim).await {
+                Ok(Release::NotHeld) if is_open && Instant::now() + pause < until => {}
                 Err(_) if Instant::now() + pause < until => {}
                 answer => return answer,
             }
@@ -358,18 +538,18 @@ impl Master {
         }
     }
 
-    /// Takes back what one attempt has got or, if `answered` does not say that this is known, may still get.
-    async fn withdraw(&self, claim: &Claim, attempt: &str, answered: &AtomicU8) {
+    /// Takes back what one attempt has got from the master `nth` or, if that is not known, may still get.
+    async fn withdraw(&self, claim: &Claim, questions: &Questions, nth: usize) {
         let until = Instant::now() + claim.lease();
         let mut pause = PAUSE_MIN;
         let mut patience = None;
         loop {
             // A question that was not answered may still arrive, after this.
-            let did = answered.load(Ordering::Acquire);
+            let did = questions.did(nth);
             if did == NOTHING {
                 return;
             }
-            match self.store.withdraw(claim, attempt).await {
+            match self.store.withdraw(claim, &questions.attempt).await {
                 Ok(Release::Freed) => return,
                 Ok(Release::NotHeld) if did == GRANTED => return,
                 _ if Instant::now() + pause >= until => return,
@@ -390,56 +570,100 @@ impl Master {
 struct Round<'a> {
     quorum: &'a Quorum,
     claim: &'a Claim,
-    attempt: Arc<str>,
-    /// Of each master, what it did.
-    answered: Arc<[AtomicU8]>,
+    questions: Arc<Questions>,
     kept: bool,
+}
+
+/// Rounds of which not all masters have answered, by their claims.
+type Unanswered = Arc<Mutex<HashMap<ClaimId, Weak<Questions>>>>;
+
+/// What one round asks of the masters. Lives until all have answered.
+struct Questions {
+    claim: ClaimId,
+    /// Larger than those before, so that an earlier question that arrives late changes nothing of a later one's grant.
+    attempt: String,
+    /// Of each master, what it did.
+    answered: Box<[AtomicU8]>,
+    /// The round has come to nothing or its claim was released: what was not asked yet must not be asked any more.
+    is_over: AtomicBool,
+    unanswered: Unanswered,
+}
+
+impl Questions {
+    fn did(&self, nth: usize) -> u8 {
+        self.answered.get(nth).map_or(NOTHING, |answered| answered.load(Ordering::Acquire))
+    }
+}
+
+impl Drop for Questions {
+    fn drop(&mut self) {
+        let mut rounds = self.unanswered.lock().unwrap_or_else(PoisonError::into_inner);
+        // Unless it is a later one's.
+        if rounds.get(&self.claim).is_some_and(|round| round.strong_count() == 0) {
+            rounds.remove(&self.claim);
+        }
+    }
 }
 
 impl<'a> Round<'a> {
     fn new(quorum: &'a Quorum, claim: &'a Claim) -> Self {
-        let attempt = format!("{:016x}", rand::random::<u64>()).into();
-        let answered = quorum.masters.iter().map(|_| AtomicU8::new(UNKNOWN)).collect();
-        Self { quorum, claim, attempt, answered, kept: false }
+        let questions = Arc::new(Questions {
+            claim: claim.id(),
+            attempt: format!("{:016x}", ATTEMPTS.fetch_add(1, Ordering::Relaxed)),
+            answered: quorum.masters.iter().map(|_| AtomicU8::new(UNKNOWN)).collect(),
+            is_over: AtomicBool::new(false),
+            unanswered: Arc::clone(&quorum.unanswered),
+        });
+        quorum.unanswered().insert(claim.id(), Arc::downgrade(&questions));
+        Self { quorum, claim, questions, kept: false }
     }
 
     async fn contend(&mut self) -> Result<Contest, BackendError> {
         let quorum = self.quorum;
         let asked_at = moment();
         let mut asked = quorum.ask_all(|nth, master| {
-            let (claim, attempt) = (self.claim.clone(), Arc::clone(&self.attempt));
-            let answered = Arc::clone(&self.answered);
+            let (claim, questions) = (self.claim.clone(), Arc::clone(&self.questions));
+            let masters = Arc::clone(&quorum.masters);
             async move {
-                let answer = master.try_acquire(&claim, &attempt).await;
+                let answer = match identify(&masters, nth).await {
+                    Ok(()) => master.try_acquire(&claim, &questions).await,
+                    // It was not asked for the lock.
+                    Err(error) => Err(error.as_refused()),
+                };
                 let did = match &answer {
                     Ok(Answer::Granted { .. }) => GRANTED,
                     Ok(Answer::Busy { .. }) => NOTHING,
                     Err(error) if error.refused() => NOTHING,
                     Err(_) => UNKNOWN,
                 };
-                if let Some(answered) = answered.get(nth) {
+                if let Some(answered) = questions.answered.get(nth) {
                     answered.store(did, Ordering::Release);
                 }
                 answer
             }
         });
+        // Without a majority nothing can be decided, and to give up is an error.
+        asked.wait_for(SLOW_MAJORITY);
         let mut granted: Vec<OneGrant> = Vec::new();
         let mut busy: Vec<(Option<Duration>, Holder)> = Vec::new();
         let mut trouble: Option<BackendError> = None;
-        let mut failed = 0;
-        let mut patience = Patience::new();
+        let (mut failed, mut hurries) = (0, false);
         while failed <= quorum.spare() {
             if granted.len() >= quorum.majority()
-                && !(patience.lasts && is_disputed(&granted, quorum.majority()))
+                && !(asked.is_patient && is_disputed(&granted, quorum.majority()))
             {
                 break;
             }
             // It cannot be won any more; whether somebody has it or too few answer, the others may tell.
             let open = granted.len() + busy.len() < quorum.majority();
-            if busy.len() + failed > quorum.spare() && !(open && patience.lasts) {
+            if busy.len() + failed > quorum.spare() && !(open && asked.is_patient) {
                 break;
             }
-            match patience.next_answer(&mut asked).await {
+            // Those that might still grant it are slow, and may be silent for good.
+            if !open && !asked.is_patient {
+                break;
+            }
+            match asked.next().await {
                 Heard::Answer(Ok(Answer::Granted { token, lease, settled })) => {
                     granted.push((settled, token, lease));
                 }
@@ -448,8 +672,17 @@ impl<'a> Round<'a> {
                     failed += 1;
                     trouble.get_or_insert(error);
                 }
-                Heard::NothingYet => {}
+                Heard::NothingYet => continue,
                 Heard::All => break,
+            }
+            let heard = granted.len() + busy.len();
+            if !hurries && heard >= quorum.majority() {
+                hurries = true;
+                if is_disputed(&granted, quorum.majority()) {
+                    asked.wait_for(SLOW);
+                } else {
+                    asked.hurry();
+                }
             }
         }
         // If the claim may have been granted before, a failure now must not take that back.
@@ -475,23 +708,31 @@ impl<'a> Round<'a> {
         let quorum = self.quorum;
         // Also where the claim arrives only now: its question came before this one, on the same connection.
         let mut raised = quorum.ask_all(|_, master| {
-            let (claim, attempt) = (self.claim.clone(), Arc::clone(&self.attempt));
-            async move { master.store.raise(&claim, &attempt, token).await }
+            let (claim, questions) = (self.claim.clone(), Arc::clone(&self.questions));
+            async move { master.store.raise(&claim, &questions.attempt, token).await }
         });
         let (mut held, mut others, mut failed) = (0, 0, 0);
-        let mut trouble = None;
+        let (mut trouble, mut hurries) = (None, false);
         while others + failed <= quorum.spare() {
-            match next_answer(&mut raised).await {
-                Some(Ok(true)) => held += 1,
-                Some(Ok(false)) => others += 1,
-                Some(Err(error)) => {
+            match raised.next().await {
+                Heard::Answer(Ok(true)) => held += 1,
+                Heard::Answer(Ok(false)) => others += 1,
+                Heard::Answer(Err(error)) => {
                     failed += 1;
                     trouble.get_or_insert(error);
                 }
-                None => break,
+                Heard::NothingYet => {}
+                Heard::All => break,
             }
             if held >= quorum.majority() {
                 return Ok(true);
+            }
+            if !hurries && held + others >= quorum.majority() {
+                hurries = true;
+                raised.hurry();
+            }
+            if !raised.is_patient && held + others >= quorum.majority() {
+                break;
             }
         }
         if failed > quorum.spare() { Err(quorum.too_few(trouble)) } else { Ok(false) }
@@ -500,15 +741,16 @@ impl<'a> Round<'a> {
 
 impl Drop for Round<'_> {
     fn drop(&mut self) {
+        if self.kept {
+            return;
+        }
+        self.questions.is_over.store(true, Ordering::Release);
         // Without a runtime nobody can be asked; the lease ends it.
-        if !self.kept && tokio::runtime::Handle::try_current().is_ok() {
+        if tokio::runtime::Handle::try_current().is_ok() {
             drop(self.quorum.ask_all(|nth, master| {
-                let (claim, attempt) = (self.claim.clone(), Arc::clone(&self.attempt));
-                let answered = Arc::clone(&self.answered);
+                let (claim, questions) = (self.claim.clone(), Arc::clone(&self.questions));
                 async move {
-                    if let Some(answered) = answered.get(nth) {
-                        master.withdraw(&claim, &attempt, answered).await;
-                    }
+                    master.withdraw(&claim, &questions, nth).await;
                     Ok(())
                 }
             }));
@@ -628,40 +870,52 @@ fn summary(mut held: Vec<Holder>) -> Option<Holder> {
     Some(holder)
 }
 
-/// How long more answers are waited for than are needed.
-struct Patience {
-    end: std::pin::Pin<Box<tokio::time::Sleep>>,
-    lasts: bool,
+/// Questions to all masters.
+struct Asked<T> {
+    calls: FuturesUnordered<JoinHandle<Result<T, BackendError>>>,
+    asked_at: Instant,
+    patience: Pin<Box<Sleep>>,
+    /// More answers are worth waiting for than are needed.
+    is_patient: bool,
 }
 
 /// What was heard of those that were asked.
 enum Heard<T> {
     Answer(Result<T, BackendError>),
-    /// From here on, what is needed must be enough.
+    /// Patience is over: from here on, what is needed must be enough.
     NothingYet,
     All,
 }
 
-impl Patience {
-    fn new() -> Self {
-        Self { end: Box::pin(sleep(SLOW)), lasts: true }
+impl<T> Asked<T> {
+    /// A majority has answered: the others are waited for twice as long as that took.
+    fn hurry(&mut self) {
+        self.wait_for((self.asked_at.elapsed() * 2).clamp(SLOW_MIN, SLOW));
     }
 
-    async fn next_answer<T>(&mut self, asked: &mut Asked<T>) -> Heard<T> {
+    /// Waits so long from now on for more answers than are needed.
+    fn wait_for(&mut self, patience: Duration) {
+        self.patience.as_mut().reset(Instant::now() + patience);
+        self.is_patient = true;
+    }
+
+    /// The next answer.
+    async fn next(&mut self) -> Heard<T> {
         tokio::select! {
             biased;
-            answer = next_answer(asked) => answer.map_or(Heard::All, Heard::Answer),
-            () = &mut self.end, if self.lasts => {
-                self.lasts = false;
+            answer = self.calls.next() => match answer {
+                Some(Ok(answer)) => Heard::Answer(answer),
+                Some(Err(_)) => {
+                    Heard::Answer(Err(BackendError::transient("redis: the runtime has ended")))
+                }
+                None => Heard::All,
+            },
+            () = &mut self.patience, if self.is_patient => {
+                self.is_patient = false;
                 Heard::NothingYet
             }
         }
     }
-}
-
-async fn next_answer<T>(asked: &mut Asked<T>) -> Option<Result<T, BackendError>> {
-    let ended = |_| Err(BackendError::transient("redis: the runtime has ended"));
-    asked.next().await.map(|answer| answer.unwrap_or_else(ended))
 }
 
 impl fmt::Debug for Quorum {
@@ -673,6 +927,8 @@ impl fmt::Debug for Quorum {
 
 /// How often those who have stopped each other try again at once.
 const ROUNDS_MAX: u32 = 8;
+/// How long they do so.
+const ROUNDS_TIME: Duration = Duration::from_millis(300);
 /// What a master did about an attempt.
 const UNKNOWN: u8 = 0;
 const NOTHING: u8 = 1;
@@ -681,7 +937,16 @@ const GRANTED: u8 = 2;
 const GIVEN_BACK_MAX: usize = 256;
 const PAUSE_MIN: Duration = Duration::from_millis(20);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
+/// How long more answers are waited for than are needed.
 const SLOW: Duration = Duration::from_millis(100);
+/// The least of it, once a majority has answered.
+const SLOW_MIN: Duration = Duration::from_millis(5);
+/// The same for a majority, where one can be heard but the lock cannot be won any more.
+const SLOW_MAJORITY: Duration = Duration::from_millis(500);
+/// The same for renewals, which are lost if they are given up too early.
+const SLOW_RENEWAL: Duration = Duration::from_secs(1);
+/// The number of the next attempt. Others' are never compared with ours: a claim belongs to one process.
+static ATTEMPTS: AtomicU64 = AtomicU64::new(1);
 const CLOCK_DISTANCE_US: i64 = 500_000;
 
 #[cfg(test)]

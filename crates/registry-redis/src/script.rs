@@ -3,11 +3,12 @@
 //! A script is the same for all layouts; before it come the few functions in which layouts differ, see `script/layout`.
 //! Tokens are numbers of microseconds; Lua counts exactly up to 2^53 of them, which is the year 2255.
 
-use std::sync::LazyLock;
+use std::sync::OnceLock;
 
 use redis::{Arg, Cmd, ToRedisArgs};
 
 use crate::config::Layout;
+use crate::mutant::renewal;
 
 /// The scripts of one layout.
 pub(crate) struct Scripts {
@@ -36,27 +37,30 @@ macro_rules! peers {
 
 impl Scripts {
     pub(crate) fn of(layout: Layout) -> &'static Self {
-        static NATIVE: LazyLock<Scripts> =
-            LazyLock::new(|| Scripts::after(include_str!("script/layout/native.lua")));
-        static SPRING: LazyLock<Scripts> =
-            LazyLock::new(|| Scripts::after(peers!("script/layout/spring.lua")));
-        static REDISSON: LazyLock<Scripts> =
-            LazyLock::new(|| Scripts::after(peers!("script/layout/redisson.lua")));
-        match layout {
-            Layout::Native => &NATIVE,
-            Layout::Spring => &SPRING,
-            Layout::Redisson => &REDISSON,
+        static NATIVE: OnceLock<Scripts> = OnceLock::new();
+        static SPRING: OnceLock<Scripts> = OnceLock::new();
+        static REDISSON: OnceLock<Scripts> = OnceLock::new();
+        let (made, functions) = match layout {
+            Layout::Native => (&NATIVE, include_str!("script/layout/native.lua")),
+            Layout::Spring => (&SPRING, peers!("script/layout/spring.lua")),
+            Layout::Redisson => (&REDISSON, peers!("script/layout/redisson.lua")),
+        };
+        if cfg!(lock_registry_mutants) {
+            // Another planted bug may be switched on than when the last store was opened.
+            return Box::leak(Box::new(Self::after(functions)));
         }
+        made.get_or_init(|| Self::after(functions))
     }
 
     fn after(layout: &str) -> Self {
         let script = |body: &str| Script::new(format!("{layout}\n{body}"));
+        let read = |body: &str| script(&format!("{}\n{body}", include_str!("script/failure.lua")));
         Self {
             acquire: script(include_str!("script/acquire.lua")),
-            renew: script(include_str!("script/renew.lua")),
+            renew: read(&renewal(include_str!("script/renew.lua"))),
             release: script(include_str!("script/release.lua")),
             break_open: script(include_str!("script/break.lua")),
-            look: script(include_str!("script/look.lua")),
+            look: read(include_str!("script/look.lua")),
             raise: script(include_str!("script/raise.lua")),
             withdraw: script(include_str!("script/withdraw.lua")),
         }

@@ -14,7 +14,6 @@ use registry_core::{
 };
 
 use crate::config::{Address, Durability, Layout, Publish, RedisConfig, Servers};
-use crate::courtesy::Courtesy;
 use crate::ears::{Hearing, moment};
 use crate::error::explain;
 use crate::link::{Link, Node};
@@ -53,10 +52,8 @@ pub(crate) struct Store {
     clustered: bool,
     alone: bool,
     publish: &'static str,
-    token_memory: Duration,
+    pub(crate) token_memory: Duration,
     durability: Durability,
-    /// Who listens to a lock's channel waits for the lock.
-    courtesy: Option<Courtesy>,
 }
 
 impl Store {
@@ -90,7 +87,6 @@ impl Store {
             publish: if hearing.sharded { "SPUBLISH" } else { "PUBLISH" },
             token_memory: config.token_memory,
             durability: config.durability,
-            courtesy: (config.layout != Layout::Spring).then(Courtesy::default),
             names: hearing.names,
         }
     }
@@ -120,9 +116,6 @@ impl Store {
         attempt: Option<&str>,
     ) -> Result<Answer, BackendError> {
         let lock = self.names.lock(claim.key());
-        if let Some(courtesy) = &self.courtesy {
-            courtesy.pay(&lock).await;
-        }
         // Before the question: what is heard of after it was asked may outdate the answer.
         let asked_at = moment();
         let mut call = self
@@ -219,17 +212,10 @@ impl Store {
 
     pub(crate) async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         let lock = self.names.lock(claim.key());
-        let call = self.scripts.release.call([lock.as_str()]).arg(self.names.claim(claim.id()));
-        let (release, listeners) = self.told(&lock, call).await?;
-        if let Some(courtesy) = &self.courtesy
-            && listeners > 0
-        {
-            let others = listeners - i64::from(self.listens(&lock));
-            if others > 0 {
-                courtesy.owe(&lock, u32::try_from(others).unwrap_or(u32::MAX));
-            }
-        }
-        Ok(release)
+        let keys = [lock.as_str(), &self.names.token(&lock)];
+        let call = self.scripts.release.call(keys);
+        let call = call.arg(self.names.claim(claim.id())).arg(claim.token_block());
+        self.free(&lock, call).await
     }
 
     /// Ends what one attempt of a claim has got.
@@ -241,30 +227,24 @@ impl Store {
         let lock = self.names.lock(claim.key());
         let call = self.scripts.withdraw.call([lock.as_str()]);
         let call = call.arg(self.names.claim(claim.id())).arg(attempt);
-        Ok(self.told(&lock, call).await?.0)
+        self.free(&lock, call).await
     }
 
     pub(crate) async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
         let lock = self.names.lock(key);
         let call = self.scripts.break_open.call([lock.as_str()]);
-        Ok(self.told(&lock, call).await?.0)
+        self.free(&lock, call).await
     }
 
-    /// Whether this process listens to the channel of `lock`.
-    fn listens(&self, lock: &str) -> bool {
-        let node = self.link.known(self.slot(lock));
-        node.is_some_and(|node| node.ears.are_at(&self.names.channel(lock)))
-    }
-
-    /// Runs a script that frees `lock` and tells those who wait. Answers how many that were, if the script knows.
-    async fn told(&self, lock: &str, call: Call<'_>) -> Result<(Release, i64), BackendError> {
+    /// Runs a script that frees `lock` and publishes its release.
+    async fn free(&self, lock: &str, call: Call<'_>) -> Result<Release, BackendError> {
         let mut call =
             call.arg(self.publish).arg(self.names.message(lock)).arg(self.names.channel(lock));
         if let Some(common) = self.names.common_channel() {
             call = call.arg(common);
         }
         let freed: i64 = read(self.link.run(self.slot(lock), &call).await?)?;
-        Ok((if freed > 0 { Release::Freed } else { Release::NotHeld }, freed - 1))
+        Ok(if freed > 0 { Release::Freed } else { Release::NotHeld })
     }
 
     /// Writes down the token that a majority has settled on. False if the claim does not hold the lock here.
@@ -298,6 +278,13 @@ impl Store {
         }
     }
 
+    /// Returns whether a message of the release of `key` would arrive.
+    pub(crate) fn hears_of(&self, key: &Key) -> bool {
+        let lock = self.names.lock(key);
+        let node = self.link.known(self.slot(&lock));
+        node.is_some_and(|node| node.ears.are_confirmed(&self.names.channel(&lock)))
+    }
+
     /// The holders of those locks that are held.
     pub(crate) async fn look(&self, keys: &[Key]) -> Result<Vec<Seen>, BackendError> {
         let mut by_slot: BTreeMap<u16, Vec<(&Key, String)>> = BTreeMap::new();
@@ -324,10 +311,9 @@ impl Store {
         let call = self.scripts.look.call(&names);
         let answer: Vec<Value> = read(self.link.run(slot, &call).await?)?;
         let (now, records) = read_look(&answer)?;
-        let held = locks
-            .iter()
-            .zip(records)
-            .filter(|(_, (record, ..))| !record.is_empty() && self.names.is_holder(record));
+        let held = locks.iter().zip(records).filter(|((key, _), (record, ..))| {
+            !record.is_empty() && self.names.is_holder(key, record)
+        });
         let holder = |((key, _), (record, left, token)): (&(&Key, String), Found)| {
             let holder = Record::read(&record, token).holder((*key).clone(), now, left);
             Seen { claim: record.into_iter().take(CLAIM_BYTES).collect(), holder }
@@ -471,7 +457,7 @@ pub(crate) fn unreadable() -> BackendError {
 }
 
 /// Whole milliseconds, rounded up: a lease must not be shorter than it was asked for.
-fn millis(span: Duration) -> u64 {
+pub(crate) fn millis(span: Duration) -> u64 {
     u64::try_from(span.as_nanos().div_ceil(1_000_000)).unwrap_or(u64::MAX)
 }
 

@@ -2,9 +2,12 @@
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
-use registry_core::{BackendErrorKind, FencingToken, LockOptions, LockRegistry, Registry};
+use registry_core::{
+    BackendErrorKind, FencingToken, LockGuard, LockOptions, LockRegistry, LostReason, Registry,
+};
 use registry_redis::{Fenced, FencedScript, FencedWrites, RedisBackend, RedisConfig, ScriptReply};
 use registry_testkit::redis::{RedisCluster, RedisServer};
 
@@ -95,6 +98,76 @@ async fn a_holder_that_came_too_late_is_refused() {
     assert_eq!(writes.set(theirs, "r", "theirs").await.unwrap(), Fenced::Written(()));
     let late = writes.set(slow.fencing_token().unwrap(), "r", "ours").await.unwrap();
     assert_eq!(late, Fenced::Stale { newest: theirs });
+}
+
+/// However a lock ends, and whoever keeps its future: once the next holder has written, its writes are refused.
+async fn is_refused_after(
+    options: LockOptions,
+    end: impl AsyncFnOnce(&Registry, LockGuard),
+    parks: bool,
+) {
+    let server = RedisServer::start(&[]).await.unwrap();
+    let open = async || {
+        let config = RedisConfig::from_url(&server.url()).unwrap();
+        Registry::builder(Arc::new(RedisBackend::open(config).await.unwrap())).build().unwrap()
+    };
+    let (ours, theirs) = (open().await, open().await);
+    let (writes, next_writes) = (writes(&server).await, writes(&server).await);
+    let guard = ours.obtain("k").lock_with(options).await.unwrap().unwrap();
+    let token = guard.fencing_token().unwrap();
+    let early = writes.set(token, "r", "ours").await.unwrap();
+    assert_eq!(early, Fenced::Written(()));
+    let mut late = Box::pin(writes.set(token, "r", "late"));
+    let mut answered = None;
+    if parks && let Poll::Ready(written) = futures_util::poll!(late.as_mut()) {
+        answered = Some(written.unwrap());
+    }
+    end(&ours, guard).await;
+    let next = theirs.obtain("k").lock().await.unwrap();
+    let newest = next.fencing_token().unwrap();
+    let written = next_writes.set(newest, "r", "theirs").await.unwrap();
+    assert_eq!(written, Fenced::Written(()));
+    let late = match answered {
+        Some(answered) => answered,
+        None => late.await.unwrap(),
+    };
+    match late {
+        Fenced::Stale { newest: told } => assert_eq!(told, newest),
+        // It had been sent, and came before the next holder's.
+        written => assert!(parks, "{written:?}"),
+    }
+    assert!(server.ask("GET r").await.unwrap().contains("theirs"));
+}
+
+#[tokio::test]
+async fn a_write_after_the_max_hold_is_refused() {
+    let options = LockOptions::new().max_hold(Duration::from_secs(1));
+    is_refused_after(
+        options,
+        async |_, guard| assert_eq!(guard.lost().await, LostReason::MaxHold),
+        false,
+    )
+    .await;
+}
+
+#[tokio::test]
+async fn a_write_after_the_end_of_a_min_hold_is_refused() {
+    let options = LockOptions::new().min_hold(Duration::from_secs(1));
+    is_refused_after(options, async |_, guard| guard.unlock().await.unwrap(), false).await;
+}
+
+#[tokio::test]
+async fn a_write_after_the_close_is_refused() {
+    let close = async |ours: &Registry, guard: LockGuard| {
+        assert_eq!(ours.close(Duration::from_millis(100)).await.lost, 1);
+        drop(guard);
+    };
+    is_refused_after(LockOptions::new(), close, false).await;
+}
+
+#[tokio::test]
+async fn a_parked_write_never_comes_after_the_next_holders() {
+    is_refused_after(LockOptions::new(), async |_, guard| drop(guard), true).await;
 }
 
 #[tokio::test]

@@ -1,10 +1,13 @@
 //! What cannot work is said when the store is opened, with the reason, and not tried again and again.
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
+use std::time::Duration;
+
 use registry_core::{BackendError, BackendErrorKind};
 use registry_redis::{RedisBackend, RedisConfig};
-use registry_testkit::error_text;
+use registry_testkit::proxy::{FaultProxy, Mode};
 use registry_testkit::redis::{RedisServer, SentinelOptions, SentinelSetup};
+use registry_testkit::{error_text, eventually};
 
 async fn refused(config: RedisConfig, kind: BackendErrorKind, says: &str) -> BackendError {
     let error = RedisBackend::open(config).await.unwrap_err();
@@ -126,4 +129,51 @@ async fn a_server_that_knows_no_greeting_makes_us_print_no_password() {
             }
         }
     }
+}
+
+/// Such a password is part of many texts of the operating system.
+#[tokio::test]
+async fn a_short_password_turns_no_other_error_into_a_refused_login() {
+    for password in ["1", "e", "refused"] {
+        let config = RedisConfig::new("127.0.0.1", 1).with_login(None, password);
+        let error = RedisBackend::open(config).await.unwrap_err();
+        assert_eq!(error.kind(), BackendErrorKind::Transient, "{password}: {error:?}");
+    }
+    let server = RedisServer::start(&["--maxclients", "1"]).await.unwrap();
+    let _only = server.connect().await.unwrap();
+    let port = server.addr().port();
+    let config = RedisConfig::new("127.0.0.1", port).with_login(None, "max");
+    let error = RedisBackend::open(config).await.unwrap_err();
+    assert_ne!(error.kind(), BackendErrorKind::Denied, "{error:?}");
+}
+
+/// Its vote would count twice.
+#[tokio::test]
+async fn a_quorum_that_names_one_server_twice_is_refused() {
+    let (one, other) =
+        (RedisServer::start(&[]).await.unwrap(), RedisServer::start(&[]).await.unwrap());
+    let ports = (one.addr().port(), other.addr().port());
+    let masters = [("127.0.0.1", ports.0), ("127.0.0.1", ports.1), ("localhost", ports.0)];
+    let quorum = RedisConfig::quorum(masters.map(|(host, port)| (host.to_owned(), port)));
+    let says = format!("127.0.0.1:{} and localhost:{} are the same server", ports.0, ports.0);
+    refused(quorum, BackendErrorKind::Misconfigured, &says).await;
+}
+
+#[tokio::test]
+async fn a_quorum_is_refused_although_the_second_name_of_a_server_answers_first() {
+    let (one, other) =
+        (RedisServer::start(&[]).await.unwrap(), RedisServer::start(&[]).await.unwrap());
+    let slow = FaultProxy::start(one.addr()).unwrap();
+    slow.set_mode(Mode::Delay(Duration::from_millis(5))).await.unwrap();
+    let masters = [slow.addr(), one.addr(), other.addr()];
+    let quorum = masters.map(|addr| (addr.ip().to_string(), addr.port()));
+    let quorum = RedisConfig::quorum(quorum);
+    // Opening does not wait for long for a master that a majority does without.
+    let error = eventually(Duration::from_secs(60), async || {
+        RedisBackend::open(quorum.clone()).await.err()
+    })
+    .await;
+    assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{error:?}");
+    let says = format!("{} and {} are the same server", slow.addr(), one.addr());
+    assert!(error_text(&error).contains(&says), "{error:?}");
 }

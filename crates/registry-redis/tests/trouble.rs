@@ -1,14 +1,20 @@
 //! What a server goes through in its life, and what holders and waiters notice of it.
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
+#[path = "trouble/refusals.rs"]
+mod refusals;
+
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
+use async_trait::async_trait;
 use registry_core::{
-    BackendErrorKind, LockError, LockGuard, LockOptions, LockRegistry, LostReason, Registry,
+    Attempt, BackendError, BackendErrorKind, Capabilities, Claim, LockBackend, LockError,
+    LockGuard, LockOptions, LockRegistry, LossHints, LostReason, MemoryBackend, Registry, Release,
+    Renewal,
 };
-use registry_redis::{RedisBackend, RedisConfig};
+use registry_redis::{Layout, RedisBackend, RedisConfig};
 use registry_testkit::redis::RedisServer;
 use registry_testkit::{error_text, eventually, within};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -136,6 +142,61 @@ async fn a_restart_without_data_is_told_to_the_holder_and_tokens_grow_on() {
     assert!(next.is_held(), "the successor is left alone");
 }
 
+/// Locks that live in the process, and what a Redis server says of changes. No request fails while that server is down, so what is
+/// counted is not repeated by the engine.
+#[derive(Debug)]
+struct Told {
+    locks: MemoryBackend,
+    redis: RedisBackend,
+    verified: AtomicU64,
+}
+
+#[async_trait]
+impl LockBackend for Told {
+    fn capabilities(&self) -> Capabilities {
+        self.locks.capabilities()
+    }
+
+    async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        self.locks.try_acquire(claim).await
+    }
+
+    async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
+        self.verified.fetch_add(1, Ordering::Relaxed);
+        self.locks.renew(claims).await
+    }
+
+    async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+        self.locks.release(claim).await
+    }
+
+    fn tell_losses(&self, hints: LossHints) {
+        self.redis.tell_losses(hints);
+    }
+}
+
+#[tokio::test]
+async fn after_an_outage_claims_are_verified_as_soon_as_the_server_is_back() {
+    let mut server = RedisServer::start(&[]).await.unwrap();
+    let told = Arc::new(Told {
+        locks: MemoryBackend::new(),
+        redis: RedisBackend::open(RedisConfig::from_url(&server.url()).unwrap()).await.unwrap(),
+        verified: AtomicU64::new(0),
+    });
+    let backend: Arc<dyn LockBackend> = Arc::<Told>::clone(&told);
+    let ours = Registry::builder(backend).lease(secs(3_600)).build().unwrap();
+    let guard = ours.obtain("k").lock().await.unwrap();
+    let verified = || told.verified.load(Ordering::Relaxed);
+    server.kill();
+    eventually(LONG, async || verified() > 0).await;
+    // The connection cannot be made at once.
+    tokio::time::sleep(secs(1)).await;
+    let before = verified();
+    server.start_again().await.unwrap();
+    eventually(LONG, async || verified() > before).await;
+    guard.unlock().await.unwrap();
+}
+
 #[tokio::test]
 async fn a_server_that_stands_still_costs_the_lock_at_the_end_of_its_lease_and_not_later() {
     let server = RedisServer::start(&[]).await.unwrap();
@@ -229,7 +290,7 @@ async fn who_may_not_enter_is_told_so_without_the_password() {
         let config = RedisConfig::from_url(&url).unwrap();
         let error = match RedisBackend::open(config).await {
             // Without a password the connection is made; the first command is refused.
-            Ok(backend) => registry_core::LockBackend::list(&backend).await.unwrap_err(),
+            Ok(backend) => backend.list().await.unwrap_err(),
             Err(error) => error,
         };
         assert_eq!((error.kind(), error.refused()), (kind, true), "{error:?}");
@@ -275,46 +336,134 @@ async fn a_login_that_was_refused_for_a_while_is_tried_again() {
     eventually(LONG, async || ours.obtain("k").holder().await.is_ok()).await;
 }
 
+/// A router that forgets the connections that it has when it is told, and carries new ones. It closes none.
+struct ForgetfulRouter {
+    url: String,
+    forget: Arc<AtomicBool>,
+    task: tokio::task::JoinHandle<()>,
+}
+
+impl ForgetfulRouter {
+    async fn start(server: &RedisServer) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("redis://{}", listener.local_addr().unwrap());
+        let forget = Arc::new(AtomicBool::new(false));
+        let task = tokio::spawn({
+            let (server, silent) = (server.addr(), Arc::clone(&forget));
+            async move {
+                let mut routes = tokio::task::JoinSet::new();
+                loop {
+                    let (mut client, _) = listener.accept().await.unwrap();
+                    let mut server = TcpStream::connect(server).await.unwrap();
+                    let forgotten = !silent.load(Ordering::SeqCst);
+                    let silent = Arc::clone(&silent);
+                    routes.spawn(async move {
+                        let fell_silent = async {
+                            while !(forgotten && silent.load(Ordering::SeqCst)) {
+                                tokio::time::sleep(Duration::from_millis(5)).await;
+                            }
+                        };
+                        tokio::select! {
+                            biased;
+                            () = fell_silent => std::future::pending().await,
+                            _ = tokio::io::copy_bidirectional(&mut client, &mut server) => {}
+                        }
+                    });
+                }
+            }
+        });
+        Self { url, forget, task }
+    }
+
+    fn forget(&self) {
+        self.forget.store(true, Ordering::SeqCst);
+    }
+}
+
+impl Drop for ForgetfulRouter {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
 /// A host that dies, or a router that forgets, closes no connection.
 #[tokio::test]
 async fn a_connection_that_falls_silent_is_given_up_for_a_new_one() {
     let server = RedisServer::start(&[]).await.unwrap();
-    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-    let url = format!("redis://{}", listener.local_addr().unwrap());
-    let silent = Arc::new(AtomicBool::new(false));
-    let router = tokio::spawn({
-        let (server, silent) = (server.addr(), Arc::clone(&silent));
-        async move {
-            let mut routes = tokio::task::JoinSet::new();
-            loop {
-                let (mut client, _) = listener.accept().await.unwrap();
-                let mut server = TcpStream::connect(server).await.unwrap();
-                let forgotten = !silent.load(Ordering::SeqCst);
-                let silent = Arc::clone(&silent);
-                routes.spawn(async move {
-                    let fell_silent = async {
-                        while !(forgotten && silent.load(Ordering::SeqCst)) {
-                            tokio::time::sleep(Duration::from_millis(5)).await;
-                        }
-                    };
-                    tokio::select! {
-                        _ = tokio::io::copy_bidirectional(&mut client, &mut server) => {}
-                        () = fell_silent => std::future::pending().await,
-                    }
-                });
-            }
-        }
-    });
-    let config = RedisConfig::from_url(&url).unwrap().with_response_timeout(secs(1));
+    let router = ForgetfulRouter::start(&server).await;
+    let config = RedisConfig::from_url(&router.url).unwrap().with_response_timeout(secs(1));
     let backend = RedisBackend::open(config).await.unwrap();
     let ours = Registry::builder(Arc::new(backend)).lease(secs(60)).build().unwrap();
     let guard = ours.obtain("k").lock().await.unwrap();
-    silent.store(true, Ordering::SeqCst);
+    router.forget();
     // The router takes a moment to forget.
     eventually(LONG, async || guard.renew(secs(60)).await.is_err()).await;
     eventually(LONG, async || guard.renew(secs(60)).await.is_ok()).await;
     guard.unlock().await.unwrap();
-    router.abort();
+}
+
+/// With the default settings, in which a command may take ten seconds.
+#[tokio::test]
+async fn a_lock_with_a_lease_of_five_seconds_survives_a_connection_that_falls_silent() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    let router = ForgetfulRouter::start(&server).await;
+    let backend = RedisBackend::open(RedisConfig::from_url(&router.url).unwrap()).await.unwrap();
+    let ours = Registry::builder(Arc::new(backend)).lease(secs(5)).build().unwrap();
+    let guard = ours.obtain("k").lock().await.unwrap();
+    router.forget();
+    let until = guard.valid_until() + secs(10);
+    eventually(LONG, async || {
+        assert!(guard.is_held(), "the lock is lost");
+        guard.valid_until() > until
+    })
+    .await;
+    guard.unlock().await.unwrap();
+}
+
+/// A server that answers late is slow over any connection.
+#[tokio::test]
+async fn a_server_that_stands_still_for_a_while_keeps_its_connection() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    let ours = open(&server, |builder| builder.lease(secs(60)).timeout(secs(30))).await;
+    let guard = ours.obtain("k").lock().await.unwrap();
+    let id = async || {
+        let clients = server.ask("CLIENT LIST").await.unwrap();
+        let ours = clients.lines().find(|line| line.contains("lib-name=") || line.contains("eval"));
+        ours.and_then(|line| line.split(' ').next()).map(str::to_owned)
+    };
+    let before = id().await.unwrap();
+    server.pause().unwrap();
+    let renewing = tokio::spawn(async move {
+        guard.renew(secs(60)).await.unwrap();
+        guard
+    });
+    tokio::time::sleep(Duration::from_millis(2_500)).await;
+    server.resume().unwrap();
+    let guard = within(LONG, renewing).await.unwrap();
+    assert_eq!(id().await.unwrap(), before);
+    guard.unlock().await.unwrap();
+}
+
+/// Its name may lead to another server at any time, so connections are made anew, but not for each refusal.
+#[tokio::test]
+async fn a_server_that_has_become_a_replica_is_not_flooded_with_connections() {
+    let (server, other) =
+        (RedisServer::start(&[]).await.unwrap(), RedisServer::start(&[]).await.unwrap());
+    let ours = open(&server, |builder| builder).await;
+    ours.obtain("k").lock().await.unwrap().unlock().await.unwrap();
+    server.ask(&format!("REPLICAOF 127.0.0.1 {}", other.addr().port())).await.unwrap();
+    let connections = async || {
+        let stats = server.ask("INFO stats").await.unwrap();
+        let count = stats.lines().find_map(|line| line.strip_prefix("total_connections_received:"));
+        count.unwrap().trim().parse::<u32>().unwrap()
+    };
+    let before = connections().await;
+    for n in 0..300 {
+        ours.obtain(&n.to_string()).try_lock().await.unwrap_err();
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    let made = connections().await - before;
+    assert!(made < 30, "{made} connections for 300 refusals");
 }
 
 /// Servers give new users no channels. That costs wake-ups and nothing else.
@@ -469,9 +618,9 @@ fn a_runtime_that_ends_in_the_midst_of_an_acquisition_is_no_panic() {
 async fn a_key_that_is_called_as_the_tokens_of_another_is_refused() {
     let server = RedisServer::start(&[]).await.unwrap();
     for (layout, namespace, key) in [
-        (registry_redis::Layout::Redisson, "", "lock-registry:token:{victim}"),
-        (registry_redis::Layout::Redisson, "", "lock-registry:fence:x"),
-        (registry_redis::Layout::Spring, "lock-registry", "token:{lock-registry:victim}"),
+        (Layout::Redisson, "", "lock-registry:token:{victim}"),
+        (Layout::Redisson, "", "lock-registry:fence:x"),
+        (Layout::Spring, "lock-registry", "token:{lock-registry:victim}"),
     ] {
         let config = RedisConfig::from_url(&server.url()).unwrap().with_layout(layout);
         let backend = RedisBackend::open(config.with_namespace(namespace)).await.unwrap();
@@ -486,7 +635,7 @@ async fn a_key_that_is_called_as_the_tokens_of_another_is_refused() {
 async fn strange_holders_of_peer_layouts_are_busy_and_listed() {
     let server = RedisServer::start(&[]).await.unwrap();
     let config = RedisConfig::from_url(&server.url()).unwrap();
-    let config = config.with_layout(registry_redis::Layout::Spring).with_namespace("ns");
+    let config = config.with_layout(Layout::Spring).with_namespace("ns");
     let backend = RedisBackend::open(config).await.unwrap();
     let ours = Registry::builder(Arc::new(backend)).build().unwrap();
     for (n, strange) in ["[", "%b", "((((((", "%", "a-b[%"].iter().enumerate() {
@@ -646,7 +795,7 @@ async fn renewals_that_replicas_are_waited_for_call_for_no_looks() {
 }
 
 #[tokio::test]
-async fn whoever_asks_again_at_once_lets_those_who_wait_elsewhere_go_first() {
+async fn a_process_that_asks_again_at_once_takes_turns_with_one_that_waits() {
     let server = RedisServer::start(&[]).await.unwrap();
     let registries =
         [open(&server, |builder| builder).await, open(&server, |builder| builder).await];
@@ -654,7 +803,7 @@ async fn whoever_asks_again_at_once_lets_those_who_wait_elsewhere_go_first() {
     let waiter = waiting(&registries[1], &server).await;
     held.unlock().await.unwrap();
     within(LONG, waiter).await.unwrap().unwrap().unlock().await.unwrap();
-    // Each takes the lock again as soon as it has let go of it. Without a pause one of them has it nearly all the time.
+    // Each takes the lock again as soon as it has released it. Without pauses one of them has it nearly all the time.
     let order = Arc::new(std::sync::Mutex::new(Vec::new()));
     let mut contenders = tokio::task::JoinSet::new();
     for (name, registry) in registries.into_iter().enumerate() {
@@ -683,4 +832,68 @@ async fn whoever_asks_again_at_once_lets_those_who_wait_elsewhere_go_first() {
     let order = order.lock().unwrap();
     let changes = order.windows(2).filter(|two| two[0] != two[1]).count();
     assert!(changes >= 20, "{changes} changes in {} turns", order.len());
+}
+
+/// Tokens that are reserved for hand-overs and not used must not run ahead of the server's clock: that is all that a server without its data
+/// has to go by.
+#[tokio::test]
+async fn unused_tokens_are_not_ahead_of_the_clock_when_all_data_is_lost() {
+    for layout in [Layout::Native, Layout::Redisson, Layout::Spring] {
+        let server = RedisServer::start(&[]).await.unwrap();
+        let config = RedisConfig::from_url(&server.url()).unwrap().with_layout(layout);
+        let backend = Arc::new(RedisBackend::open(config).await.unwrap());
+        // A second of tokens for each grant: far more than hand-overs may reserve, so that a slow machine outruns the clock too.
+        let block = 1_000_000;
+        let fresh = || {
+            let key = registry_core::Key::new("k").unwrap();
+            Claim::new(key, secs(300)).with_token_block(block)
+        };
+        let mut last = None;
+        for _ in 0..3 {
+            for _ in 0..20 {
+                let claim = fresh();
+                let Attempt::Granted(grant) = backend.try_acquire(&claim).await.unwrap() else {
+                    panic!("nobody else wants the lock");
+                };
+                assert!(grant.token > last, "{layout:?}: {:?} after {last:?}", grant.token);
+                last = grant.token;
+                backend.release(&claim.with_token_block(1)).await.unwrap();
+            }
+            server.ask("FLUSHALL").await.unwrap();
+        }
+    }
+}
+
+/// Waiters whose subscriptions the server has confirmed ask it at the end of the holder's lease, and else as seldom as they have waited long.
+#[tokio::test]
+async fn a_thousand_idle_waiters_send_few_requests() {
+    const KEYS: u32 = 1_000;
+    let server = RedisServer::start(&[]).await.unwrap();
+    let lease = |builder: registry_core::RegistryBuilder| builder.lease(secs(300));
+    let (holder, waiting) = (open(&server, lease).await, open(&server, lease).await);
+    let mut guards = Vec::new();
+    let mut waiters = tokio::task::JoinSet::new();
+    for n in 0..KEYS {
+        guards.push(holder.obtain(&format!("k{n}")).lock().await.unwrap());
+        let lock = waiting.obtain(&format!("k{n}"));
+        waiters.spawn(async move { lock.lock().await.unwrap().unlock().await.unwrap() });
+    }
+    let requests = async || -> u64 {
+        let stats = server.ask("INFO commandstats").await.unwrap();
+        let scripts = stats.lines().filter(|line| line.contains("cmdstat_evalsha"));
+        let calls = scripts
+            .filter_map(|line| line.split_once("calls=")?.1.split(',').next()?.parse::<u64>().ok());
+        calls.sum::<u64>()
+    };
+    // What is measured is time: how much is asked for in so long.
+    tokio::time::sleep(secs(20)).await;
+    let before = requests().await;
+    tokio::time::sleep(secs(10)).await;
+    let asked = requests().await - before;
+    assert!(asked > 0 || before > u64::from(KEYS), "nothing was counted");
+    assert!(asked <= u64::from(4 * KEYS), "{asked} requests of {KEYS} waiters in 10 s");
+    drop(guards);
+    while let Some(served) = within(LONG, waiters.join_next()).await {
+        served.unwrap();
+    }
 }

@@ -7,10 +7,12 @@ mod connection;
 
 use std::io;
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use tokio::net::TcpListener;
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
@@ -94,6 +96,18 @@ struct Shared {
     listening: watch::Sender<Listening>,
     /// Told to the connections that shall be cut; each of them holds a receiver until it has ended.
     cut: Mutex<watch::Sender<()>>,
+    /// Told to the connections that shall carry nothing more.
+    silenced: watch::Sender<()>,
+    /// The next request is to be stranded.
+    strand_next: AtomicBool,
+    stranded: Mutex<Vec<Stranded>>,
+}
+
+/// A request that has left its client and not reached its server, and the connection that it is for.
+#[derive(Debug)]
+struct Stranded {
+    server: TcpStream,
+    bytes: Vec<u8>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -120,6 +134,9 @@ impl FaultProxy {
             counts: watch::Sender::default(),
             listening: watch::Sender::new(Listening::Yes),
             cut: Mutex::default(),
+            silenced: watch::Sender::default(),
+            strand_next: AtomicBool::new(false),
+            stranded: Mutex::default(),
         });
         let mut tasks = JoinSet::new();
         tasks.spawn(accept(Arc::clone(&port), listener, Arc::clone(&shared)));
@@ -173,6 +190,39 @@ impl FaultProxy {
         // Without living connections there is nobody to tell.
         _ = old.send(());
         old.closed().await;
+    }
+
+    /// Makes all living connections half open: they stay connected and carry nothing more, in neither direction, until they
+    /// are [cut](Self::cut_all). New ones are not touched.
+    pub fn silence_living(&self) {
+        self.shared.silenced.send_replace(());
+    }
+
+    /// Keeps the next request of any connection on its way, and resets its client. Later requests are not touched.
+    ///
+    /// A request is what one read of the proxy returns, so the client must write it at once.
+    pub fn strand_next_request(&self) {
+        self.shared.strand_next.store(true, Ordering::SeqCst);
+    }
+
+    /// Hands the stranded requests to the server, waits for the first byte of each reply, and closes their connections.
+    /// Returns how many there were.
+    ///
+    /// # Errors
+    /// The operating system's, when the server does not take a request.
+    ///
+    /// # Cancel safety
+    /// A request that was not handed over yet is lost with the future.
+    pub async fn deliver_stranded(&self) -> io::Result<usize> {
+        let stranded = std::mem::take(
+            &mut *self.shared.stranded.lock().unwrap_or_else(PoisonError::into_inner),
+        );
+        let count = stranded.len();
+        for Stranded { mut server, bytes } in stranded {
+            server.write_all(&bytes).await?;
+            server.read_u8().await?;
+        }
+        Ok(count)
     }
 
     /// What went through so far.
@@ -246,11 +296,12 @@ async fn accept(port: Arc<Port>, listener: TcpListener, shared: Arc<Shared>) {
                 // A connection that is gone before it was accepted is none.
                 let Ok((client, _)) = accepted else { continue };
                 let cut = shared.cut.lock().unwrap_or_else(PoisonError::into_inner).subscribe();
+                let silenced = shared.silenced.subscribe();
                 shared.count(|counts| {
                     counts.accepted += 1;
                     counts.live += 1;
                 });
-                connections.spawn(connection::serve(client, Arc::clone(&shared), cut));
+                connections.spawn(connection::serve(client, Arc::clone(&shared), cut, silenced));
             }
         }
     }

@@ -121,6 +121,8 @@ async fn clients_are_counted_and_containers_removed() {
     assert_eq!(server.figure("zk_watch_count").await.unwrap(), 1);
     client.delete("/locks/one", None).await.unwrap();
     within(LIMIT, watcher.changed()).await;
+    // The server counts a packet after it has sent it.
+    eventually(LIMIT, async || ours().await.events() > before.events()).await;
     let after = ours().await;
     assert_eq!(after.received - before.received, 2);
     assert_eq!(after.events() - before.events(), 1);

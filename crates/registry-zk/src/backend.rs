@@ -24,9 +24,10 @@ use crate::session::{By, Session, Sessions};
 ///
 /// Tokens are the transactions in which holders' nodes were made. They grow for as long as the servers keep their data.
 ///
-/// One connection belongs to a backend, however many locks are held or awaited. Who waits is woken by the one directly before; who
-/// holds hears at once when its node is removed by somebody else. With more than some 1,000 locks the rest of them look from time to time
-/// instead.
+/// A backend has one connection and one session until the paths of its nodes take 96 KiB, about 1,000 keys of 10 bytes; then it opens
+/// further sessions, up to [`ZkConfig::with_sessions_max`], and only then puts more nodes into one session. A waiter is woken by the end
+/// of the node directly before its own. A holder is notified at once when another client deletes its node. Both need a watch: nodes
+/// above the 96 KiB are polled.
 pub struct ZkBackend {
     sessions: Arc<Sessions>,
     paths: Paths,
@@ -56,10 +57,17 @@ impl ZkBackend {
         self.timeout
     }
 
-    /// The id of the session that there is, as the servers' logs and commands show it; `None` while there is none.
+    /// Returns the id of the first session, as the servers' logs and commands show it; `None` while there is none.
     #[must_use]
     pub fn session_id(&self) -> Option<i64> {
-        self.sessions.current().map(|session| session.id())
+        self.session_ids().first().copied()
+    }
+
+    /// Returns the ids of all sessions, the oldest first. There is one until its nodes' paths take 96 KiB; see
+    /// [`with_sessions_max`](ZkConfig::with_sessions_max).
+    #[must_use]
+    pub fn session_ids(&self) -> Vec<i64> {
+        self.sessions.live().iter().map(|session| session.id()).collect()
     }
 
     pub(crate) fn sessions(&self) -> &Arc<Sessions> {
@@ -70,15 +78,34 @@ impl ZkBackend {
         &self.paths
     }
 
-    async fn confirm(
+    /// Renews those of `claims` that belong to `session`. Returns the answers with the claims' numbers.
+    async fn renew_in(
         &self,
         session: &Arc<Session>,
-        claim: &Claim,
-    ) -> Result<Renewal, BackendError> {
-        match session.find(claim) {
-            Some(place) => recipe::renew(session, &self.sessions, &place, claim).await,
-            None => Ok(Renewal::Gone),
+        claims: &[Claim],
+    ) -> Vec<(usize, Result<Renewal, BackendError>)> {
+        let ours = |(number, claim): (usize, _)| {
+            let place = session.find(Claim::id(claim)).filter(|place| place.key == *claim.key());
+            Some((number, claim, place?))
+        };
+        let ours: Vec<_> = claims.iter().enumerate().filter_map(ours).collect();
+        if ours.is_empty() {
+            return Vec::new();
         }
+        // As long as there is proof of all that a renewal may give, it need only be seen that the nodes are there.
+        let is_certain = session.certain_left() > session.timeout() / 2;
+        let by = if is_certain { By::Leader } else { By::Majority };
+        if let Err(error) = session.round(by).await {
+            let answer = |(number, claim, _): (_, &Claim, _)| match session.find(claim.id()) {
+                Some(_) => (number, Err(error.clone())),
+                None => (number, Ok(Renewal::Gone)),
+            };
+            return ours.into_iter().map(answer).collect();
+        }
+        let confirmed = ours.iter().map(async |(number, claim, place)| {
+            (*number, recipe::renew(session, &self.sessions, place, claim).await)
+        });
+        join_all(confirmed).await
     }
 }
 
@@ -101,51 +128,55 @@ impl LockBackend for ZkBackend {
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        let session = self.sessions.get().await?;
         if self.sessions.was_displaced(claim.id()) {
             // Told once, so that those hear of it who watch what happens.
             let says = "zookeeper: the session is over, and with it the place in line; the claim goes to the end of the line";
             return Err(BackendError::transient(says).as_refused());
         }
-        recipe::try_acquire(&session, claim, || self.paths.of(claim.key())).await
+        recipe::try_acquire(&self.sessions, claim, || self.paths.of(claim.key())).await
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
-        let session = self.sessions.current();
-        let Some(session) = session.filter(|session| {
-            // Nothing is asked for claims that have nothing.
-            claims.iter().any(|claim| session.find(claim).is_some())
-        }) else {
-            for claim in claims {
-                self.sessions.was_displaced(claim.id());
-            }
-            return claims.iter().map(|_| Ok(Renewal::Gone)).collect();
-        };
-        // As long as there is proof of all that a renewal may give, it need only be seen that the nodes are there.
-        let is_certain = session.certain_left() > session.timeout() / 2;
-        let by = if is_certain { By::Leader } else { By::Majority };
-        if let Err(error) = session.round(by).await {
-            let answer = |claim| match session.find(claim) {
-                Some(_) => Err(error.clone()),
-                None => Ok(Renewal::Gone),
-            };
-            return claims.iter().map(answer).collect();
+        let sessions = self.sessions.live();
+        let answers = sessions.iter().map(|session| self.renew_in(session, claims));
+        let answers = join_all(answers).await;
+        // What no session knows is gone.
+        let mut renewals: Vec<_> = claims.iter().map(|_| None).collect();
+        for (number, renewal) in answers.into_iter().flatten() {
+            renewals[number] = Some(renewal);
         }
-        join_all(claims.iter().map(|claim| self.confirm(&session, claim))).await
+        let answer = |(renewal, claim): (Option<_>, &Claim)| {
+            renewal.unwrap_or_else(|| {
+                self.sessions.was_displaced(claim.id());
+                Ok(Renewal::Gone)
+            })
+        };
+        renewals.into_iter().zip(claims).map(answer).collect()
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
-        let session = self.sessions.get().await?;
+        let session = match self.sessions.find(claim.id()) {
+            Some((session, _)) => {
+                session.connected().await?;
+                session
+            }
+            None => self.sessions.get().await?,
+        };
         self.sessions.was_displaced(claim.id());
         recipe::release(&session, claim, || self.paths.of(claim.key())).await
     }
 
     async fn wait(&self, claim: &Claim, _busy: &Busy) {
-        let Some(session) = self.sessions.current() else { return };
-        match session.find(claim) {
-            Some(place) => recipe::wait(&place).await,
-            None => recipe::wait_outside(&session, &self.paths.of(claim.key())).await,
+        if let Some((_, place)) = self.sessions.find(claim.id()) {
+            recipe::wait(&place).await;
+        } else if let Some(session) = self.sessions.current() {
+            recipe::wait_outside(&session, &self.paths.of(claim.key())).await;
         }
+    }
+
+    fn wakes_confirmed(&self, claim: &Claim, _busy: &Busy) -> bool {
+        let found = self.sessions.find(claim.id());
+        found.is_some_and(|(session, place)| recipe::is_watched(&session, &place))
     }
 
     fn first_look(&self) -> Option<Duration> {

@@ -19,6 +19,7 @@ pub struct ZkConfig {
     pub(crate) layout: Layout,
     pub(crate) naming: Naming,
     pub(crate) session_timeout: Duration,
+    pub(crate) sessions_max: u32,
     pub(crate) connect_timeout: Duration,
     pub(crate) request_timeout: Duration,
     auth: Vec<Auth>,
@@ -79,6 +80,13 @@ impl ZkConfig {
     pub const SESSION_TIMEOUT_MIN: Duration = Duration::from_millis(400);
     /// The longest one.
     pub const SESSION_TIMEOUT_MAX: Duration = Duration::from_secs(24 * 60 * 60);
+    /// How many sessions a backend may have unless [`with_sessions_max`](Self::with_sessions_max) sets another limit.
+    pub const SESSIONS_DEFAULT: u32 = 8;
+    /// The highest limit of sessions. Servers accept 60 connections of one host by default (`maxClientCnxns`).
+    pub const SESSIONS_MAX: u32 = 32;
+    /// How many bytes of node paths one session may have. Its end is one transaction with all of them, and servers cannot read
+    /// a transaction of more than twice their `jute.maxbuffer`, 1 MiB by default: they stop, and cannot start again.
+    pub const NODE_BYTES_MAX: usize = crate::session::NODE_BYTES_MAX;
     /// How long it may take to get a session.
     pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
     /// How long the answer to one request may take.
@@ -121,6 +129,7 @@ impl ZkConfig {
             layout: Layout::default(),
             naming: Naming::default(),
             session_timeout: Self::SESSION_TIMEOUT,
+            sessions_max: Self::SESSIONS_DEFAULT,
             connect_timeout: Self::CONNECT_TIMEOUT,
             request_timeout: Self::REQUEST_TIMEOUT,
             auth: Vec::new(),
@@ -172,6 +181,17 @@ impl ZkConfig {
     #[must_use]
     pub fn with_session_timeout(mut self, timeout: Duration) -> Self {
         self.session_timeout = timeout;
+        self
+    }
+
+    /// How many sessions the backend may have, from 1 to [`SESSIONS_MAX`](Self::SESSIONS_MAX). Each has a connection of its own. A further one is
+    /// opened when the paths of the nodes of held locks and waiters take 96 KiB in each of the others, which is what one session can
+    /// watch, and ended when it has been empty for its time-out. When this limit is reached, each session takes up to
+    /// [`NODE_BYTES_MAX`](Self::NODE_BYTES_MAX) bytes; then attempts are refused with
+    /// [`SessionsExhausted`](crate::SessionsExhausted). Default: [`SESSIONS_DEFAULT`](Self::SESSIONS_DEFAULT).
+    #[must_use]
+    pub fn with_sessions_max(mut self, sessions: u32) -> Self {
+        self.sessions_max = sessions;
         self
     }
 
@@ -312,6 +332,9 @@ impl ZkConfig {
         if !timeouts.contains(&self.session_timeout) {
             return Err(unusable("the time-out of the session is not between 400 ms and 24 h"));
         }
+        if !(1..=Self::SESSIONS_MAX).contains(&self.sessions_max) {
+            return Err(unusable("the limit of sessions is not between 1 and 32"));
+        }
         if self.connect_timeout.is_zero() || self.request_timeout.is_zero() {
             return Err(unusable("a time-out of zero is over before anything is asked"));
         }
@@ -345,11 +368,9 @@ impl ZkConfig {
 
     /// What begins a session of this time-out.
     pub(crate) fn connector(&self, session_timeout: Duration) -> Connector {
-        let mut connector =
-            zookeeper_client::Client::connector().with_session_timeout(session_timeout);
-        if self.has_several_servers() {
-            connector = connector.with_connection_timeout(silence(session_timeout));
-        }
+        let connector = zookeeper_client::Client::connector()
+            .with_session_timeout(session_timeout)
+            .with_connection_timeout(silence(session_timeout, self.request_timeout));
         let connector = self.auth.iter().fold(connector, |connector, auth| {
             connector.with_auth(&auth.scheme, &auth.credentials)
         });
@@ -391,12 +412,13 @@ impl Acl {
     }
 }
 
-/// How long one of several servers may be silent before another one is asked.
+/// Returns how long a connection may be silent before it is given up. The client sends a ping after three eighths of that.
 ///
-/// By itself the client waits for two fifths of the session. It may come upon the same server once more, and then guards would end, which
-/// are certain of no more than half. Not much shorter, or a server that has a lot to do would be taken for a silent one.
-fn silence(session_timeout: Duration) -> Duration {
-    (session_timeout / 5).max(SILENCE_MIN.min(session_timeout * 2 / 5))
+/// By itself the client waits for two fifths of the session, which is nearly as long as the longest lease. Bounded by the time-out of a request, so
+/// that shorter leases outlive a half-open connection. Not shorter than [`SILENCE_MIN`], or a busy server would be taken for a silent one.
+fn silence(session_timeout: Duration, request_timeout: Duration) -> Duration {
+    let silence = (session_timeout / 5).min(request_timeout);
+    silence.max(SILENCE_MIN.min(session_timeout * 2 / 5))
 }
 
 fn entry(text: &str) -> Option<zookeeper_client::Acl> {
@@ -441,6 +463,7 @@ impl fmt::Debug for ZkConfig {
             .field("layout", &self.layout)
             .field("naming", &self.naming)
             .field("session_timeout", &self.session_timeout)
+            .field("sessions_max", &self.sessions_max)
             .field("logins", &self.auth.len())
             .field("acl", &self.acl)
             .field("encrypted", &self.is_encrypted())
@@ -459,7 +482,7 @@ impl fmt::Debug for Acl {
     }
 }
 
-/// No server is taken for a silent one before, unless the session is shorter than most.
+/// No connection is given up for its silence before this time, unless the session is shorter than 5 s.
 const SILENCE_MIN: Duration = Duration::from_secs(2);
 
 /// Where ZooKeeper listens unless it is told otherwise.
@@ -488,6 +511,21 @@ mod tests {
     }
 
     #[test]
+    fn a_connection_may_be_silent_for_a_request_s_time_out_but_not_for_half_a_lease() {
+        for (session, request, silence_of) in [
+            (30_000, 2_500, 2_500),
+            (30_000, 1_000, 2_000),
+            (30_000, 30_000, 6_000),
+            (10_000, 2_500, 2_000),
+            (4_000, 2_500, 1_600),
+            (400, 2_500, 160),
+        ] {
+            let millis = Duration::from_millis;
+            assert_eq!(silence(millis(session), millis(request)), millis(silence_of));
+        }
+    }
+
+    #[test]
     fn what_cannot_work_is_refused_before_anything_is_asked() {
         let good = || ZkConfig::new("h").unwrap();
         let hour = Duration::from_secs(3_600);
@@ -505,6 +543,8 @@ mod tests {
             good().with_session_timeout(Duration::from_millis(1)),
             good().with_session_timeout(hour * 25),
             good().with_connect_timeout(Duration::ZERO),
+            good().with_sessions_max(0),
+            good().with_sessions_max(33),
             good().with_acl(Acl::Creator),
             good().with_acl(Acl::List(Vec::new())),
             good().with_acl(Acl::parse("world:anyone:cr,digest:u:aGFzaA=:cra").unwrap()),

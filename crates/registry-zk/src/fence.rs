@@ -189,8 +189,9 @@ impl FencedMulti<'_> {
     /// Dropping the future leaves it open whether the writes were made.
     pub async fn commit(self) -> Result<Vec<Written>, FenceError> {
         let guard = self.guard;
-        let session = self.backend.sessions().current().ok_or_else(|| lost(guard))?;
-        let place = session.find(guard.claim()).ok_or_else(|| lost(guard))?;
+        let claim = guard.claim_for_fence().map_err(|_| lost(guard))?;
+        let found = self.backend.sessions().find(claim.id());
+        let (session, place) = found.ok_or_else(|| lost(guard))?;
         let node = {
             let stake = place.stake.lock().await;
             let node = stake.node.as_ref().map(|node| (node.path.clone(), node.czxid));
@@ -209,7 +210,8 @@ impl FencedMulti<'_> {
         }
         session.connected().await.map_err(store)?;
         let new_node = CreateMode::Persistent.with_acls(acls);
-        let mut writer = session.client().new_check_writer(&node, None).map_err(unsent)?;
+        let client = session.client();
+        let mut writer = client.new_check_writer(&node, None).map_err(unsent)?;
         for (number, step) in self.steps.iter().enumerate() {
             let refused = |source| FenceError::Refused { step: number, source };
             if !is_path(step.path()) {
@@ -225,8 +227,9 @@ impl FencedMulti<'_> {
             added.map_err(refused)?;
         }
         let limit = session.config().request_timeout;
-        let answer = tokio::time::timeout(limit, writer.commit()).await;
-        match answer.map_err(|_| store(silent()))? {
+        let answer = session.unless_stopped(writer.commit());
+        let answer = tokio::time::timeout(limit, answer).await.map_err(|_| store(silent()))?;
+        match answer.unwrap_or_else(|| Err(Error::ConnectionLoss.into())) {
             Ok(results) => Ok(results.into_iter().map(written).collect()),
             Err(CheckWriteError::CheckFailed { source: Error::NoNode }) => Err(lost(guard)),
             Err(CheckWriteError::OperationFailed { index, source }) => {

@@ -1,11 +1,12 @@
 //! ZooKeeper as a lock store.
 //!
 //! A lock is a node, and those who contend for it are its children: ephemeral ones, which the servers number in the order of their arrival and remove with
-//! the session that made them. Who has the smallest number holds the lock; everybody else watches the one directly before. So the store
-//! queues fairly over all processes, and a release wakes exactly one. Waiting, renewal and loss are not decided here: the engine in
-//! `registry-core` drives a backend through `LockBackend`.
+//! the session that made them. The child with the smallest number holds the lock; each other one watches the one directly before. So
+//! processes take turns in the order of these nodes, one caller of each at a time, and a release wakes exactly one. Waiting, renewal
+//! and loss are not decided here: the engine in `registry-core` drives a backend through `LockBackend`.
 //!
-//! All locks of a backend share one session, which is kept alive as a whole: a held lock costs nothing more. What a lock's node is called, and
+//! The locks of a backend share a session, which is kept alive as a whole: a held lock costs nothing more. Several thousand locks take further
+//! sessions, because the end of a session must fit into one transaction. What a lock's node is called, and
 //! where it is, is a [`Layout`] and a [`Naming`]: this library's own, or that of Apache Curator (and so of Spring Integration) or of kazoo, whose programs
 //! then take turns with ours.
 //!
@@ -38,6 +39,7 @@ mod heads;
 mod path;
 mod node;
 mod session;
+mod connection;
 mod proof;
 mod inspect;
 mod fence;
@@ -47,3 +49,9 @@ mod error;
 pub use backend::ZkBackend;
 pub use config::{Acl, Layout, Naming, ZkConfig};
 pub use fence::{FenceError, FencedMulti, Multi, Written};
+pub use session::SessionsExhausted;
+
+// The example of the README is compiled.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use futures_util::future::{BoxFuture, FutureExt as _, Shared};
@@ -10,15 +10,26 @@ use registry_core::{Claim, Key, Moment};
 use tokio::sync::Mutex;
 use zookeeper_client::OneshotWatcher;
 
+use crate::config::Naming;
+use crate::connection::Connection;
+use crate::queue::node_bytes;
+use crate::session::lock;
+
 /// A claim in one session. It never outlives that, and no other session has a part in it.
 pub(crate) struct Place {
     pub(crate) key: Key,
     /// The node of the key.
     pub(crate) dir: String,
+    /// How many bytes the path of its node takes in the transaction that ends the session.
+    pub(crate) node_bytes: usize,
+    /// The engine has asked for its release.
+    given_back: AtomicBool,
     /// Locked for as long as something is done about the claim: one thing at a time.
     pub(crate) stake: Arc<Mutex<Stake>>,
     /// Who waits for its turn now.
     waiting: AtomicUsize,
+    /// When the last attempt began, or the last wait ended.
+    attended_at: std::sync::Mutex<Moment>,
 }
 
 /// What a claim has.
@@ -37,9 +48,7 @@ pub(crate) struct Stake {
     /// Those before the own node that only our server shows. A majority does not have them, and if it ever has one of this name, that comes
     /// after us: it is made later.
     pub(crate) ghosts: Vec<String>,
-    /// When it was last asked for.
-    attended_at: Moment,
-    lease: Duration,
+    pub(crate) lease: Duration,
 }
 
 pub(crate) struct Node {
@@ -62,13 +71,21 @@ pub(crate) struct OwnWatch {
 }
 
 pub(crate) struct Ahead {
+    pub(crate) name: String,
     /// None if there was no [room](Room) for it.
     pub(crate) watch: Option<Watch>,
     pub(crate) looked_at: Moment,
 }
 
+impl Ahead {
+    /// Whether a watch on the node `name` is set and has not fired.
+    pub(crate) fn is_watching(&self, name: &str) -> bool {
+        self.name == name && self.watch.as_ref().is_some_and(|watch| !watch.has_fired())
+    }
+}
+
 impl Place {
-    pub(crate) fn new(claim: &Claim, dir: String) -> Self {
+    pub(crate) fn new(claim: &Claim, dir: String, naming: Naming) -> Self {
         let stake = Stake {
             left: false,
             node: None,
@@ -77,14 +94,16 @@ impl Place {
             own: None,
             ahead: None,
             ghosts: Vec::new(),
-            attended_at: Moment::now(),
             lease: claim.lease(),
         };
         Self {
             key: claim.key().clone(),
+            node_bytes: node_bytes(&dir, claim.id(), naming),
+            given_back: AtomicBool::new(false),
             dir,
             stake: Arc::new(Mutex::new(stake)),
             waiting: AtomicUsize::new(0),
+            attended_at: std::sync::Mutex::new(Moment::now()),
         }
     }
 
@@ -94,13 +113,33 @@ impl Place {
         Attended(self)
     }
 
+    /// Notes that the claim has a caller now.
+    pub(crate) fn attend(&self) {
+        *lock(&self.attended_at) = Moment::now();
+    }
+
+    /// Notes that the holder or waiter is done with it.
+    pub(crate) fn give_back(&self) {
+        self.given_back.store(true, Ordering::Release);
+    }
+
+    /// Returns whether it is held, or an operation on it is in progress, and its holder has not released it.
+    pub(crate) fn is_needed(&self, now: Moment) -> bool {
+        let is_held = || match self.stake.try_lock() {
+            Ok(stake) => stake.held_until.is_some_and(|until| now < until),
+            Err(_) => true,
+        };
+        !self.given_back.load(Ordering::Acquire) && is_held()
+    }
+
     /// Whether nobody takes care of the claim any more: it is held and was not renewed, or it stands in line and nobody waits.
     pub(crate) fn is_overdue(&self, stake: &Stake, now: Moment) -> bool {
         match stake.held_until {
             Some(until) => until <= now,
             None => {
                 let idle = stake.lease.max(IDLE_MIN);
-                self.waiting.load(Ordering::Acquire) == 0 && stake.attended_at.after(idle) <= now
+                self.waiting.load(Ordering::Acquire) == 0
+                    && lock(&self.attended_at).after(idle) <= now
             }
         }
     }
@@ -117,16 +156,13 @@ pub(crate) struct Attended<'a>(&'a Place);
 
 impl Drop for Attended<'_> {
     fn drop(&mut self) {
+        // First, because the next attempt of a waiter follows its wait, however long that was.
+        self.0.attend();
         self.0.waiting.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
 impl Stake {
-    pub(crate) fn attend(&mut self, claim: &Claim) {
-        self.attended_at = Moment::now();
-        self.lease = claim.lease();
-    }
-
     /// Forgets the node, which is gone.
     pub(crate) fn lose_node(&mut self) {
         self.node = None;
@@ -142,13 +178,22 @@ impl Stake {
     }
 }
 
-/// A watch for one change, which any number may wait for, and which nobody need wait for.
+/// A watch for one change, or for the end of the client that it was set with. Any number may wait for it, and nobody need wait for it.
 #[derive(Clone)]
 pub(crate) struct Watch(Shared<BoxFuture<'static, ()>>);
 
 impl Watch {
-    pub(crate) fn new(watcher: OneshotWatcher, taken: Taken) -> Self {
-        let changed = watcher.changed().map(move |_| drop(taken));
+    pub(crate) fn new(watcher: OneshotWatcher, taken: Taken, client: &Connection) -> Self {
+        let stopped = client.stopped();
+        let changed = async move {
+            tokio::select! {
+                // First, because the watcher of a stopped client panics.
+                biased;
+                () = stopped => {}
+                _ = watcher.changed() => {}
+            }
+            drop(taken);
+        };
         Self(changed.boxed().shared())
     }
 

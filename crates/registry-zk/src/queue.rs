@@ -24,6 +24,11 @@ pub(crate) fn prefix(claim: ClaimId, naming: Naming) -> String {
     }
 }
 
+/// Returns how many bytes the path of a claim's node takes in a transaction that lists it: the path itself, and its length before it.
+pub(crate) fn node_bytes(dir: &str, claim: ClaimId, naming: Naming) -> usize {
+    LENGTH_BYTES + dir.len() + "/".len() + prefix(claim, naming).len() + NUMBER_CHARS_MAX
+}
+
 /// The number of one who contends, whether by the name of Curator, of kazoo or of us. `None` for any other child.
 fn number(name: &str) -> Option<i32> {
     let after = |mark: &str| name.rfind(mark).map(|at| &name[at + mark.len()..]);
@@ -117,6 +122,10 @@ pub(crate) enum Standing<'a> {
     Absent,
 }
 
+const LENGTH_BYTES: usize = 4;
+/// A number below zero has a sign before its ten digits.
+const NUMBER_CHARS_MAX: usize = 11;
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -135,6 +144,15 @@ mod tests {
         let claim = ClaimId::from_bits(0x0123_4567_89ab_cdef_0123_4567_89ab_cdef);
         assert_eq!(prefix(claim, Naming::Curator), "_c_01234567-89ab-cdef-0123-456789abcdef-lock-");
         assert_eq!(prefix(claim, Naming::Kazoo), "0123456789abcdef0123456789abcdef__lock__");
+    }
+
+    #[test]
+    fn a_node_counts_with_its_whole_path() {
+        let claim = ClaimId::from_bits(7);
+        for naming in [Naming::Curator, Naming::Kazoo] {
+            let path = format!("/locks/k/{}-2147483648", prefix(claim, naming));
+            assert_eq!(node_bytes("/locks/k", claim, naming), path.len() + 4);
+        }
     }
 
     #[test]

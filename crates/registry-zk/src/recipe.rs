@@ -24,12 +24,12 @@ use crate::session::{By, Session, Sessions, lock};
 
 /// Gets `claim` in line if it is not, and tells whether it is its turn.
 pub(crate) async fn try_acquire(
-    session: &Arc<Session>,
+    sessions: &Arc<Sessions>,
     claim: &Claim,
-    dir: impl Fn() -> String,
+    dir: impl Fn() -> String + Send + Sync,
 ) -> Result<Attempt, BackendError> {
     loop {
-        let place = session.place(claim, &dir);
+        let (session, place) = sessions.enter(claim, &dir).await?;
         if place.key != *claim.key() {
             let says = "zookeeper: one claim was made for two keys";
             return Err(BackendError::new(BackendErrorKind::Protocol, says).as_refused());
@@ -39,10 +39,11 @@ pub(crate) async fn try_acquire(
             // Taken out while we waited; there is another one now, or will be.
             continue;
         }
-        stake.attend(claim);
-        let attempt = contend(session, &place, &mut stake, claim).await;
+        place.attend();
+        stake.lease = claim.lease();
+        let attempt = contend(&session, &place, &mut stake, claim).await;
         if stake.is_empty() {
-            leave(session, claim.id(), &place, &mut stake);
+            leave(&session, claim.id(), &place, &mut stake);
         }
         return attempt;
     }
@@ -100,10 +101,17 @@ async fn contend(
             remove(session, stake).await?;
             return Ok(Attempt::Busy(Busy::new()));
         }
+        if let Some(before) = &mut stake.ahead
+            && before.is_watching(ahead)
+        {
+            before.looked_at = Moment::now();
+            return Ok(Attempt::Busy(Busy::new()));
+        }
         // By data and not by existence: no watch is left behind on what is not there.
         match session.bounded(watch_data(session, &path)).await? {
             Ok((data, stat, watch)) => {
-                stake.ahead = Some(Ahead { watch, looked_at: Moment::now() });
+                let name = ahead.to_owned();
+                stake.ahead = Some(Ahead { name, watch, looked_at: Moment::now() });
                 let busy = Busy::new();
                 return Ok(Attempt::Busy(if is_next {
                     busy.with_holder(holder(&place.key, &data, stat.czxid))
@@ -214,12 +222,22 @@ async fn find_again(
 /// Whether the one directly before one that waits is certainly still there. All who ask at about the same time share one question,
 /// however long the line is. Now and then nobody is believed, so that one whose own node was removed by somebody finds out.
 async fn stands_as_before(session: &Arc<Session>, stake: &Stake) -> Result<bool, BackendError> {
-    let Some(Ahead { watch: Some(watch), looked_at }) = &stake.ahead else { return Ok(false) };
-    if watch.has_fired() || looked_at.after(session.timeout() / LOOK_EVERY) <= Moment::now() {
+    let Some(Ahead { watch: Some(watch), looked_at, .. }) = &stake.ahead else {
+        return Ok(false);
+    };
+    let look_after = (session.timeout() * LOOK_AFTER).min(LOOK_AFTER_MAX);
+    if watch.has_fired() || looked_at.after(look_after) <= Moment::now() {
         return Ok(false);
     }
-    session.round(By::Leader).await?;
+    session.catch_up().await?;
     Ok(!watch.has_fired())
+}
+
+/// Whether the end of the node directly before that of a waiter would be told.
+pub(crate) fn is_watched(session: &Session, place: &Place) -> bool {
+    let Ok(stake) = place.stake.try_lock() else { return false };
+    let Some(Ahead { watch: Some(watch), .. }) = &stake.ahead else { return false };
+    session.is_healthy() && !watch.has_fired()
 }
 
 /// Whether the head of a line is there only to the server that we are connected to. What one has kept that the others have deleted would be
@@ -294,7 +312,9 @@ pub(crate) async fn line_up(
         Err(unordered) => unordered,
     };
     let made = unordered.names().iter().map(async |name| {
-        let seen = session.client().check_stat(&format!("{dir}/{name}"));
+        let client = session.client();
+        let path = format!("{dir}/{name}");
+        let seen = client.check_stat(&path);
         let stat = session.bounded(seen).await?.map_err(|error| explain(&error).as_unknown())?;
         Ok::<_, BackendError>(stat.map(|stat| stat.czxid))
     });
@@ -311,7 +331,7 @@ async fn watch_data(
     match session.room().take(path, Room::ALL) {
         Some(taken) => {
             let (data, stat, watcher) = client.get_and_watch_data(path).await?;
-            Ok((data, stat, Some(Watch::new(watcher, taken))))
+            Ok((data, stat, Some(Watch::new(watcher, taken, &client))))
         }
         None => client.get_data(path).await.map(|(data, stat)| (data, stat, None)),
     }
@@ -406,7 +426,7 @@ async fn see_own(
     let (stat, new_watch) = if let Some(taken) = room {
         let seen = session.bounded(client.check_and_watch_stat(&node.path)).await?;
         let (stat, watcher) = seen.map_err(|error| explain(&error))?;
-        (stat, Some(Watch::new(watcher, taken)))
+        (stat, Some(Watch::new(watcher, taken, &client)))
     } else {
         let seen = session.bounded(client.check_stat(&node.path)).await?;
         (seen.map_err(|error| explain(&error))?, None)
@@ -474,9 +494,11 @@ pub(crate) async fn release(
     claim: &Claim,
     dir: impl FnOnce() -> String,
 ) -> Result<Release, BackendError> {
-    let Some(place) = session.find(claim) else {
+    let place = session.find(claim.id()).filter(|place| place.key == *claim.key());
+    let Some(place) = place else {
         return search_and_release(session, claim, &dir()).await;
     };
+    place.give_back();
     let mut stake = place.stake.lock().await;
     if stake.left {
         return Ok(Release::NotHeld);
@@ -553,8 +575,9 @@ async fn give_up(
 /// More often than this a crowd does not change between two looks.
 const TRIES: u32 = 8;
 
-/// How often, in the time-out of a session, one that waits looks at the whole line.
-const LOOK_EVERY: u32 = 2;
+/// After so many time-outs of the session a waiter lists the whole queue, even if its watch has not fired: its own node may have been deleted.
+const LOOK_AFTER: u32 = 3;
+const LOOK_AFTER_MAX: Duration = Duration::from_secs(60);
 
 /// What is certain for less than this is over before anybody can use it.
 const CERTAIN_MIN: Duration = Duration::from_millis(20);

@@ -1,39 +1,49 @@
-//! The session that all locks of a backend live in: kept alive, watched over, and followed by another one when it is over. Knows nothing of
-//! queues; see `recipe`.
+//! The sessions that the locks of a backend live in: opened, kept alive, and replaced after their end. Queues are in `recipe`.
 //!
-//! What is over stays over: a claim belongs to the session in which its node was made, and is lost with it.
+//! A claim belongs to the session in which its node was created, and is lost with it.
+//!
+//! The end of a session is one transaction with the paths of all its nodes. A server that cannot read a transaction of that size
+//! stops, and so do all other members. Hence a session has at most [`NODE_BYTES_MAX`] bytes of paths. Its client can watch fewer:
+//! nodes beyond [`WATCHED_BYTES_MAX`] go to further sessions, and when there are as many sessions as are allowed, to those with room
+//! for unwatched nodes. When all of them are full, attempts are refused.
 
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::fmt;
 use std::future::Future;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
-use futures_util::future::{BoxFuture, FutureExt as _, Shared};
+use futures_util::future::{BoxFuture, FutureExt as _, Shared, join_all};
 use futures_util::stream::{FuturesUnordered, StreamExt as _};
 use registry_core::{BackendError, BackendErrorKind, Claim, ClaimId, Key, LossHints, Moment};
-use tokio::sync::oneshot;
+use tokio::sync::{oneshot, watch};
 use tokio::task::JoinSet;
 use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
-use zookeeper_client::{CheckWriteError, Client, Error, SessionState, StateWatcher};
+use zookeeper_client::{Error, SessionState, StateWatcher};
 
 use crate::config::ZkConfig;
+use crate::connection::Connection;
 use crate::error::{explain, silent, unreachable};
 use crate::heads::Heads;
 use crate::place::{Place, Room};
 use crate::proof::Proof;
 use crate::recipe::tend;
 
-/// The sessions of one backend, one after the other.
+/// The sessions of one backend.
 pub(crate) struct Sessions {
     config: Arc<ZkConfig>,
     hints: Hints,
-    current: Mutex<Option<Arc<Session>>>,
-    /// Locked by whoever opens the next one.
+    /// The oldest first. A new claim goes to the first one with room for its node.
+    live: Mutex<Vec<Arc<Session>>>,
+    /// Locked while a session is being opened.
     opening: tokio::sync::Mutex<Outage>,
-    /// Claims that were in a session that is over, and have not been told.
-    displaced: Mutex<HashSet<ClaimId>>,
+    /// No session is opened only to watch more nodes before this moment.
+    open_another_at: Mutex<Moment>,
+    /// Claims whose session has ended, and when. Removed when the engine has been notified.
+    displaced: Mutex<HashMap<ClaimId, Moment>>,
+    /// Attempts to attach sessions to new clients. They outlive a session that is closed meanwhile, so that it is ended all the same.
+    attaching: Mutex<JoinSet<()>>,
 }
 
 impl Sessions {
@@ -41,9 +51,11 @@ impl Sessions {
         Arc::new(Self {
             config: Arc::new(config),
             hints: Hints::default(),
-            current: Mutex::default(),
+            live: Mutex::default(),
             opening: tokio::sync::Mutex::default(),
+            open_another_at: Mutex::new(Moment::now()),
             displaced: Mutex::default(),
+            attaching: Mutex::default(),
         })
     }
 
@@ -51,81 +63,255 @@ impl Sessions {
         &self.hints
     }
 
-    /// The session, connected; a new one if there is none.
+    /// Returns a connected session, for questions that any session can ask. Opens one if there is none.
     pub(crate) async fn get(self: &Arc<Self>) -> Result<Arc<Session>, BackendError> {
         let session = match self.current() {
             Some(session) => session,
-            None => self.open().await?,
+            None => self.open(None).await?,
         };
         session.connected().await?;
         Ok(session)
     }
 
-    /// The session, unless it is over.
+    /// The first connected session; the first one if none is connected.
     pub(crate) fn current(&self) -> Option<Arc<Session>> {
-        lock(&self.current).clone().filter(|session| !session.is_over())
+        self.choose(|_| true)
     }
 
-    async fn open(self: &Arc<Self>) -> Result<Arc<Session>, BackendError> {
+    /// All sessions that have not ended, the oldest first.
+    pub(crate) fn live(&self) -> Vec<Arc<Session>> {
+        lock(&self.live).iter().filter(|session| !session.is_over()).map(Arc::clone).collect()
+    }
+
+    fn choose(&self, fits: impl Fn(&Session) -> bool) -> Option<Arc<Session>> {
+        let live = lock(&self.live);
+        let mut fitting = live.iter().filter(|session| !session.is_over() && fits(session));
+        let first = fitting.next()?;
+        let is_connected = |session: &&Arc<Session>| session.is_connected();
+        let chosen = Some(first).filter(is_connected).or_else(|| fitting.find(is_connected));
+        Some(Arc::clone(chosen.unwrap_or(first)))
+    }
+
+    /// Returns the place of `claim` and its session.
+    pub(crate) fn find(&self, claim: ClaimId) -> Option<(Arc<Session>, Arc<Place>)> {
+        let live = lock(&self.live);
+        let live = live.iter().filter(|session| !session.is_over());
+        live.into_iter().find_map(|session| Some((Arc::clone(session), session.find(claim)?)))
+    }
+
+    /// Returns the place of `claim` and its session, connected. A new place goes to the first session with room for its node, and
+    /// to a new session if there is no room.
+    pub(crate) async fn enter(
+        self: &Arc<Self>,
+        claim: &Claim,
+        dir: impl Fn() -> String + Send + Sync,
+    ) -> Result<(Arc<Session>, Arc<Place>), BackendError> {
+        // Ends: whoever takes the room that was seen here makes progress, and the number of sessions is limited.
+        loop {
+            if let Some((session, place)) = self.find(claim.id()) {
+                // It has a caller, who may have to wait for the connection.
+                place.attend();
+                session.connected().await?;
+                return Ok((session, place));
+            }
+            let new = Place::new(claim, dir(), self.config.naming);
+            let (session, bytes_max) = match self.session_for(&new) {
+                Some(found) => found,
+                None => self.open_for(&new).await?,
+            };
+            // Before there is a place, so that an outage leaves none behind.
+            session.connected().await?;
+            if let Some(place) = self.put(&session, claim.id(), new, bytes_max) {
+                return Ok((session, place));
+            }
+        }
+    }
+
+    /// Returns the session for a new place, and how many bytes of paths it may have including that place: a connected session
+    /// that can watch the place's node. If there is none, and no further session may be opened for that, any session with room.
+    fn session_for(&self, place: &Place) -> Option<(Arc<Session>, usize)> {
+        let watching = self.with_room(place, WATCHED_BYTES_MAX);
+        if let Some(session) = watching.filter(|session| session.is_connected()) {
+            return Some((session, WATCHED_BYTES_MAX));
+        }
+        if self.may_open_another() {
+            return None;
+        }
+        let session = self.with_room(place, NODE_BYTES_MAX)?;
+        let is_watching = lock(&session.places).has_room(place.node_bytes, WATCHED_BYTES_MAX);
+        Some((session, if is_watching { WATCHED_BYTES_MAX } else { NODE_BYTES_MAX }))
+    }
+
+    fn with_room(&self, place: &Place, bytes_max: usize) -> Option<Arc<Session>> {
+        self.choose(|session| lock(&session.places).has_room(place.node_bytes, bytes_max))
+    }
+
+    /// Returns whether a session may be opened only to watch more nodes. Not during an outage: the server's limit of
+    /// connections may leave just one, which a session that holds locks needs.
+    fn may_open_another(&self) -> bool {
+        let live = self.live();
+        live.len() < self.config.sessions_max as usize
+            && live.iter().all(|session| session.is_connected())
+            && *lock(&self.open_another_at) <= Moment::now()
+    }
+
+    /// Opens a session for `place`. If another session has room for it, the wait is short, and a failure puts the next attempt off.
+    async fn open_for(
+        self: &Arc<Self>,
+        place: &Place,
+    ) -> Result<(Arc<Session>, usize), BackendError> {
+        let Some(unwatched) = self.with_room(place, NODE_BYTES_MAX) else {
+            return self.open(Some(place)).await.map(|session| (session, NODE_BYTES_MAX));
+        };
+        match timeout(OPEN_ANOTHER_WITHIN, self.open(Some(place))).await {
+            Ok(Ok(session)) => Ok((session, WATCHED_BYTES_MAX)),
+            Ok(Err(_)) | Err(_) => {
+                *lock(&self.open_another_at) = Moment::now().after(OPEN_ANOTHER_PAUSE);
+                Ok((unwatched, NODE_BYTES_MAX))
+            }
+        }
+    }
+
+    /// Puts a place into `session`, which may have `bytes_max` bytes with it. Returns `None` if it would have more, or has ended.
+    fn put(
+        &self,
+        session: &Arc<Session>,
+        claim: ClaimId,
+        place: Place,
+        bytes_max: usize,
+    ) -> Option<Arc<Place>> {
+        let live = lock(&self.live);
+        let is_live = live.iter().any(|live| Arc::ptr_eq(live, session));
+        if is_live { lock(&session.places).put(claim, place, bytes_max) } else { None }
+    }
+
+    /// Opens a session, with room for a place if one is given.
+    async fn open(self: &Arc<Self>, place: Option<&Place>) -> Result<Arc<Session>, BackendError> {
         let mut outage = self.opening.lock().await;
-        if let Some(session) = self.current() {
+        let opened = match place {
+            Some(place) => self.session_for(place).map(|(session, _)| session),
+            None => self.current(),
+        };
+        if let Some(session) = opened {
             return Ok(session);
+        }
+        if let Some(place) = place {
+            let live = self.live();
+            if live.len() >= self.config.sessions_max as usize {
+                let bytes = live.iter().map(|session| lock(&session.places).bytes).sum();
+                return Err(SessionsExhausted {
+                    key: place.key.as_str().to_owned(),
+                    bytes,
+                    bytes_max: NODE_BYTES_MAX * live.len(),
+                    sessions_max: self.config.sessions_max,
+                }
+                .refuse());
+            }
         }
         outage.allows_another_try()?;
         match Session::connect(self).await {
             Ok(session) => {
                 *outage = Outage::default();
-                let last = lock(&self.current).replace(Arc::clone(&session));
-                if let Some(last) = last {
-                    self.retire(&last);
-                }
+                let over: Vec<_> = {
+                    let mut live = lock(&self.live);
+                    live.push(Arc::clone(&session));
+                    live.iter().filter(|session| session.is_over()).map(Arc::clone).collect()
+                };
+                over.iter().for_each(|over| self.retire(over));
                 Ok(session)
             }
             Err(error) => Err(outage.goes_on(error)),
         }
     }
 
-    /// Notes that `session` is over, and has those told who held something.
+    /// Removes a session that has ended, and notifies the holders of its claims. Other sessions are not affected.
     fn retire(&self, session: &Arc<Session>) {
         if session.over.swap(true, Ordering::AcqRel) {
             return;
         }
-        let places = std::mem::take(&mut *lock(&session.places));
-        // Whoever has not been told of the last session's end does not ask any more.
-        *lock(&self.displaced) = places.keys().copied().collect();
+        // First, so that no place is put into it any more.
+        lock(&self.live).retain(|live| !Arc::ptr_eq(live, session));
+        let places = std::mem::take(&mut *lock(&session.places)).by_claim;
         {
-            let mut current = lock(&self.current);
-            if current.as_ref().is_some_and(|current| Arc::ptr_eq(current, session)) {
-                *current = None;
-            }
+            let now = Moment::now();
+            let mut displaced = lock(&self.displaced);
+            // An entry this old belongs to a caller that has given up.
+            displaced.retain(|_, at| at.after(DISPLACED_FOR) > now);
+            displaced.extend(places.keys().map(|claim| (*claim, now)));
         }
         self.hints.look_at(places.values().map(|place| &place.key));
     }
 
-    /// Whether the session of `claim` is over. Said once.
-    pub(crate) fn was_displaced(&self, claim: ClaimId) -> bool {
-        lock(&self.displaced).remove(&claim)
+    /// Stops the client of `session`, which has no connection, and attaches the session to a new one as soon as a server can be reached.
+    fn attach_again(self: &Arc<Self>, session: &Arc<Session>) {
+        let last = session.client();
+        let (sessions, session) = (Arc::downgrade(self), Arc::downgrade(session));
+        let config = Arc::clone(&self.config);
+        let mut attaching = lock(&self.attaching);
+        while attaching.try_join_next().is_some() {}
+        attaching.spawn(async move {
+            // Before anything else: two clients of one session would take it from each other.
+            last.stop().await;
+            let (info, timeout) = (last.session().clone(), last.session_timeout());
+            drop(last);
+            let until = Moment::now().after(timeout * 7 / 5);
+            let attached = loop {
+                match Connection::attach(&config, timeout, info.clone()).await {
+                    Err(Error::SessionExpired | Error::AuthFailed) => break None,
+                    Err(_) if Moment::now() >= until => break None,
+                    Err(_) => sleep(PAUSE_ATTACHING).await,
+                    Ok(attached) => break Some(attached),
+                }
+            };
+            // Where the session is not used any more, the client ends it when it is dropped.
+            let (Some(sessions), Some(session)) = (sessions.upgrade(), session.upgrade()) else {
+                return;
+            };
+            match attached {
+                Some((connection, sent_at)) => session.resume(&sessions, connection, sent_at),
+                None => sessions.retire(&session),
+            }
+        });
     }
 
-    /// Ends the session, unless something is in it.
+    /// Ends `session` if it is not the first one and has had no node for the time-out of a session.
+    fn end_if_unused(&self, session: &Arc<Session>) {
+        let mut live = lock(&self.live);
+        let is_first = live.first().is_some_and(|first| Arc::ptr_eq(first, session));
+        if !is_first && lock(&session.places).unused_for(Moment::now()) > session.timeout() {
+            // With its last user the client ends the session.
+            live.retain(|live| !Arc::ptr_eq(live, session));
+        }
+    }
+
+    /// Returns whether the session of `claim` has ended. Returns true once.
+    pub(crate) fn was_displaced(&self, claim: ClaimId) -> bool {
+        lock(&self.displaced).remove(&claim).is_some()
+    }
+
+    /// Ends all sessions but those in which a lock is held. A node whose release was refused does not keep its session: the servers
+    /// delete it with the session, whatever rights are missing.
     pub(crate) async fn close(&self) {
-        let session = {
-            let mut current = lock(&self.current);
-            let is_empty = current.as_ref().is_some_and(|session| lock(&session.places).is_empty());
-            if is_empty { current.take() } else { None }
+        let ended: Vec<_> = {
+            let mut live = lock(&self.live);
+            let (needed, ended) = live.drain(..).partition(|session| session.is_needed());
+            *live = needed;
+            ended
         };
-        let Some(session) = session else { return };
-        let mut states = session.client.state_watcher();
-        // The last one to have the client says good-bye to the servers.
-        drop(session);
-        let closed = async { while !states.changed().await.is_terminated() {} };
-        let _ = timeout(self.config.request_timeout, closed).await;
+        join_all(ended.into_iter().map(async |session| {
+            let mut states = session.client().state_watcher();
+            // The client ends the session when its last user is gone.
+            drop(session);
+            let closed = async { while !states.changed().await.is_terminated() {} };
+            let _ = timeout(self.config.request_timeout, closed).await;
+        }))
+        .await;
     }
 }
 
 impl fmt::Debug for Sessions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Sessions").field("current", &self.current()).finish_non_exhaustive()
+        f.debug_struct("Sessions").field("live", &self.live()).finish_non_exhaustive()
     }
 }
 
@@ -171,9 +357,82 @@ impl Hints {
         let all = lock(&self.0).clone();
         keys.for_each(|key| all.iter().for_each(|hints| hints.look_at(key)));
     }
+}
 
-    fn look_at_all(&self) {
-        lock(&self.0).clone().iter().for_each(LossHints::look_at_all);
+/// The claims of one session, and the bytes of their nodes' paths.
+struct Places {
+    by_claim: HashMap<ClaimId, Arc<Place>>,
+    /// Counted from before a node is asked for until it is certainly gone.
+    bytes: usize,
+    /// When the last place was removed.
+    emptied_at: Moment,
+}
+
+impl Default for Places {
+    fn default() -> Self {
+        Self { by_claim: HashMap::new(), bytes: 0, emptied_at: Moment::now() }
+    }
+}
+
+impl Places {
+    fn has_room(&self, bytes: usize, max: usize) -> bool {
+        self.bytes.saturating_add(bytes) <= max
+    }
+
+    fn put(&mut self, claim: ClaimId, place: Place, bytes_max: usize) -> Option<Arc<Place>> {
+        if let Some(place) = self.by_claim.get(&claim) {
+            return Some(Arc::clone(place));
+        }
+        if !self.has_room(place.node_bytes, bytes_max) {
+            return None;
+        }
+        self.bytes += place.node_bytes;
+        Some(Arc::clone(self.by_claim.entry(claim).or_insert_with(|| Arc::new(place))))
+    }
+
+    fn forget(&mut self, claim: ClaimId, place: &Arc<Place>) {
+        if self.by_claim.get(&claim).is_some_and(|other| Arc::ptr_eq(other, place)) {
+            self.by_claim.remove(&claim);
+            self.bytes -= place.node_bytes;
+            self.emptied_at = Moment::now();
+        }
+    }
+
+    fn unused_for(&self, now: Moment) -> Duration {
+        if self.by_claim.is_empty() { now.since(self.emptied_at) } else { Duration::ZERO }
+    }
+}
+
+/// All sessions of a backend are full. Found as the [source](std::error::Error::source) of the [`BackendError`] with which an attempt
+/// is refused.
+///
+/// A session ends in one transaction with the paths of its nodes. Transactions of more than twice the servers' `jute.maxbuffer`
+/// stop the whole ensemble, so a session has at most [`ZkConfig::NODE_BYTES_MAX`] bytes of them.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "lock {key:?} does not fit: the nodes of this backend take {bytes} of {bytes_max} bytes in {sessions_max} sessions"
+)]
+#[non_exhaustive]
+pub struct SessionsExhausted {
+    /// The key of the refused lock.
+    pub key: String,
+    /// The bytes of paths of all nodes, of held locks and of waiters.
+    pub bytes: usize,
+    /// The limit of all sessions together.
+    pub bytes_max: usize,
+    /// The limit of sessions: [`ZkConfig::with_sessions_max`], in URLs the option `sessions`.
+    pub sessions_max: u32,
+}
+
+impl SessionsExhausted {
+    /// Locks that are released make room, so another attempt can succeed.
+    fn refuse(self) -> BackendError {
+        let says = format!(
+            "zookeeper: no session has room for the node of lock {:?}: {} of {} bytes are in use; raise `sessions`, which is {}, or hold \
+             fewer or shorter keys in one process",
+            self.key, self.bytes, self.bytes_max, self.sessions_max
+        );
+        BackendError::transient(says).with_source(self).as_refused()
     }
 }
 
@@ -192,17 +451,22 @@ pub(crate) enum By {
 
 /// One session.
 pub(crate) struct Session {
-    client: Client,
+    connection: watch::Sender<Arc<Connection>>,
+    /// The session's id, which its nodes bear.
+    id: i64,
+    timeout: Duration,
     config: Arc<ZkConfig>,
     over: AtomicBool,
     proof: Mutex<Proof>,
     /// When a majority was asked last.
     asked_at: Mutex<Moment>,
+    /// When the last question that the leader has answered was sent.
+    leader_asked_at: Mutex<Moment>,
     /// The next questions, [to](By) a majority and to the leader, as long as they have not left.
     next_rounds: [Mutex<Option<Round>>; 2],
     /// How often it was connected again.
     reconnects: AtomicU32,
-    places: Mutex<HashMap<ClaimId, Arc<Place>>>,
+    places: Mutex<Places>,
     room: Room,
     heads: Mutex<Heads>,
     /// They end with the session.
@@ -222,30 +486,53 @@ impl Session {
             let left = config.connect_timeout.saturating_sub(Moment::now().since(asked_at));
             client = connect(&config, granted, left).await.unwrap_or(client);
         }
+        let timeout = client.session_timeout();
         let session = Arc::new(Self {
-            proof: Mutex::new(Proof::new(client.session_timeout(), asked_at)),
+            id: client.session_id().0,
+            timeout,
+            connection: watch::Sender::new(Arc::new(client)),
+            proof: Mutex::new(Proof::new(timeout, asked_at)),
             config,
             over: AtomicBool::new(false),
             asked_at: Mutex::new(asked_at),
+            leader_asked_at: Mutex::new(asked_at),
             next_rounds: Default::default(),
             reconnects: AtomicU32::new(0),
-            places: Mutex::default(),
+            places: Mutex::new(Places::default()),
             room: Room::default(),
             heads: Mutex::default(),
             tasks: Mutex::default(),
-            client,
         });
         session.require_chroot().await?;
-        let states = session.client.state_watcher();
-        let (weak, owner) = (Arc::downgrade(&session), Arc::downgrade(sessions));
-        session.spawn(pulse(weak, owner, states, session.timeout()));
+        session.begin_pulse(sessions);
         Ok(session)
+    }
+
+    fn begin_pulse(self: &Arc<Self>, sessions: &Arc<Sessions>) {
+        let states = self.client().state_watcher();
+        let (weak, owner) = (Arc::downgrade(self), Arc::downgrade(sessions));
+        self.spawn(pulse(weak, owner, states, self.timeout()));
+    }
+
+    /// Goes on with a new client, to which a majority has confirmed the session after `sent_at`.
+    fn resume(self: &Arc<Self>, sessions: &Arc<Sessions>, connection: Connection, sent_at: Moment) {
+        self.connection.send_replace(Arc::new(connection));
+        self.answered(sent_at);
+        self.reconnected(sessions);
+        self.begin_pulse(sessions);
+    }
+
+    /// Has all its locks verified: other clients of the server may have been notified meanwhile, and this one was not.
+    fn reconnected(&self, sessions: &Sessions) {
+        self.reconnects.fetch_add(1, Ordering::AcqRel);
+        let places = self.places();
+        sessions.hints.look_at(places.iter().map(|(_, place)| &place.key));
     }
 
     /// A chroot that is mistyped would be a place of its own where nobody else contends.
     async fn require_chroot(&self) -> Result<(), BackendError> {
         let Some(chroot) = &self.config.chroot else { return Ok(()) };
-        let found = self.bounded(self.client.check_stat(chroot)).await?;
+        let found = self.bounded(self.client().check_stat(chroot)).await?;
         match found.map_err(|error| explain(&error).as_refused())? {
             Some(_) => Ok(()),
             None => {
@@ -255,8 +542,9 @@ impl Session {
         }
     }
 
-    pub(crate) fn client(&self) -> &Client {
-        &self.client
+    /// The client that the session has now.
+    pub(crate) fn client(&self) -> Arc<Connection> {
+        Arc::clone(&self.connection.borrow())
     }
 
     pub(crate) fn config(&self) -> &ZkConfig {
@@ -265,16 +553,16 @@ impl Session {
 
     /// The session's id, which nodes bear that live with it.
     pub(crate) fn id(&self) -> i64 {
-        self.client.session_id().0
+        self.id
     }
 
     /// How long the servers keep the session after they have heard of it last, as they said.
     pub(crate) fn timeout(&self) -> Duration {
-        self.client.session_timeout()
+        self.timeout
     }
 
     pub(crate) fn is_over(&self) -> bool {
-        self.over.load(Ordering::Acquire) || self.client.state().is_terminated()
+        self.over.load(Ordering::Acquire) || self.client().state().is_terminated()
     }
 
     pub(crate) fn reconnects(&self) -> u32 {
@@ -293,22 +581,18 @@ impl Session {
 
     /// Waits until there is a connection, so that nothing is asked that may be carried out much later.
     pub(crate) async fn connected(&self) -> Result<(), BackendError> {
-        let mut states = self.client.state_watcher();
-        let mut state = self.client.state();
-        if state == SessionState::SyncConnected {
+        if self.is_connected() {
             return Ok(());
         }
+        let mut connections = self.connection.subscribe();
         let connected = async {
             loop {
-                match state {
-                    SessionState::SyncConnected => return Ok(()),
-                    SessionState::AuthFailed => {
-                        return Err(explain(&Error::AuthFailed));
-                    }
-                    state if state.is_terminated() => {
-                        return Err(explain(&Error::SessionExpired).as_refused());
-                    }
-                    _ => state = states.changed().await,
+                let connection = Arc::clone(&connections.borrow_and_update());
+                tokio::select! {
+                    biased;
+                    connected = connection.connected() => return connected,
+                    // The sender is our own.
+                    _ = connections.changed() => {}
                 }
             }
         };
@@ -320,7 +604,19 @@ impl Session {
         &self,
         request: impl Future<Output = Result<T, Error>>,
     ) -> Result<Result<T, Error>, BackendError> {
-        timeout(self.config.request_timeout, request).await.map_err(|_| silent())
+        let answer = self.unless_stopped(request);
+        let answer = timeout(self.config.request_timeout, answer).await.map_err(|_| silent())?;
+        Ok(answer.unwrap_or(Err(Error::ConnectionLoss)))
+    }
+
+    /// Waits for the answer to one request. Returns `None` if the client is stopped before.
+    pub(crate) async fn unless_stopped<T>(&self, request: impl Future<Output = T>) -> Option<T> {
+        let stopped = self.client().stopped();
+        tokio::select! {
+            biased;
+            () = stopped => None,
+            answer = request => Some(answer),
+        }
     }
 
     /// Asks the servers whether the session lives. All who ask at about the same time share one question, which leaves after they
@@ -340,14 +636,31 @@ impl Session {
             match by {
                 By::Majority => session.prove().await,
                 By::Leader => {
-                    let synced = session.bounded(session.client.sync("/")).await?;
-                    synced.map_err(|error| explain(&error))
+                    let sent_at = Moment::now();
+                    let synced = session.bounded(session.client().sync("/")).await?;
+                    synced.map_err(|error| explain(&error))?;
+                    *lock(&session.leader_asked_at) = sent_at;
+                    Ok(())
                 }
             }
         };
         let round = round.boxed().shared();
         *next = Some(round.clone());
         round
+    }
+
+    /// Waits until this client has seen what the leader did up to [`LEADER_LAG`] ago. All waiters of a session together ask
+    /// the leader once in that time.
+    pub(crate) async fn catch_up(self: &Arc<Self>) -> Result<(), BackendError> {
+        if lock(&self.leader_asked_at).after(LEADER_LAG) >= Moment::now() {
+            return Ok(());
+        }
+        self.round(By::Leader).await
+    }
+
+    /// Returns whether there is a connection, and the last proof of life is fresh.
+    pub(crate) fn is_healthy(&self) -> bool {
+        self.is_connected() && self.certain_left() > self.timeout() / 2
     }
 
     /// Has a majority write down that nothing has changed. That counts even when it takes longer than anybody waits for it, as on disks that
@@ -377,13 +690,9 @@ impl Session {
     }
 
     async fn write_check(&self, path: &str) -> Result<bool, BackendError> {
-        let writer = self.client.new_check_writer(path, None).map_err(|error| explain(&error))?;
-        match writer.commit().await {
-            // That a check fails is written down like all else.
-            Ok(_) | Err(CheckWriteError::CheckFailed { source: Error::NoAuth }) => Ok(true),
-            Err(CheckWriteError::CheckFailed { source: Error::NoNode }) => Ok(false),
-            Err(error) => Err(explain(&error.into())),
-        }
+        let client = self.client();
+        let checked = self.unless_stopped(client.write_check(path)).await;
+        checked.unwrap_or(Err(Error::ConnectionLoss)).map_err(|error| explain(&error))
     }
 
     /// The room for what is watched in this session.
@@ -396,30 +705,30 @@ impl Session {
         &self.heads
     }
 
-    /// The place of `claim`; a new one if it has none.
-    pub(crate) fn place(&self, claim: &Claim, dir: impl FnOnce() -> String) -> Arc<Place> {
-        let mut places = lock(&self.places);
-        let place = places.entry(claim.id());
-        Arc::clone(place.or_insert_with(|| Arc::new(Place::new(claim, dir()))))
-    }
-
-    /// The place of `claim`, if it has one.
-    pub(crate) fn find(&self, claim: &Claim) -> Option<Arc<Place>> {
-        let place = lock(&self.places).get(&claim.id()).map(Arc::clone);
-        place.filter(|place| place.key == *claim.key())
+    /// Returns the place of `claim`.
+    pub(crate) fn find(&self, claim: ClaimId) -> Option<Arc<Place>> {
+        lock(&self.places).by_claim.get(&claim).map(Arc::clone)
     }
 
     /// All places.
     pub(crate) fn places(&self) -> Vec<(ClaimId, Arc<Place>)> {
-        lock(&self.places).iter().map(|(claim, place)| (*claim, Arc::clone(place))).collect()
+        let places = lock(&self.places);
+        places.by_claim.iter().map(|(claim, place)| (*claim, Arc::clone(place))).collect()
     }
 
     /// Forgets the place of `claim`, unless it is another one by now.
     pub(crate) fn forget(&self, claim: ClaimId, place: &Arc<Place>) {
-        let mut places = lock(&self.places);
-        if places.get(&claim).is_some_and(|other| Arc::ptr_eq(other, place)) {
-            places.remove(&claim);
-        }
+        lock(&self.places).forget(claim, place);
+    }
+
+    /// Returns whether a lock is held in it that its holder has not released.
+    fn is_needed(&self) -> bool {
+        let now = Moment::now();
+        self.places().iter().any(|(_, place)| place.is_needed(now))
+    }
+
+    fn is_connected(&self) -> bool {
+        self.client().state() == SessionState::SyncConnected
     }
 
     /// Does `work` for as long as the session is there.
@@ -436,9 +745,9 @@ impl Session {
 impl fmt::Debug for Session {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Session")
-            .field("id", &self.client.session_id())
-            .field("state", &self.client.state())
-            .field("places", &lock(&self.places).len())
+            .field("id", &self.client().session_id())
+            .field("state", &self.client().state())
+            .field("places", &lock(&self.places).by_claim.len())
             .finish_non_exhaustive()
     }
 }
@@ -451,27 +760,17 @@ async fn connect(
     config: &ZkConfig,
     session_timeout: Duration,
     limit: Duration,
-) -> Result<Client, BackendError> {
+) -> Result<Connection, BackendError> {
     let attempts = if config.has_several_servers() { ATTEMPTS } else { 1 };
     let attempts = (0..attempts).map(async |number| {
         sleep(limit * number / ATTEMPTS).await;
-        connect_once(config, session_timeout).await
+        Connection::open(config, session_timeout, None).await
     });
     let mut attempts: FuturesUnordered<_> = attempts.collect();
     // One that fails has asked all of them.
     let first = timeout(limit, attempts.next()).await;
     let first = first.map_err(|_| unreachable())?.unwrap_or(Err(Error::NoHosts));
     first.map_err(|error| explain(&error).as_refused())
-}
-
-async fn connect_once(config: &ZkConfig, session_timeout: Duration) -> Result<Client, Error> {
-    let connecting = config.connector(session_timeout).with_fail_eagerly();
-    let servers = config.servers();
-    #[cfg(feature = "tls")]
-    if config.is_encrypted() {
-        return connecting.secure_connect(&servers).await;
-    }
-    connecting.connect(&servers).await
 }
 
 /// Keeps a session's proof fresh, notices its end, and has what nobody takes care of any more given back.
@@ -483,6 +782,8 @@ async fn pulse(
 ) {
     let mut tick = interval((timeout / PROOFS).min(TICK_MAX));
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let patience = (timeout / PROOFS).min(PATIENCE_MAX);
+    let mut lost_at = None;
     loop {
         let state = tokio::select! {
             state = states.changed() => Some(state),
@@ -497,16 +798,25 @@ async fn pulse(
                 return;
             }
             Some(SessionState::SyncConnected) => {
-                // Other clients of the server may have been told something meanwhile that we were not.
-                session.reconnects.fetch_add(1, Ordering::AcqRel);
-                sessions.hints.look_at_all();
+                session.reconnected(&sessions);
             }
             Some(_) => {}
             None => {
                 while lock(&session.tasks).try_join_next().is_some() {}
                 tend(&session);
+                sessions.end_if_unused(&session);
                 let now = Moment::now();
-                if session.is_due(now) && session.client.state() == SessionState::SyncConnected {
+                let state = session.client().state();
+                if state == SessionState::Disconnected {
+                    if lost_at.get_or_insert(now).after(patience) <= now {
+                        sessions.attach_again(&session);
+                        // Another pulse begins with the next client.
+                        return;
+                    }
+                } else {
+                    lost_at = None;
+                }
+                if session.is_due(now) && state == SessionState::SyncConnected {
                     *lock(&session.asked_at) = now;
                     let round = session.round(By::Majority);
                     session.spawn(round.map(drop));
@@ -520,9 +830,32 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// The limit of path bytes in one session: half of the smallest `jute.maxbuffer` in use, 1 MiB, and a quarter of what servers with
+/// that setting can read in one transaction.
+pub(crate) const NODE_BYTES_MAX: usize = 512 * 1024;
+
+/// Up to so many bytes of paths, a session watches every node of held locks and a predecessor of every waiter; see [`Room`].
+pub(crate) const WATCHED_BYTES_MAX: usize = Room::OWN;
+
+/// How long an acquisition waits for a session that is opened only to watch more nodes.
+const OPEN_ANOTHER_WITHIN: Duration = Duration::from_secs(1);
+/// How long after a failure another attempt at one is made.
+const OPEN_ANOTHER_PAUSE: Duration = Duration::from_secs(30);
+
+/// An answer of the leader serves all waiters that ask within this time.
+const LEADER_LAG: Duration = Duration::from_millis(100);
+
+/// How long it is known that the session of a claim has ended.
+const DISPLACED_FOR: Duration = Duration::from_secs(10 * 60);
+
 /// How often a majority is asked in the time-out of a session. The client itself would say a word as often if nothing else were said.
 const PROOFS: u32 = 10;
 const TICK_MAX: Duration = Duration::from_millis(250);
+
+/// How long the client may try to reconnect by itself. Its first attempts are quick, and reach other servers at once.
+const PATIENCE_MAX: Duration = Duration::from_secs(1);
+/// The pause between attempts to attach a session to a new client.
+const PAUSE_ATTACHING: Duration = Duration::from_millis(500);
 
 /// How many attempts at a session may go on beside each other.
 const ATTEMPTS: u32 = 8;

@@ -4,10 +4,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use lock_registry::{LockError, LockRegistry, LockRegistryExt};
+use lock_registry::{LockError, LockOptions, LockRegistry};
 
 // ANCHOR: component
-/// A scheduler that runs a job on one node of many. It has no idea what a store is.
+/// A scheduler that runs a job on one node of many. It depends on no store.
 struct Scheduler {
     locks: Arc<dyn LockRegistry>,
 }
@@ -19,19 +19,19 @@ enum Outcome {
 }
 
 impl Scheduler {
-    async fn run_once(&self, job: &str) -> Result<Outcome, LockError> {
-        let key = format!("jobs/{job}");
-        // The work is stopped when the lock is lost, and its result is not hidden by a failing release.
-        let done = self
-            .locks
-            .execute_locked_for(&key, Duration::ZERO, async |_guard| rows_written().await)
-            .await?;
-        let Some(done) = done else {
+    /// Runs `job` unless another node runs it, or has begun it less than `at_most_each` ago.
+    async fn run_once(&self, job: &str, at_most_each: Duration) -> Result<Outcome, LockError> {
+        let lock = self.locks.obtain(&format!("jobs/{job}"));
+        // Without `min_hold`, the key of a short job is free again before the next node asks.
+        let options = LockOptions::new().wait(Duration::ZERO).min_hold(at_most_each);
+        let Some(guard) = lock.lock_with(options).await? else {
             return Ok(Outcome::AnotherNodeHasIt);
         };
+        // Drops the work if the lock is lost.
+        let rows = guard.protect(rows_written()).await?;
         // An error here means that the end of the work may have been unprotected.
-        done.unlocked?;
-        Ok(Outcome::Done(done.output))
+        guard.unlock().await?;
+        Ok(Outcome::Done(rows))
     }
 }
 // ANCHOR_END: component
@@ -54,12 +54,16 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     );
 
     let scheduler = Scheduler { locks: Arc::clone(&locks) };
-    match tokio::spawn(async move { scheduler.run_once("nightly").await }).await?? {
-        Outcome::Done(rows) => println!("{rows} rows written"),
-        Outcome::AnotherNodeHasIt => println!("another node does it"),
+    // Cron starts the job on each node, here on one after the other.
+    for node in 1..=3 {
+        match scheduler.run_once("nightly", Duration::from_secs(3_600)).await? {
+            Outcome::Done(rows) => println!("node {node}: {rows} rows written"),
+            Outcome::AnotherNodeHasIt => println!("node {node}: another node has run it"),
+        }
     }
 
-    locks.close(Duration::from_secs(5)).await;
+    // The key stays taken until `min_hold` is over; closing does not wait for that here.
+    locks.close(Duration::ZERO).await;
     Ok(())
 }
 // ANCHOR_END: main

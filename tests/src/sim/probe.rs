@@ -160,6 +160,10 @@ impl LockBackend for Probe {
         self.inner.wait(claim, busy).await;
     }
 
+    fn wakes_confirmed(&self, claim: &Claim, busy: &Busy) -> bool {
+        self.inner.wakes_confirmed(claim, busy)
+    }
+
     fn tell_losses(&self, hints: LossHints) {
         let mut rumours = self.rumours.lock().unwrap_or_else(PoisonError::into_inner);
         rumours.registry = Some(hints.clone());

@@ -1,8 +1,10 @@
 //! The same for the statements of the stores in database servers: on a real server each bug breaks a promise that is looked at here.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
+use futures_util::future::{join, join_all};
 use registry_core::{
     Attempt, Claim, FencingToken, GuaranteeClass, Key, LockBackend, LockGuard, LockRegistry,
     Registry, Renewal,
@@ -21,6 +23,8 @@ use registry_testkit::postgres::PostgresServer;
 const LEASE: Duration = Duration::from_secs(30);
 /// Long enough for any machine; reached only by a test that fails.
 const LONG: Duration = Duration::from_secs(60);
+/// Opening a connection may take long on a busy machine.
+const CONNECT: Duration = Duration::from_secs(30);
 /// So many pairs are enough for a session to reserve tokens.
 const PAIRS: u32 = 60;
 const ROUNDS: u32 = 10;
@@ -38,11 +42,13 @@ impl Server {
         let patience = Duration::from_millis(200);
         match self {
             Self::Postgres(server) => {
-                let config = PostgresConfig::from_url(&server.url()).unwrap();
+                let config =
+                    PostgresConfig::from_url(&server.url()).unwrap().with_connect_timeout(CONNECT);
                 Arc::new(PostgresBackend::open(config.with_busy_timeout(patience)).await.unwrap())
             }
             Self::MariaDb(server) => {
-                let config = MySqlConfig::from_url(&server.url()).unwrap();
+                let config =
+                    MySqlConfig::from_url(&server.url()).unwrap().with_connect_timeout(CONNECT);
                 Arc::new(MySqlBackend::open(config.with_busy_timeout(patience)).await.unwrap())
             }
         }
@@ -51,11 +57,13 @@ impl Server {
     async fn session(&self) -> Store {
         match self {
             Self::Postgres(server) => {
-                let config = PostgresConfig::from_url(&server.url()).unwrap();
+                let config =
+                    PostgresConfig::from_url(&server.url()).unwrap().with_connect_timeout(CONNECT);
                 Arc::new(PostgresSessionBackend::open(config).await.unwrap())
             }
             Self::MariaDb(server) => {
-                let config = MySqlConfig::from_url(&server.url()).unwrap();
+                let config =
+                    MySqlConfig::from_url(&server.url()).unwrap().with_connect_timeout(CONNECT);
                 Arc::new(MySqlSessionBackend::open(config).await.unwrap())
             }
         }
@@ -70,7 +78,23 @@ impl Server {
         tokens_grow(self).await?;
         tokens_of_sessions_grow(self).await?;
         a_fence_keeps_others_out(self, self.leases().await, "fenced").await?;
-        a_fence_keeps_others_out(self, self.session().await, "fenced session").await
+        a_fence_keeps_others_out(self, self.session().await, "fenced session").await?;
+        a_session_renews_before_it_acquires(self).await?;
+        a_fence_keeps_the_next_caller_out(self).await
+    }
+
+    fn pause(&self) {
+        match self {
+            Self::Postgres(server) => server.pause().unwrap(),
+            Self::MariaDb(server) => server.pause().unwrap(),
+        }
+    }
+
+    fn resume(&self) {
+        match self {
+            Self::Postgres(server) => server.resume().unwrap(),
+            Self::MariaDb(server) => server.resume().unwrap(),
+        }
     }
 
     /// Whether this token was written down together with a reserve, one that lasts for a while.
@@ -225,6 +249,86 @@ where
     let taken = granted(&store, &claim(key, LEASE)).await;
     transaction.rollback().await.unwrap();
     holds("a fence keeps others out", taken.is_none())
+}
+
+async fn a_session_renews_before_it_acquires(server: &Server) -> Result<(), &'static str> {
+    // On a busy machine all answers may be there before one of them is looked at.
+    for _ in 0..3 {
+        if answered_before_a_renewal(server).await < QUEUED / 2 {
+            return Ok(());
+        }
+    }
+    Err("a session renews before it acquires")
+}
+
+const QUEUED: usize = 40;
+
+/// How many of the acquisitions that were queued before a renewal are answered before it.
+async fn answered_before_a_renewal(server: &Server) -> usize {
+    let session = server.session().await;
+    let held = claim("renewed", LEASE);
+    granted(&session, &held).await.unwrap();
+    server.pause();
+    let done = AtomicUsize::new(0);
+    let mut queued = Vec::new();
+    for number in 0..QUEUED {
+        let (session, done) = (&session, &done);
+        let mut acquiring = Box::pin(async move {
+            let claim = claim(&format!("queued/{number}"), LEASE);
+            let token = granted(session, &claim).await;
+            done.fetch_add(1, Ordering::SeqCst);
+            token.map(|_| claim)
+        });
+        assert!(futures_util::poll!(&mut acquiring).is_pending(), "the server stands still");
+        queued.push(acquiring);
+    }
+    let renewing = session.renew(std::slice::from_ref(&held));
+    let renewing = async { (renewing.await.remove(0), done.load(Ordering::SeqCst)) };
+    let mut renewing = Box::pin(renewing);
+    assert!(futures_util::poll!(&mut renewing).is_pending(), "the server stands still");
+    server.resume();
+    // In this order: what was answered before the renewal is counted before it.
+    let (acquired, (renewed, before)) = join(join_all(queued), renewing).await;
+    for claim in acquired.into_iter().flatten().chain([held]) {
+        session.release(&claim).await.unwrap();
+    }
+    assert!(matches!(renewed, Ok(Renewal::Renewed(_))), "{renewed:?}");
+    before
+}
+
+async fn a_fence_keeps_the_next_caller_out(server: &Server) -> Result<(), &'static str> {
+    match server {
+        Server::Postgres(postgres) => {
+            let mut data = PgConnection::connect(&postgres.url()).await.unwrap();
+            fenced_before_a_caller(server, &mut data).await
+        }
+        Server::MariaDb(mariadb) => {
+            let mut data = MySqlConnection::connect(&mariadb.url()).await.unwrap();
+            fenced_before_a_caller(server, &mut data).await
+        }
+    }
+}
+
+/// As long as the transaction is open, the next caller of the same process gets nothing.
+async fn fenced_before_a_caller<C>(server: &Server, data: &mut C) -> Result<(), &'static str>
+where
+    C: Connection,
+    LockGuard: Fence<C::Database>,
+{
+    let registry = Registry::builder(server.session().await).build().unwrap();
+    let lock = registry.obtain("fenced before a caller");
+    let guard = lock.lock().await.unwrap();
+    let mut transaction = data.begin().await.unwrap();
+    guard.fence(&mut transaction).await.unwrap();
+    let mut next = std::pin::pin!(lock.try_lock_for(LONG));
+    assert!(futures_util::poll!(next.as_mut()).is_pending());
+    guard.unlock().await.unwrap();
+    let granted = tokio::time::timeout(Duration::from_secs(1), next.as_mut()).await.is_ok();
+    transaction.rollback().await.unwrap();
+    if !granted {
+        next.await.unwrap().unwrap().unlock().await.unwrap();
+    }
+    holds("a fence keeps the next caller out", !granted)
 }
 
 #[test]

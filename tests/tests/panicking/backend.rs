@@ -108,6 +108,10 @@ impl LockBackend for PanickingBackend {
         self.inner.wait(claim, busy).await;
     }
 
+    fn wakes_confirmed(&self, claim: &Claim, busy: &Busy) -> bool {
+        self.inner.wakes_confirmed(claim, busy)
+    }
+
     fn tell_losses(&self, hints: LossHints) {
         self.pass("tell_losses");
         self.inner.tell_losses(hints);

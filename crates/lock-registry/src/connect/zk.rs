@@ -88,6 +88,9 @@ fn limits(mut config: ZkConfig, options: &Layer) -> ZkConfig {
         }
         (None, None) => {}
     }
+    if let Some(sessions) = options.sessions {
+        config = config.with_sessions_max(sessions);
+    }
     if let Some(connect_timeout) = options.connect_timeout {
         config = config.with_connect_timeout(connect_timeout);
     }

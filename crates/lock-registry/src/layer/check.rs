@@ -133,7 +133,11 @@ impl Layer {
             Some(handoff) if handoff > RegistryBuilder::HANDOFF_MAX => {
                 return wrong(
                     "handoff",
-                    format!("is {handoff}, more than the most, {}", RegistryBuilder::HANDOFF_MAX),
+                    format!(
+                        "is {handoff}, more than the most, {}: each hand-over reserves a fencing token, and tokens must \
+                         not outrun the store's clock",
+                        RegistryBuilder::HANDOFF_MAX
+                    ),
                 );
             }
             _ => {}
@@ -142,6 +146,9 @@ impl Layer {
             if given.is_some_and(|given| !(1..=POOL_MAX).contains(&given)) {
                 return wrong(option, format!("is not between 1 and {POOL_MAX}"));
             }
+        }
+        if self.sessions.is_some_and(|given| !(1..=SESSIONS_MAX).contains(&given)) {
+            return wrong("sessions", format!("is not between 1 and {SESSIONS_MAX}"));
         }
         if let Some(layout) = self.layout
             && !layouts(store).contains(&layout)
@@ -375,6 +382,8 @@ const TIMEOUT: Duration = Duration::from_secs(3);
 const DAYS_MAX: Duration = LockOptions::WAIT_MAX;
 /// The shortest session that can be asked for: of twice the shortest lease, and as much again.
 const SESSION_MIN: Duration = Duration::from_millis(400);
+/// The highest limit of sessions that ZooKeeper's backend takes.
+const SESSIONS_MAX: u32 = 32;
 /// The shortest lease that etcd's backend takes.
 const ETCD_LEASE_MIN: Duration = Duration::from_secs(2);
 /// How long a server that hears nothing of a session, or of a transaction, keeps its locks.
@@ -536,6 +545,20 @@ mod tests {
             let error = problem("postgres", &[(option, value)]).unwrap();
             assert!(error.contains(hint) && error.contains(option), "{option}={value}: {error}");
         }
+    }
+
+    #[test]
+    fn the_limit_of_zookeeper_s_sessions_has_a_range() {
+        for store in ["zk", "zks"] {
+            for fine in ["1", "8", "32"] {
+                assert_eq!(problem(store, &[("sessions", fine)]), None);
+            }
+            for wrong in ["0", "33"] {
+                let error = problem(store, &[("sessions", wrong)]).unwrap();
+                assert!(error.contains("sessions") && error.contains("1 and 32"), "{error}");
+            }
+        }
+        assert!(problem("etcd", &[("sessions", "2")]).unwrap().contains("zk stores"));
     }
 
     #[test]

@@ -17,6 +17,16 @@ pub(crate) struct DatabaseServer {
     pub(crate) login: Option<Login>,
 }
 
+impl DatabaseServer {
+    /// The host of its URL; empty if the URL names a socket.
+    pub(crate) fn hosts(&self) -> &[Host] {
+        match &self.place {
+            Place::Host(host) => std::slice::from_ref(host),
+            Place::Socket(..) => &[],
+        }
+    }
+}
+
 /// Where the server is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Place {

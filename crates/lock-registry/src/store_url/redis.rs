@@ -45,6 +45,17 @@ pub(crate) struct Login {
 }
 
 impl RedisServers {
+    /// The hosts of their URL; empty if the URL names a socket.
+    pub(crate) fn hosts(&self) -> &[Host] {
+        match &self.place {
+            Place::One(host) => std::slice::from_ref(host),
+            Place::Socket(_) => &[],
+            Place::Sentinels { sentinels: hosts, .. }
+            | Place::Cluster(hosts)
+            | Place::Quorum(hosts) => hosts,
+        }
+    }
+
     /// Whether connections are encrypted.
     #[cfg(feature = "redis-tls")]
     pub(crate) fn are_encrypted(&self) -> bool {

@@ -30,7 +30,7 @@ fn wrong_options_of_run_are_usage_errors() {
         (&["--wait", "soon"], "`30s`"),
         (&["--wait", "100years"], "leave --wait out"),
         (&["--wait", "99999999999999999999999s"], "no time"),
-        (&["--lease", "0s"], "less than the least"),
+        (&["--lease", "0s"], "--lease is 0s, less than the least"),
         (&["--lease", "1ms"], "--lease"),
         (&["--lease", "99ms"], "less than the least, 100ms"),
         (&["--lease", "25h"], "more than the most, 1day"),
@@ -39,6 +39,7 @@ fn wrong_options_of_run_are_usage_errors() {
         (&["--grace", "100years"], "longer than"),
         (&["--wiat", "1s"], "--wait"),
         (&["--url", "bogus:x"], "sqlite"),
+        (&["--url", "kafka:x"], "starts with no scheme that there is"),
         (&["--url", "sqlit:x"], "did you mean \"sqlite\"?"),
         (&["--url", "postgres://localhost"], "does not name a database"),
         (&["--url", "memory:?leese=1s"], "did you mean \"lease\"?"),
@@ -67,7 +68,7 @@ fn a_cluster_of_etcd_that_is_not_built_in_names_the_feature() {
     let store = Store::new();
     let mut command = store.lockreg(["list"]);
     command.env("LOCK_REGISTRY_URL", "etcd://localhost");
-    refused(&store, &mut command, "features = [\"etcd\"]");
+    refused(&store, &mut command, "--features etcd");
 }
 
 #[cfg(feature = "redis")]
@@ -97,7 +98,7 @@ fn servers_that_are_not_built_in_name_their_feature() {
     let store = Store::new();
     for kind in ["", "+sentinel", "+cluster", "+quorum"] {
         let url = format!("rediss{kind}://localhost");
-        let hint = "features = [\"redis-tls\"]";
+        let hint = "--features redis-tls";
         refused(&store, store.lockreg(["list"]).env("LOCK_REGISTRY_URL", url), hint);
     }
 }
@@ -175,6 +176,7 @@ fn wrong_commands_are_usage_errors() {
     for (arguments, hint) in [
         (&["run", "key"][..], "COMMAND"),
         (&["run", "key", "--"], "COMMAND"),
+        (&["run", "nightly", "echo", "hi"], "Write `--` before the command"),
         (&["run", "--", "true"], "KEY"),
         (&["run", "--", "sudo", "true"], "KEY"),
         (&["run", "--", "-key-"], "COMMAND"),
@@ -218,6 +220,11 @@ fn breaking_needs_a_yes_and_tells_what_would_be_broken() {
     assert!(done.stderr.contains("held by worker 7") && done.stderr.contains("--yes"), "{done:?}");
     assert!(store.holder("key").is_some());
     assert_eq!(holder.finish(), 0);
+    for arguments in [&["break", "key"][..], &["break", "key", "--yes"]] {
+        let mut command = store.lockreg([]);
+        let done = Done::of(command.args(arguments));
+        assert_eq!((done.status, done.stdout.as_str()), (1, "key is not locked\n"), "{done:?}");
+    }
 }
 
 #[test]

@@ -5,6 +5,7 @@
 mod support;
 
 mod bad_input;
+mod cron;
 mod exclusion;
 mod gate;
 mod loss;

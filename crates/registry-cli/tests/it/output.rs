@@ -26,7 +26,7 @@ fn the_default_store_is_this_users_own() {
 fn show_and_list_tell_who_holds_what() {
     let store = Store::new();
     let free = store.done(["show", "a"]);
-    assert_eq!((free.status, free.stdout.as_str()), (1, "a is free\n"));
+    assert_eq!((free.status, free.stdout.as_str()), (1, "a is not locked\n"));
     assert_eq!(printed(&store.done(["--json", "show", "a"]))["held"], false);
     assert_eq!(store.done(["list"]).stdout, "no lock is held\n");
     assert_eq!(printed(&store.done(["list", "--json"])), json!([]));
@@ -72,7 +72,7 @@ fn break_tells_whose_lock_it_took() {
     let broken = printed(&store.done(["break", "key", "--yes", "--json"]));
     assert_eq!((&broken["broken"], &broken["holder"]["label"]), (&json!(true), &json!("worker 7")));
     assert_eq!(holder.wait(), 76);
-    assert_eq!(store.done(["break", "key", "--yes"]).stdout, "key is free\n");
+    assert_eq!(store.done(["break", "key", "--yes"]).stdout, "key is not locked\n");
 }
 
 #[test]
@@ -154,7 +154,7 @@ fn run_leaves_stdout_to_its_command_and_speaks_json_on_stderr_if_asked() {
     assert_eq!(last["holder"]["label"], "worker 7");
     assert_eq!(holder.finish(), 0);
 
-    let done = store.done(["run", "key", "--", "echo", "out"]);
+    let done = store.done(["--local", "run", "key", "--", "echo", "out"]);
     assert_eq!((done.stdout.as_str(), done.stderr.as_str()), ("out\n", ""));
     let done = store.done(["--json", "--url", "sqlite:/absent/x.db", "list"]);
     let error: Value = serde_json::from_str(&done.stderr).unwrap();
@@ -176,7 +176,7 @@ fn whoever_gives_up_tells_how_long_it_really_waited() {
     let holder = store.start(["hold", "key"]);
     holder.says();
     let event = |line: &str| serde_json::from_str::<Value>(line).unwrap();
-    let done = store.done(["--json", "run", "--no-wait", "key", "--", "true"]);
+    let done = store.done(["--local", "--json", "run", "--no-wait", "key", "--", "true"]);
     let told = event(&done.stderr);
     assert!(told["event"] == "not_obtained" && told["waited_ms"].is_u64(), "{told}");
 
@@ -222,7 +222,7 @@ fn a_reader_that_has_had_enough_is_no_error() {
 #[test]
 fn logs_go_to_stderr_and_only_on_demand() {
     let store = Store::new();
-    assert_eq!(store.done(["run", "key", "--", "true"]).stderr, "");
+    assert_eq!(store.done(["--local", "run", "key", "--", "true"]).stderr, "");
     assert!(store.done(["-vv", "run", "key", "--", "true"]).stderr.contains("lock granted"));
     let mut command = store.lockreg(["run", "key", "--", "true"]);
     let done = Done::of(command.env("LOCK_REGISTRY_LOG", "lock_registry=debug"));

@@ -149,5 +149,5 @@ fn a_server_that_says_no_or_is_gone_is_status_69_without_the_password() {
     let inside = redis.runtime.enter();
     redis.servers = None;
     drop(inside);
-    told(&redis, "nobody listens");
+    told(&redis, "the connection was refused");
 }

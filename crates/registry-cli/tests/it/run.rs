@@ -12,7 +12,8 @@ fn the_command_gets_its_arguments_environment_and_streams_untouched() {
     let store = Store::new();
     let odd = std::ffi::OsStr::from_bytes(b"\xff--url=x\n$y");
     let script = r#"printf '%s|%s|%s|' "$LOCKREG_KEY" "$1" "$2"; cat; test "$LOCKREG_FENCING_TOKEN" -gt 0; echo err >&2"#;
-    let mut command = store.lockreg(["run", "odd key/ü", "--", "sh", "-c", script, "sh", "--wait"]);
+    let mut command =
+        store.lockreg(["--local", "run", "odd key/ü", "--", "sh", "-c", script, "sh", "--wait"]);
     let mut child = command
         .arg(odd)
         .stdin(Stdio::piped())

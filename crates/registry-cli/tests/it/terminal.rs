@@ -152,7 +152,7 @@ fn in_a_pipeline_ctrl_c_ends_the_command() {
     shell.shows("up\r\n");
     shell.types("\x03");
     shell.types("$LOCKREG show key; echo \"status $?.\"\n");
-    shell.shows("key is free");
+    shell.shows("key is not locked");
     shell.shows("status 1.");
 }
 
@@ -163,7 +163,7 @@ fn waiting_shows_one_live_line() {
     holder.says();
     let mut shell = Shell::start(&store);
     shell.types("$LOCKREG run key -- echo mi''ne\n");
-    shell.shows("waiting for key, held by worker 7 (for ");
+    shell.shows(" for key, held by worker 7 (for ");
     shell.shows("waited ");
     assert_eq!(holder.finish(), 0);
     shell.shows("mine");

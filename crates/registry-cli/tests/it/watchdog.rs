@@ -84,8 +84,9 @@ fn the_lock_is_renewed_while_what_the_command_has_started_is_waited_for() {
         echo $! $$
         exec sleep 1000
     "#;
-    let mut process =
-        store.start(["run", "--lease", "6s", "--grace", "10m", "key", "--", "sh", "-c", script]);
+    let mut process = store.start([
+        "--local", "run", "--lease", "6s", "--grace", "10m", "key", "--", "sh", "-c", script,
+    ]);
     let mut lines = [process.says(), process.says()];
     lines.sort_by_key(|line| line == "up");
     let (straggler, command) = lines[0].split_once(' ').unwrap();

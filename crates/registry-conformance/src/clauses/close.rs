@@ -117,6 +117,29 @@ pub async fn closing_twice_is_harmless(lab: &Lab) {
     assert!(registry.close(Duration::ZERO).await.is_clean());
 }
 
+/// A call of `close` that is kept and not polled holds up no other, wherever it has got to.
+pub async fn a_parked_close_holds_up_no_other(lab: &Lab) {
+    for polls in 1..=POLLS_MAX {
+        let registry = lab.registry().await;
+        let mut parked = pin!(registry.close(Duration::ZERO));
+        let mut is_done = false;
+        for _ in 0..polls {
+            is_done = poll!(parked.as_mut()).is_ready();
+            if is_done {
+                break;
+            }
+            sleep(Duration::from_millis(2)).await;
+        }
+        if is_done {
+            return;
+        }
+        let other = timeout(lab.patience(), registry.close(Duration::ZERO)).await;
+        assert!(other.expect("the other call closes the registry").is_clean());
+        parked.await;
+    }
+    panic!("close is not done after {POLLS_MAX} polls");
+}
+
 /// A store that hangs does not keep a process from ending, and what could not be given back is told.
 pub async fn close_ends_in_time_though_the_store_hangs(lab: &Lab) {
     let faulty = lab.faulty(Faults::none()).await;
@@ -150,3 +173,5 @@ pub async fn closing_one_registry_leaves_the_others_alone(lab: &Lab) {
     theirs.unlock().await.expect("a held lock is unlocked");
     lab.free_soon(&there, "orders:1").await;
 }
+
+const POLLS_MAX: usize = 1_000;

@@ -93,6 +93,92 @@ pub async fn a_future_that_is_not_polled_holds_up_no_other_key(lab: &Lab) {
     held.unlock().await.expect("a held lock is unlocked");
 }
 
+/// A future that is kept and not polled must not stand in the store's queue for ever: its claim is released after a lease.
+pub async fn a_parked_lock_leaves_the_stores_queue(lab: &Lab) {
+    let (here, there) = (lab.registry_of(lab.short()).await, lab.registry().await);
+    let held = there.obtain("orders:42").lock().await.expect("a free lock is had");
+    let lock = here.obtain("orders:42");
+    let mut parked = pin!(lock.lock());
+    // Long enough for it to be told "busy".
+    assert!(timeout(ASKED, parked.as_mut()).await.is_err(), "two guards of one key");
+    held.unlock().await.expect("a held lock is unlocked");
+    lab.free_soon(&lab.registry().await, "orders:42").await;
+    // It is not lost: polled again, it starts over.
+    let late = timeout(lab.patience(), parked).await.expect("no other caller wants the lock");
+    late.expect("no trouble").unlock().await.expect("a held lock is unlocked");
+}
+
+/// A grant that the store gives to a future that is not polled any more ends with its lease, session or not.
+pub async fn a_parked_lock_gives_back_a_grant_that_it_does_not_take(lab: &Lab) {
+    let late = Fault::DelayReply(Duration::from_millis(50));
+    let faulty = lab.faulty(Faults::none().at(Operation::Acquire, 1, late)).await;
+    let (here, there) = (lab.registry_over(&faulty, lab.short()), lab.registry().await);
+    let lock = here.obtain("orders:42");
+    let mut parked = pin!(lock.lock());
+    assert!(poll!(parked.as_mut()).is_pending(), "the store answers late");
+    lab.free_soon(&here, "orders:42").await;
+    lab.free_soon(&there, "orders:42").await;
+    let late = timeout(lab.patience(), parked).await.expect("no other caller wants the lock");
+    late.expect("no trouble").unlock().await.expect("a held lock is unlocked");
+}
+
+/// A future that contends for its process and is not polled passes its turn on after a lease.
+pub async fn a_parked_lock_lets_the_next_caller_of_its_process_pass(lab: &Lab) {
+    let (here, there) = (lab.registry_of(lab.short()).await, lab.registry().await);
+    let held = there.obtain("orders:42").lock().await.expect("a free lock is had");
+    let lock = here.obtain("orders:42");
+    let mut parked = pin!(lock.lock());
+    assert!(timeout(ASKED, parked.as_mut()).await.is_err(), "two guards of one key");
+    held.unlock().await.expect("a held lock is unlocked");
+    lab.free_soon(&here, "orders:42").await;
+    let late = timeout(lab.patience(), parked).await.expect("no other caller wants the lock");
+    late.expect("no trouble").unlock().await.expect("a held lock is unlocked");
+}
+
+/// What a waiter was given and does not take is passed on after a lease: a turn, a claim, a further guard of its owner's lock.
+pub async fn a_parked_waiter_passes_on_what_it_was_given(lab: &Lab) {
+    let (here, there) = (lab.registry_of(lab.short()).await, lab.registry().await);
+    let lock = here.obtain("orders:42");
+    let held = lock.lock().await.expect("a free lock is had");
+    let mut parked = pin!(lock.lock());
+    assert!(poll!(parked.as_mut()).is_pending(), "two guards of one key");
+    held.unlock().await.expect("a held lock is unlocked");
+    lab.free_soon(&here, "orders:42").await;
+    lab.free_soon(&there, "orders:42").await;
+    let late = timeout(lab.patience(), parked).await.expect("no other caller wants the lock");
+    late.expect("no trouble").unlock().await.expect("a held lock is unlocked");
+
+    let owner = Owner::new();
+    let own = || lock.lock_with(LockOptions::new().owner(&owner));
+    let held = lock.lock().await.expect("a free lock is had");
+    let (mut first, mut parked) = (pin!(own()), pin!(own()));
+    assert!(poll!(first.as_mut()).is_pending(), "two guards of one key");
+    assert!(poll!(parked.as_mut()).is_pending(), "two guards of one key");
+    held.unlock().await.expect("a held lock is unlocked");
+    let first = timeout(lab.patience(), first).await.expect("the lock is free");
+    let first = first.expect("no trouble").expect("without a deadline");
+    first.unlock().await.expect("a held lock is unlocked");
+    lab.free_soon(&there, "orders:42").await;
+    let late = timeout(lab.patience(), parked).await.expect("no other caller wants the lock");
+    let late = late.expect("no trouble").expect("without a deadline");
+    late.unlock().await.expect("a held lock is unlocked");
+}
+
+/// An unlock that was begun goes on when its future is not polled any more.
+pub async fn a_parked_unlock_frees_the_lock(lab: &Lab) {
+    let late = Fault::DelayReply(Duration::from_millis(50));
+    let faulty = lab.faulty(Faults::none().at(Operation::Release, 1, late)).await;
+    let (here, there) = (lab.registry_over(&faulty, lab.short()), lab.registry().await);
+    let guard = here.obtain("orders:42").lock().await.expect("a free lock is had");
+    let mut parked = pin!(guard.unlock());
+    assert!(poll!(parked.as_mut()).is_pending(), "the store answers late");
+    lab.free_soon(&here, "orders:42").await;
+    lab.free_soon(&there, "orders:42").await;
+    let told = timeout(lab.patience(), parked).await.expect("the release is answered");
+    // Its lease may have ended first.
+    assert!(matches!(told, Ok(()) | Err(LockError::Lost { .. })), "{told:?}");
+}
+
 /// Handles are not guards: dropping them lets nothing go.
 pub async fn a_dropped_handle_or_registry_lets_nothing_go(lab: &Lab) {
     let (here, there) = (lab.registry_of(lab.renewed()).await, lab.registry().await);
@@ -279,7 +365,7 @@ pub async fn a_slow_try_lock_for_may_be_dropped_at_every_poll(lab: &Lab) {
     };
     sweep(make, POLLS_MAX, async |end| {
         if let Swept::Completed { output, .. } = end {
-            let guard = output.expect("no trouble").expect("nobody else wants the lock");
+            let guard = output.expect("no trouble").expect("no other caller wants the lock");
             guard.unlock().await.expect("a held lock is unlocked");
         }
         // Nobody has been told that the request is still on its way: first ours, which queue behind it, then the others.
@@ -415,3 +501,6 @@ async fn unlock_soon(guard: LockGuard) {
 }
 
 const POLLS_MAX: usize = 1_000;
+
+/// Long enough for an attempt to be answered.
+const ASKED: Duration = Duration::from_millis(300);

@@ -126,6 +126,17 @@ pub async fn a_reserved_block_of_tokens_is_given_to_nobody_else(lab: &Lab) {
         assert!(next.get() >= free_from, "{next} is inside the block that ends before {free_from}");
         free_from = next.get() + u64::from(block);
     }
+    // A release names the number of tokens that were used; only the others may be reserved again.
+    for (n, (block, used)) in
+        [(1_000_000, 400_000), (256, 1), (1_000_000, 2), (1, 1)].into_iter().enumerate()
+    {
+        let client = &*clients[n % 2];
+        let claim = Claim::new(key("orders:42"), lab.long()).with_token_block(block);
+        let next = token(granted(client, &claim).await.token);
+        assert!(next.get() >= free_from, "{next} was used: {free_from} is the first free token");
+        freed(client, &claim.with_token_block(used)).await;
+        free_from = next.get() + u64::from(used);
+    }
 }
 
 /// A block that was reserved by a holder that died stays reserved.

@@ -128,6 +128,28 @@ pub async fn a_claim_is_handed_over_only_to_those_who_asked_for_the_same(lab: &L
     second.unlock().await.expect("a held lock is unlocked");
 }
 
+/// A fenced write may be open when its lock is let go. The store tells it from one of the next caller by their claims.
+pub async fn a_claim_with_a_fenced_write_is_not_handed_over(lab: &Lab) {
+    let registry = lab.registry().await;
+    let lock = registry.obtain("orders:42");
+    for by_reentry in [false, true] {
+        let first = lock.lock().await.expect("a free lock is had");
+        let fenced = if by_reentry {
+            let again = first.reenter().expect("a held lock is entered again");
+            again.claim_for_fence().expect("a held lock is fenced").id()
+        } else {
+            first.claim_for_fence().expect("a held lock is fenced").id()
+        };
+        let mut second = Box::pin(lock.lock());
+        assert!(poll!(second.as_mut()).is_pending(), "two guards of one key");
+        let (unlocked, second) = futures_util::future::join(first.unlock(), second).await;
+        unlocked.expect("a held lock is unlocked");
+        let second = second.expect("the waiter gets the lock");
+        assert_ne!(second.claim().id(), fenced, "the claim of an open write was handed over");
+        second.unlock().await.expect("a held lock is unlocked");
+    }
+}
+
 /// Has `callers` queue for one lock and pass it along; tells how many had it.
 async fn pass_along(registry: &Registry, callers: usize) -> usize {
     tokens(registry, callers).await.len()

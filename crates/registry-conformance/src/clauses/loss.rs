@@ -107,6 +107,39 @@ pub async fn every_registry_over_a_client_is_told_of_its_losses(lab: &Lab) {
     }
 }
 
+/// A store need not report to a client what that client did, so the engine verifies the claim.
+pub async fn a_lock_that_its_own_registry_breaks_is_lost_at_once(lab: &Lab) {
+    let registry = lab.registry().await;
+    let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
+    let other = registry.obtain("orders:43").lock().await.expect("a free lock is had");
+    sleep(PAST_FIRST_LOOK).await;
+    broken(&registry, "orders:42").await;
+    // With so long a lease no renewal comes in time.
+    let reason = timeout(lab.patience(), guard.lost()).await.expect("the loss is told at once");
+    assert_eq!(reason, LostReason::Gone);
+    let next = registry.obtain("orders:42").try_lock_for(lab.patience()).await;
+    next.expect("no trouble").expect("a broken lock is free").unlock().await.expect("it is held");
+    assert!(other.is_held(), "told of another key");
+    other.unlock().await.expect("a held lock is unlocked");
+}
+
+/// The same for each registry over the client that breaks the lock.
+pub async fn a_lock_that_a_registry_over_the_same_client_breaks_is_lost_at_once(lab: &Lab) {
+    let client = lab.client().await;
+    let open = || lab.builder(Arc::clone(&client)).build().expect("the registry is built");
+    let (holding, breaking) = (open(), open());
+    // A registry that has come and gone takes no news away from the others.
+    drop(open());
+    let guard = holding.obtain("orders:42").lock().await.expect("a free lock is had");
+    sleep(PAST_FIRST_LOOK).await;
+    broken(&breaking, "orders:42").await;
+    let reason = timeout(lab.patience(), guard.lost()).await.expect("the loss is told at once");
+    assert_eq!(reason, LostReason::Gone);
+}
+
+/// The look that some stores want soon after a grant would find the loss by itself.
+const PAST_FIRST_LOOK: Duration = Duration::from_millis(500);
+
 async fn broken(breaking: &Registry, name: &str) {
     // A store with faults put in may do it and not tell.
     while breaking.force_release(name).await.is_err() {}

@@ -145,6 +145,26 @@ async fn stays_taken(lab: &Lab, lease: Duration, min_hold: Duration, unlock: boo
     next.expect("the min_hold is over").unlock().await.expect("a held lock is unlocked");
 }
 
+/// Breaking a lock ends its `min_hold`. If the process that kept the key breaks it, its own callers need not wait either.
+pub async fn a_key_that_is_kept_for_its_min_hold_may_be_broken(lab: &Lab) {
+    let (here, there) = (lab.registry().await, lab.registry().await);
+    for by_holder in [true, false] {
+        // Longer than anybody below waits.
+        let min_hold = lab.patience() * 4;
+        let options = LockOptions::new().min_hold(min_hold).max_hold(min_hold);
+        let guard = here.obtain("orders:42").lock_with(options).await.expect("no trouble");
+        guard.expect("the lock is free").unlock().await.expect("a held lock is unlocked");
+        let kept = there.obtain("orders:42").try_lock().await.expect("busy is no error");
+        assert!(kept.is_none(), "the key is not kept");
+        let breaks = if by_holder { &here } else { &there };
+        assert!(breaks.force_release("orders:42").await.expect("breaking answers"));
+        lab.free_soon(&there, "orders:42").await;
+        if by_holder {
+            lab.free_soon(&here, "orders:42").await;
+        }
+    }
+}
+
 /// A lock that was held for longer than its `min_hold` is free at once.
 pub async fn a_min_hold_that_is_over_delays_nothing(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use futures_util::poll;
 use registry_core::{LockError, LockOptions, LockRegistry as _, LostReason, Owner};
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout};
 
 use crate::faulty::Faults;
 use crate::lab::Lab;
@@ -99,6 +99,51 @@ pub async fn entering_again_never_shortens_the_lease(lab: &Lab) {
     inner.unlock().await.expect("a held lock is unlocked");
     assert!(outer.is_held());
     outer.unlock().await.expect("a held lock is unlocked");
+}
+
+/// Entering again changes neither `min_hold` nor `max_hold`, which count from the grant and end with all guards.
+pub async fn holds_are_those_of_the_first_guard_of_a_lock(lab: &Lab) {
+    let (here, there) = (lab.registry().await, lab.registry().await);
+    let (lock, there) = (here.obtain("orders:42"), there.obtain("orders:42"));
+    let owner = Owner::new();
+    let own = || LockOptions::new().owner(&owner);
+    let enter = async |options: LockOptions| {
+        let guard = lock.lock_with(options).await.expect("no trouble");
+        guard.expect("without a wait there is always a guard")
+    };
+
+    // The inner `min_hold` keeps nothing.
+    let outer = enter(own()).await;
+    let inner = enter(own().min_hold(lab.patience() * 2).max_hold(lab.patience() * 2)).await;
+    outer.unlock().await.expect("a held lock is unlocked");
+    inner.unlock().await.expect("a held lock is unlocked");
+    lab.free_soon(&here, "orders:42").await;
+
+    // The outer one keeps the key, whichever guard is the last.
+    let min_hold = lab.short();
+    let wanted_at = Instant::now();
+    let outer = enter(own().min_hold(min_hold)).await;
+    let inner = enter(own()).await;
+    outer.unlock().await.expect("a held lock is unlocked");
+    inner.unlock().await.expect("a held lock is unlocked");
+    let next = there.try_lock_for(lab.patience()).await.expect("no trouble");
+    let kept = wanted_at.elapsed();
+    assert!(kept >= min_hold, "the key was taken for {kept:?} of {min_hold:?}");
+    next.expect("the min_hold is over").unlock().await.expect("a held lock is unlocked");
+
+    // An inner `max_hold` neither ends the lock earlier nor makes it last longer.
+    let max_hold = lab.renewed();
+    let outer = enter(own().max_hold(max_hold)).await;
+    let longer = enter(own().max_hold(max_hold * 20)).await;
+    let shorter = enter(own().max_hold(lab.short())).await;
+    for guard in [outer, longer, shorter] {
+        assert_eq!(guard.lost().await, LostReason::MaxHold);
+        assert!(matches!(
+            guard.unlock().await,
+            Err(LockError::Lost { reason: LostReason::MaxHold, .. })
+        ));
+    }
+    lab.free_soon(&here, "orders:42").await;
 }
 
 /// The lock is let go with the last guard, in whatever order they go, and not before.

@@ -64,8 +64,8 @@ impl Store for OneServer {
 
 registry_conformance::conformance! {
     harness = Standalone,
-    runs = 206,
-    skips = 15,
+    runs = 216,
+    skips = 16,
     without = [handoff, wipe, remote],
 }
 
@@ -94,7 +94,7 @@ impl Servers for EtcdCluster {
 
 #[test]
 fn a_cluster_keeps_all_promises() {
-    keeps_its_promises::<EtcdCluster>(206, 15);
+    keeps_its_promises::<EtcdCluster>(216, 16);
 }
 
 /// A member where locks are named as `etcdctl` names them.
@@ -119,7 +119,7 @@ impl Servers for AsEtcdctl {
 
 #[test]
 fn locks_of_etcdctls_layout_keep_all_promises() {
-    keeps_its_promises::<AsEtcdctl>(206, 15);
+    keeps_its_promises::<AsEtcdctl>(216, 16);
 }
 
 /// A member that is reached by encrypted connections only, asks each client for a certificate, and lets in only users.
@@ -159,5 +159,5 @@ impl Servers for Guarded {
 #[cfg(feature = "tls")]
 #[test]
 fn an_encrypted_member_with_users_and_certificates_keeps_all_promises() {
-    keeps_its_promises::<Guarded>(206, 15);
+    keeps_its_promises::<Guarded>(216, 16);
 }

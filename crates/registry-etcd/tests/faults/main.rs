@@ -7,6 +7,7 @@
 #![expect(clippy::print_stdout, reason = "figures are printed for those who ask for them")]
 
 mod cluster;
+mod follower;
 mod one;
 mod traces;
 

@@ -11,15 +11,17 @@ use registry_core::{
 };
 use sqlx::mysql::{MySqlQueryResult, MySqlRow};
 use sqlx::{MySql, RawSql, Row};
+use tokio::time::sleep;
 
 use super::config::MySqlConfig;
 use super::error;
+use super::fence::UNLOCK_PAUSES;
 use super::link::{Link, Repeat};
 use super::open::{self, Opened};
 use super::sql;
 use super::statement::{Statements, span};
 use super::wake::Wakes;
-use crate::server::{Errand, LetGo};
+use crate::server::{Errand, RecentRows};
 
 /// Locks in a MariaDB or MySQL database: they exclude all who reach it. MariaDB 10.6, MySQL 8.0, or newer; tables of InnoDB.
 ///
@@ -59,7 +61,7 @@ pub struct MySqlBackend {
     pub(super) link: Arc<Link>,
     pub(super) statements: Arc<Statements>,
     pub(super) wakes: Wakes,
-    let_go: LetGo,
+    let_go: RecentRows,
 }
 
 impl MySqlBackend {
@@ -77,7 +79,7 @@ impl MySqlBackend {
         let Opened { texts, store } = open::open(&config, &link).await?;
         let statements = Arc::new(Statements { texts, namespace: config.namespace.clone() });
         let wakes = Wakes::new(Arc::clone(&link), Arc::clone(&statements));
-        Ok(Self { config, store, link, statements, wakes, let_go: LetGo::default() })
+        Ok(Self { config, store, link, statements, wakes, let_go: RecentRows::default() })
     }
 
     /// The statements that make the tables of this store, for those who let nobody else make tables.
@@ -99,13 +101,16 @@ impl MySqlBackend {
 
     /// One statement: grants the key if it is free.
     async fn take(&self, claim: &Claim) -> Result<Option<FencingToken>, BackendError> {
-        // A claim that was granted is found by the look that follows: to ask twice does no harm.
+        // A first request may be carried out after the release of a second one: only the engine repeats it.
         let done = if self.let_go.take(self.statements.row(claim.key())) {
             let make = || self.statements.take_again(claim);
-            match self.link.change(Errand::Acquire, Repeat::Harmless, make).await {
+            match self.link.change(Errand::Acquire, Repeat::Never, make).await {
                 Err(error) if error::tells_of_locked_row(&error) => {
                     // By a fence of somebody who has it meanwhile, perhaps; then it is busy.
-                    let held = self.look(claim.key()).await.map_err(BackendError::as_unknown)?;
+                    let held = self
+                        .look(claim.key(), Errand::Acquire)
+                        .await
+                        .map_err(BackendError::as_unknown)?;
                     let is_held = held.is_some();
                     return if is_held { Ok(None) } else { Err(error) };
                 }
@@ -113,7 +118,7 @@ impl MySqlBackend {
             }
         } else {
             let make = || self.statements.acquire(claim);
-            self.link.change(Errand::Acquire, Repeat::Harmless, make).await?
+            self.link.change(Errand::Acquire, Repeat::Never, make).await?
         };
         match done.last_insert_id() {
             0 => Ok(None),
@@ -121,10 +126,34 @@ impl MySqlBackend {
         }
     }
 
+    /// Waits a moment for the end of a transaction that this claim has fenced, which keeps its row from being changed.
+    async fn wait_for_fence(&self, claim: &Claim) -> Result<(), BackendError> {
+        for pause in UNLOCK_PAUSES.into_iter().map(Some).chain([None]) {
+            // Nothing was released if this fails.
+            let is_open = self.has_open_fence(claim).await.map_err(BackendError::as_refused)?;
+            if !is_open {
+                return Ok(());
+            }
+            if let Some(pause) = pause {
+                sleep(pause).await;
+            }
+        }
+        Err(error::is_fenced(self.link.place()))
+    }
+
+    async fn has_open_fence(&self, claim: &Claim) -> Result<bool, BackendError> {
+        if !self.is_locked(claim.key(), Errand::Release).await? {
+            return Ok(false);
+        }
+        // There may be no such row.
+        let held = self.look(claim.key(), Errand::Release).await?;
+        Ok(held.is_some_and(|held| held.claim == claim.id().to_bytes()))
+    }
+
     /// Who has the key.
-    async fn look(&self, key: &Key) -> Result<Option<Held>, BackendError> {
+    async fn look(&self, key: &Key, errand: Errand) -> Result<Option<Held>, BackendError> {
         let make = || self.statements.look(key);
-        let rows = self.link.rows(Errand::Acquire, make).await?;
+        let rows = self.link.rows(errand, make).await?;
         rows.first().map(|row| self.held(row)).transpose()
     }
 
@@ -216,7 +245,7 @@ impl LockBackend for MySqlBackend {
                 return Ok(Attempt::Granted(Grant::new(Some(token), claim.lease())));
             }
             // What was refused may be the repetition of an attempt that was granted on a connection that broke.
-            let held = self.look(claim.key()).await;
+            let held = self.look(claim.key(), Errand::Acquire).await;
             let Some(held) = held.map_err(BackendError::as_unknown)? else {
                 continue;
             };
@@ -244,6 +273,9 @@ impl LockBackend for MySqlBackend {
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+        if claim.is_fenced() {
+            self.wait_for_fence(claim).await?;
+        }
         // Asked twice, it would say that the claim held nothing. Who repeats it must know that.
         let make = || self.statements.release(claim);
         let done = self.link.change(Errand::Release, Repeat::Never, make).await?;
@@ -254,6 +286,11 @@ impl LockBackend for MySqlBackend {
         self.wakes.look_soon(claim.key());
         self.purge_by_chance(claim).await;
         Ok(released)
+    }
+
+    fn wakes_confirmed(&self, _claim: &Claim, busy: &Busy) -> bool {
+        // The task looks at rows, which do not show the end of a session that holds the key.
+        busy.retry_after.is_some() && self.wakes.are_confirmed()
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {

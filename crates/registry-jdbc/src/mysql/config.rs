@@ -150,7 +150,8 @@ impl MySqlConfig {
     }
 
     /// The same with at most this many connections. 4 unless set. Two more are opened when they are needed: one each for renewals
-    /// and releases that find all of these at work.
+    /// and releases that find all of these at work. Connections that do not answer are replaced before they are given up: as many again, and two,
+    /// may be open meanwhile.
     #[must_use]
     pub fn with_connections(mut self, connections: u32) -> Self {
         self.connections = connections;

@@ -42,7 +42,7 @@ pub(super) fn explain(error: sqlx::Error, place: &str) -> BackendError {
         }
         sqlx::Error::Io(io) => match io.kind() {
             std::io::ErrorKind::ConnectionRefused => {
-                (Transient, "nobody listens at this address", true)
+                (Transient, "the connection was refused", true)
             }
             std::io::ErrorKind::NotFound => (Misconfigured, "there is no such socket", true),
             _ => (Transient, "the connection was lost", false),
@@ -92,12 +92,28 @@ pub(super) fn silent(place: &str, limit: Duration) -> BackendError {
     BackendError::transient(format!("mysql at {place}: the server did not answer within {limit:?}"))
 }
 
+/// A session's connection had other statements to send for too long.
+pub(super) fn overdue(place: &str) -> BackendError {
+    BackendError::transient(format!(
+        "mysql at {place}: the connection of the session was at work for too long, so the lock was not asked for"
+    ))
+    .as_refused()
+}
+
 /// A grant that could not be renewed this time.
 pub(super) fn row_is_locked(place: &str) -> BackendError {
     BackendError::transient(format!(
         "mysql at {place}: a transaction keeps the lock's row to itself; is it a fence that is open for long, or the server a replica?"
     ))
     .as_refused()
+}
+
+/// What a release finds whose claim has fenced a transaction that is still open.
+pub(super) fn is_fenced(place: &str) -> BackendError {
+    BackendError::transient(format!(
+        "mysql at {place}: a transaction that this lock fences is still open, and the key is free only after its end; commit or roll back first, then unlock"
+    ))
+    .as_blocked()
 }
 
 /// Why the connection of somebody who has a row locked was not ended.

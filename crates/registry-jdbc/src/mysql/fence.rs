@@ -1,6 +1,8 @@
 //! Fences a transaction by a lock in the same database.
 
-use registry_core::{FencingToken, LockGuard};
+use std::time::Duration;
+
+use registry_core::{Claim, FencingToken, LockGuard};
 use sqlx::{Executor as _, MySql, RawSql, Row, Transaction};
 
 use super::backend::MySqlBackend;
@@ -8,21 +10,19 @@ use super::error;
 use super::row::MySqlRowBackend;
 use super::session::MySqlSessionBackend;
 use super::spring::MySqlSpringBackend;
-use crate::fence::{Fence, FenceError};
+use crate::fence::{Fence, FenceError, fenced_claim};
 
 impl Fence<MySql> for LockGuard {
     async fn fence(&self, transaction: &mut Transaction<'_, MySql>) -> Result<(), FenceError> {
-        if !self.is_held() {
-            return Err(FenceError::lost(self));
-        }
+        let claim = fenced_claim(self)?;
         if let Some(backend) = self.backend::<MySqlSessionBackend>() {
-            match backend.session.keep(self.claim()).await {
+            match backend.session.keep(claim).await {
                 Ok(true) => {}
                 Ok(false) => return Err(FenceError::lost(self)),
                 Err(source) => return Err(FenceError::backend(self, source)),
             }
         }
-        let fenced = self.fencing_token().and_then(|token| fenced(self, token));
+        let fenced = self.fencing_token().and_then(|token| fenced(self, claim, token));
         let Some(Fenced { statement, meta, store }) = fenced else {
             return Err(FenceError::unsupported(self, "MySQL"));
         };
@@ -50,9 +50,9 @@ pub(super) struct Fenced<'a> {
 }
 
 /// Of the layout that the guard's lock is in, if it is in a MariaDB or MySQL store.
-fn fenced(guard: &LockGuard, token: FencingToken) -> Option<Fenced<'_>> {
+fn fenced<'a>(guard: &'a LockGuard, claim: &Claim, token: FencingToken) -> Option<Fenced<'a>> {
     let native = guard.backend::<MySqlBackend>().map(|backend| Fenced {
-        statement: backend.fence_statement(guard.claim(), token),
+        statement: backend.fence_statement(claim, token),
         meta: backend.statements.meta_there(),
         store: &backend.store,
     });
@@ -60,13 +60,13 @@ fn fenced(guard: &LockGuard, token: FencingToken) -> Option<Fenced<'_>> {
     let row = || guard.backend::<MySqlRowBackend>().map(|backend| &backend.rows);
     let native = native.or_else(|| {
         session.or_else(row).map(|backend| Fenced {
-            statement: backend.statements.fence_held(guard.claim(), token),
+            statement: backend.statements.fence_held(claim, token),
             meta: backend.statements.meta_there(),
             store: &backend.store,
         })
     });
     let spring = || guard.backend::<MySqlSpringBackend>();
-    native.or_else(|| spring().map(|backend| backend.fenced(guard.claim(), token)))
+    native.or_else(|| spring().map(|backend| backend.fenced(claim, token)))
 }
 
 /// The row is not there: because the lock was lost, or because this is another database with lock tables.
@@ -87,6 +87,14 @@ async fn why_not_found(
         FenceError::OtherDatabase
     }
 }
+
+/// A release looks so often, with these pauses, whether the row of a fenced claim is unlocked. Others lock it for less than that, to look at it.
+pub(super) const UNLOCK_PAUSES: [Duration; 4] = [
+    Duration::from_millis(1),
+    Duration::from_millis(4),
+    Duration::from_millis(16),
+    Duration::from_millis(64),
+];
 
 fn sort(source: sqlx::Error) -> FenceError {
     if error::is_no_such_table(&source) {

@@ -9,7 +9,7 @@ use futures_util::future::BoxFuture;
 use registry_core::BackendError;
 use sqlx::mysql::{MySqlQueryResult, MySqlRow};
 use sqlx::{MySql, MySqlConnection, RawSql, Row as _};
-use tokio::time::{sleep, timeout};
+use tokio::time::sleep;
 
 use super::config::MySqlConfig;
 use super::error::{self, Fate};
@@ -47,6 +47,8 @@ impl Link {
             connections: config.connections,
             connect: config.connect_timeout,
             patience: config.response_timeout,
+            answer: config.response_timeout,
+            row: config.busy_timeout,
         };
         let patience = config.busy_timeout.as_millis().div_ceil(1_000);
         let patience = u64::try_from(patience).unwrap_or(u64::MAX);
@@ -101,15 +103,15 @@ impl Link {
             };
             let mut seat = seat.map_err(|refusal| told(self.refused(refusal), is_open))?;
             let was_idle = seat.was_idle();
-            let answer = timeout(self.response_timeout, ask(make(), &mut seat)).await;
-            let error = match answer {
-                Ok(Ok(answer)) => {
+            let (connection, watch) = seat.ask();
+            let error = match watch.answered(ask(make(), connection)).await {
+                Some(Ok(answer)) => {
                     seat.leave();
                     return Ok(answer);
                 }
-                Ok(Err(error)) => error,
+                Some(Err(error)) => error,
                 // The connection is closed, so nobody meets the late answer.
-                Err(_) => {
+                None => {
                     drop(seat);
                     // A server that has moved away may swallow all that is sent to it.
                     self.pool.close_idle();
@@ -137,7 +139,10 @@ impl Link {
                     if !was_idle || anew || repeat == Repeat::Never {
                         // What one connection has met, the others would.
                         self.pool.close_idle();
-                        return Err(told(error, is_open));
+                        let error = told(error, is_open);
+                        // The request may still arrive, so its caller decides.
+                        let is_stale = was_idle && !anew;
+                        return Err(if is_stale { error.on_stale_connection() } else { error });
                     }
                     anew = true;
                     is_open = !error.refused();
@@ -146,33 +151,28 @@ impl Link {
         }
     }
 
-    /// Sends several statements that are a transaction, with questions after it, in one packet, and takes in the rows. It must do no harm to
-    /// be sent again. After whatever error the connection is closed, and the transaction with it.
+    /// Sends several statements that are one transaction in one packet, and returns the rows of the queries after it.
+    ///
+    /// A conflict is repeated: the server has rolled the transaction back. After any error the connection is closed, and
+    /// the transaction ends with it.
     pub(super) async fn transaction(
         &self,
         errand: Errand,
         make: impl Fn() -> RawSql + Send + Sync,
     ) -> Result<Vec<MySqlRow>, BackendError> {
-        let (mut conflicts, mut anew) = (0, false);
-        // Once a try may have got through, the outcome is open, whatever is known of later ones.
-        let mut is_open = false;
-        let told = |error: BackendError, is_open| if is_open { error.as_unknown() } else { error };
+        let mut conflicts = 0;
         loop {
-            let seat = if anew {
-                self.pool.enter_anew(errand).await
-            } else {
-                self.pool.enter(errand).await
-            };
-            let mut seat = seat.map_err(|refusal| told(self.refused(refusal), is_open))?;
+            let seat = self.pool.enter(errand).await;
+            let mut seat = seat.map_err(|refusal| self.refused(refusal))?;
             let was_idle = seat.was_idle();
-            let answer = timeout(self.response_timeout, make().fetch_all(&mut *seat)).await;
-            let error = match answer {
-                Ok(Ok(rows)) => {
+            let (connection, watch) = seat.ask();
+            let error = match watch.answered(make().fetch_all(connection)).await {
+                Some(Ok(rows)) => {
                     seat.leave();
                     return Ok(rows);
                 }
-                Ok(Err(error)) => error,
-                Err(_) => {
+                Some(Err(error)) => error,
+                None => {
                     drop(seat);
                     self.pool.close_idle();
                     return Err(error::silent(&self.place, self.response_timeout));
@@ -185,11 +185,11 @@ impl Link {
                     conflicts += 1;
                     sleep(pause.mul_f64(0.5 + 0.5 * fastrand::f64())).await;
                 }
-                Fate::Broken if was_idle && !anew => {
-                    anew = true;
-                    is_open = !self.explain(error).refused();
+                Fate::Broken if was_idle => {
+                    self.pool.close_idle();
+                    return Err(self.explain(error).on_stale_connection());
                 }
-                _ => return Err(told(self.explain(error), is_open)),
+                _ => return Err(self.explain(error)),
             }
         }
     }

@@ -46,17 +46,32 @@ impl LockIn<MySql> for Registry {
             return Err(LockInError::unsupported(key, "MySQL"));
         };
         let key = Key::new(key).map_err(|source| LockInError::InvalidKey { source })?;
-        let (began, patience) = (Instant::now(), Patience::of(wait));
-        loop {
-            if let Some(token) = attempt(backend, transaction, &key).await? {
-                return Ok(Some(TransactionLock::new(key, token)));
-            }
-            let left = patience.left();
-            if left.is_zero() {
-                return Ok(None);
-            }
-            sleep(wake::before_next_look(began).min(PAUSE_MAX).min(left)).await;
+        let patience = Patience::of(wait);
+        // A transaction that has the lock already must not wait for a local caller that waits for this transaction.
+        let at_once = attempts(backend, transaction, &key, Patience::of(Duration::ZERO)).await?;
+        if at_once.is_some() || wait.is_zero() {
+            return Ok(at_once);
         }
+        self.in_local_turn(&key, wait, attempts(backend, transaction, &key, patience)).await
+    }
+}
+
+async fn attempts(
+    backend: &MySqlBackend,
+    connection: &mut MySqlConnection,
+    key: &Key,
+    patience: Patience,
+) -> Result<Option<TransactionLock>, LockInError> {
+    let began = Instant::now();
+    loop {
+        if let Some(token) = attempt(backend, connection, key).await? {
+            return Ok(Some(TransactionLock::new(key.clone(), token)));
+        }
+        let left = patience.left();
+        if left.is_zero() {
+            return Ok(None);
+        }
+        sleep(wake::before_next_look(began).min(PAUSE_MAX).min(left)).await;
     }
 }
 
@@ -68,13 +83,14 @@ async fn attempt(
 ) -> Result<Option<FencingToken>, LockInError> {
     // Where all looks free at home but not in the transaction, that is elsewhere, or somebody just came or went. The second time it is asked.
     for _ in 0..2 {
-        if !backend.is_free(key).await.map_err(|source| LockInError::backend(key, source))? {
+        if !backend.make_free(key).await.map_err(|source| LockInError::backend(key, source))? {
             return Ok(None);
         }
         if let Some(token) = take(backend, connection, key).await? {
             return Ok(Some(token));
         }
-        if backend.is_locked(key).await.map_err(|source| LockInError::backend(key, source))? {
+        let is_locked = backend.is_locked(key, Errand::Acquire).await;
+        if is_locked.map_err(|source| LockInError::backend(key, source))? {
             return Ok(None);
         }
     }
@@ -97,8 +113,12 @@ async fn take(
     if row.try_get::<i64, _>(0).map_err(sort)? != 0 {
         return Err(LockInError::conflict(key, None));
     }
-    let (claim, newest) = (row.try_get(2).map_err(sort)?, row.try_get(3).map_err(sort)?);
-    let seen = backend.statements.row_seen_there(key, claim, newest);
+    let claim: Option<Vec<u8>> = row.try_get(2).map_err(sort)?;
+    if claim.is_some() {
+        // Somebody had the key since the look at it, and the row does not tell when that ended.
+        return Err(LockInError::conflict(key, None));
+    }
+    let seen = backend.statements.row_seen_there(key, claim, row.try_get(3).map_err(sort)?);
     let seen = connection.fetch_optional(seen).await.map_err(sort)?;
     check_store(backend, seen.as_ref(), 0, key)?;
     if seen.is_some_and(|seen| seen.try_get::<i64, _>(1).is_ok_and(|is_seen| is_seen == 0)) {
@@ -138,12 +158,19 @@ fn sort(key: &Key, source: sqlx::Error) -> LockInError {
 }
 
 impl MySqlBackend {
-    /// Whether nobody holds a lease on the key. Afterwards there is a row for it.
-    async fn is_free(&self, key: &Key) -> Result<bool, registry_core::BackendError> {
+    /// Whether nobody holds a lease on the key. Afterwards there is a row for it, which has changed since the last holder ended.
+    async fn make_free(&self, key: &Key) -> Result<bool, registry_core::BackendError> {
         let look = || self.statements.is_free(key);
         let rows = self.link.rows(Errand::Acquire, look).await?;
         if let Some(row) = rows.first() {
-            return Ok(self.column::<i64>(row, 0)? != 0);
+            let (is_free, names_holder) =
+                (self.column::<i64>(row, 0)? != 0, self.column::<i64>(row, 1)? != 0);
+            if !is_free || !names_holder {
+                return Ok(is_free);
+            }
+            let clear = || self.statements.clear_ended(key);
+            let cleared = self.link.change(Errand::Acquire, Repeat::Harmless, clear).await?;
+            return Ok(cleared.rows_affected() > 0);
         }
         let make = || self.statements.make_row(key);
         self.link.change(Errand::Acquire, Repeat::Harmless, make).await?;
@@ -151,11 +178,16 @@ impl MySqlBackend {
     }
 
     /// Whether a transaction has locked the key's row, in this very moment.
-    async fn is_locked(&self, key: &Key) -> Result<bool, registry_core::BackendError> {
+    pub(super) async fn is_locked(
+        &self,
+        key: &Key,
+        errand: Errand,
+    ) -> Result<bool, registry_core::BackendError> {
         let look = || self.statements.lock_row(key);
-        Ok(self.link.rows(Errand::Acquire, look).await?.is_empty())
+        Ok(self.link.rows(errand, look).await?.is_empty())
     }
 }
 
-/// How long one who has a transaction open pauses at most between two looks.
-const PAUSE_MAX: Duration = Duration::from_millis(100);
+/// The longest pause between two attempts of a waiting transaction. Guards of a busy process leave the row free for milliseconds, which a
+/// longer pause would miss again and again.
+const PAUSE_MAX: Duration = Duration::from_millis(10);

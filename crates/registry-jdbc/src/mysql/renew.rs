@@ -59,13 +59,13 @@ impl MySqlBackend {
         let asked_at = Instant::now();
         // Two renewals do what one does.
         let make = || self.statements.renew(claims, lease);
-        let done = self.link.change(Errand::Renew, Repeat::Harmless, make).await?;
+        let done = self.link.change(Errand::Renew(lease), Repeat::Harmless, make).await?;
         let wanted: HashSet<_> = claims.iter().map(|claim| claim.id()).collect();
         if usize::try_from(done.rows_affected()) == Ok(wanted.len()) {
             return Ok(claims.iter().map(|_| Ok(Renewal::Renewed(lease))).collect());
         }
         // Some are gone, or kept by a fence. The rows tell which.
-        let rows = self.link.rows(Errand::Renew, || self.statements.lasting(claims)).await?;
+        let rows = self.link.rows(Errand::Renew(lease), || self.statements.lasting(claims)).await?;
         let since = asked_at.elapsed();
         let mut lasting = HashMap::<Vec<u8>, Duration>::with_capacity(rows.len());
         for row in &rows {

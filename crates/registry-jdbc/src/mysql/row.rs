@@ -20,7 +20,7 @@ use super::session::MySqlSessionBackend;
 use super::sql;
 use super::statement::{Statement, Statements};
 use super::wake;
-use crate::server::{Errand, Failure, Place, Places, Sessions, Taken, Terms, Wire};
+use crate::server::{Errand, Failure, Place, Places, Sessions, Terms, Took, Wire};
 
 /// Locks in a MariaDB or MySQL database that are rows, each locked by a transaction of its own until it is let go: the pessimistic lock of old.
 ///
@@ -287,15 +287,16 @@ impl Wire for RowWire {
         connected: &mut Connected,
         claim: &Claim,
         terms: &Terms,
-    ) -> Result<Option<Taken>, Failure> {
+    ) -> Result<Took, Failure> {
         let noted = self.note(connected, claim).await;
         if matches!(noted, Err(Failure::Broken(_))) {
             // What one connection has met the others would.
             self.places.close_idle();
         }
-        let Some(token) = noted? else { return Ok(None) };
+        let Some(token) = noted? else { return Ok(Took::Busy(None)) };
         let locked = self.lock(connected, claim).await?;
-        Ok(terms.written(claim, i64::from(token), false).filter(|_| locked))
+        let taken = terms.written(claim, i64::from(token), false).filter(|_| locked);
+        Ok(taken.map_or(Took::Busy(None), Took::Grant))
     }
 
     async fn give_back(&self, connected: &mut Connected, _: &Key) -> Result<(), Failure> {
@@ -354,6 +355,10 @@ impl Wire for RowWire {
 
     fn closed(&self) -> BackendError {
         self.link.closed()
+    }
+
+    fn overdue(&self) -> BackendError {
+        error::overdue(self.link.place())
     }
 
     fn answer_limit(&self) -> Duration {

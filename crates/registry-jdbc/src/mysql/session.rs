@@ -20,7 +20,7 @@ use super::link::Link;
 use super::sql;
 use super::statement::Statements;
 use super::wake;
-use crate::server::{Errand, Failure, Session, Taken, Terms, Wire};
+use crate::server::{Errand, Failure, Session, Taken, Terms, Took, Wire};
 
 /// Locks on a MariaDB or MySQL server that end with the connection of the one who holds them, not with a lease.
 ///
@@ -74,8 +74,9 @@ impl MySqlSessionBackend {
         self.rows.namespace()
     }
 
-    async fn is_free(&self, name: &str) -> Result<bool, BackendError> {
-        let look = || query("SELECT CAST(IS_FREE_LOCK(?) AS SIGNED)").bind(name.to_owned());
+    /// Whether nobody has the named lock, nor a lease.
+    async fn is_free(&self, key: &Key) -> Result<bool, BackendError> {
+        let look = || self.rows.statements.session_is_free(key);
         let rows = self.rows.link.rows(Errand::Acquire, look).await?;
         let free = rows.first().map(|row| self.rows.column::<Option<i64>>(row, 0)).transpose()?;
         Ok(free.flatten() != Some(0))
@@ -108,8 +109,7 @@ impl LockBackend for MySqlSessionBackend {
 
     /// Looks, less often as the wait grows old: nobody is told of anything.
     async fn wait(&self, claim: &Claim, _busy: &Busy) {
-        let name = self.rows.statements.row(claim.key()).hex();
-        wake::until_free(|| self.is_free(&name)).await;
+        wake::until_free(|| self.is_free(claim.key())).await;
     }
 
     fn tell_losses(&self, hints: LossHints) {
@@ -224,6 +224,7 @@ impl Wire for MySqlWire {
     async fn connect(&self) -> Result<Connected, BackendError> {
         let begin = async {
             let mut connection = connect(&self.config, MySqlSessionBackend::SILENCE).await?;
+            sqlx::raw_sql(sql::SESSION_WAITS_FOR_NO_ROW).execute(&mut connection).await?;
             let row = query(LOOK).fetch_one(&mut connection).await?;
             Ok(Connected { id: row.try_get(0)?, connection })
         };
@@ -238,7 +239,7 @@ impl Wire for MySqlWire {
         connected: &mut Connected,
         claim: &Claim,
         terms: &Terms,
-    ) -> Result<Option<Taken>, Failure> {
+    ) -> Result<Took, Failure> {
         const TAKE: &str = "SELECT CONNECTION_ID(), CAST(GET_LOCK(?, 0) AS SIGNED)";
         let seen = match &terms.last {
             None => {
@@ -248,16 +249,19 @@ impl Wire for MySqlWire {
             Some(last) => self.take_and_look(connected, claim.key(), last.claim).await,
         };
         let taken = match seen {
-            Ok((false, _)) => return Ok(None),
+            Ok((false, _)) => return Ok(Took::Busy(None)),
             Ok((true, seen)) => self.grant(connected, claim, terms, seen).await,
             Err(failure) => Err(failure),
         };
         match taken {
-            Ok(Some(taken)) => Ok(Some(taken)),
-            Ok(None) => self.give_back(connected, claim.key()).await.map(|()| None),
+            Ok(Some(taken)) => Ok(Took::Grant(taken)),
+            Ok(None) => self.give_back(connected, claim.key()).await.map(|()| Took::Busy(None)),
             Err(Failure::Answered(error)) => {
                 // The lock is the session's even if what followed failed.
                 self.give_back(connected, claim.key()).await?;
+                if error::tells_of_locked_row(&error) {
+                    return Ok(Took::RowLocked(error));
+                }
                 Err(Failure::Answered(error))
             }
             Err(broken) => Err(broken),
@@ -305,6 +309,10 @@ impl Wire for MySqlWire {
         self.link.closed()
     }
 
+    fn overdue(&self) -> BackendError {
+        error::overdue(self.link.place())
+    }
+
     fn answer_limit(&self) -> Duration {
         self.config.response_timeout
     }
@@ -326,8 +334,7 @@ pub(super) async fn connect(
 const LOOK: &str =
     "SELECT CONNECTION_ID(), CAST(CAST(@@global.read_only AS CHAR) IN ('0', 'OFF') AS SIGNED)";
 
-/// How long all locks of a session wait for the row of one, which only a transaction with a fence or a purge can have locked. The server counts
-/// whole seconds.
+/// How long a statement waits for a row. The server counts whole seconds.
 const ROW_WAIT: Duration = Duration::from_secs(1);
 
 #[cfg(test)]

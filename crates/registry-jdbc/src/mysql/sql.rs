@@ -27,12 +27,17 @@ pub(super) const VERSION: i32 = 1;
 /// Makes the tables. Several statements: for a connection of its own.
 pub(super) const SCHEMA: &str = include_str!("schema.sql");
 
-/// What every connection is told: rules that do not depend on how the server is set up. A statement of its own sees what is committed, and a
+/// What every connection is told: rules that do not depend on how the server is set up, which may make each COMMIT end the connection. A statement of its own sees what is committed, and a
 /// select in front of a write locks nothing.
 pub(super) const SESSION: &str = "\
-    SET SESSION autocommit = 1, time_zone = '+00:00', sql_mode = 'STRICT_TRANS_TABLES,NO_ENGINE_SUBSTITUTION', \
+    SET SESSION autocommit = 1, completion_type = 0, time_zone = '+00:00', sql_mode = 'STRICT_TRANS_TABLES,NO_ENGINE_SUBSTITUTION', \
         innodb_lock_wait_timeout = {patience}, lock_wait_timeout = {patience}; \
     SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE";
+
+/// For the connection of a session, on which all of its locks would wait with one. MariaDB waits for no row then; MySQL knows no limit
+/// below a second, and takes the second part for a comment.
+pub(super) const SESSION_WAITS_FOR_NO_ROW: &str =
+    "SET SESSION innodb_lock_wait_timeout = 1 /*M! - 1 */";
 
 /// How many renewals, or keys that are looked at, one statement takes. A few fixed sizes, filled up with NULLs that match nothing, keep the
 /// number of texts small that the server has to keep prepared.
@@ -63,12 +68,14 @@ pub(super) struct Texts {
     pub(super) force_release: Text,
     pub(super) fence: Text,
     pub(super) is_free: Text,
+    pub(super) clear_ended: Text,
     pub(super) make_row: Text,
     pub(super) lock_row: Text,
     pub(super) row_seen_in: Text,
     pub(super) raise_token: Text,
     pub(super) session_note: Text,
     pub(super) session_look: Text,
+    pub(super) session_is_free: Text,
     pub(super) session_keep: Text,
     pub(super) session_mark: Text,
     pub(super) fence_held: Text,
@@ -120,12 +127,14 @@ impl Texts {
             force_release: one(FORCE_RELEASE),
             fence: one(&slipped(FENCE, &[FENCE_WITHOUT_LOCK])),
             is_free: one(IS_FREE),
+            clear_ended: one(CLEAR_ENDED),
             make_row: one(MAKE_ROW),
             lock_row: one(LOCK_ROW),
             row_seen_in: one(ROW_SEEN_IN),
             raise_token: one(RAISE_TOKEN),
             session_note: one(&ACQUIRE.replace("{end}", "0")),
             session_look: one(&slipped(SESSION_LOOK, &[SESSION_TRUSTS_ITS_MEMORY])),
+            session_is_free: one(SESSION_IS_FREE),
             session_keep: one(SESSION_KEEP),
             session_mark: one(SESSION_MARK),
             fence_held: one(FENCE_HELD),
@@ -329,9 +338,12 @@ const HELD: &str = "\
 /// An ended grant is left as it is: it is as free as it can be, and the caller is told that it held nothing. Rows that were found are counted,
 /// and the old `until` is in the future, so this changes what it finds.
 ///
-/// id, claim
-const RELEASE: &str =
-    "UPDATE {locks} SET claim = NULL, until = {now} WHERE id = ? AND claim = ? AND until > {now}";
+/// Unused tokens of the block are reserved again, so that tokens do not outrun the clock.
+///
+/// tokens used, id, claim
+const RELEASE: &str = "\
+    UPDATE {locks} SET claim = NULL, until = {now}, block = LEAST(block, ?) \
+    WHERE id = ? AND claim = ? AND until > {now}";
 
 /// Ends the grant of whoever holds the key.
 ///
@@ -351,11 +363,24 @@ const FENCE: &str = "\
 const IS_SEEN: &str = "\
     CAST(EXISTS (SELECT 1 FROM {locks} AS seen WHERE seen.id = l.id AND seen.claim = l.claim AND seen.token = l.token) AS SIGNED)";
 
-/// Whether nobody holds a lease on the key; nothing if there is no row.
+/// Whether nobody holds a lease on the key, and whether the row still names the last holder; nothing if there is no row.
 ///
 /// id
-const IS_FREE: &str =
-    "SELECT CAST(claim IS NULL OR until <= {now} AS SIGNED) FROM {locks} WHERE id = ?";
+const IS_FREE: &str = "\
+    SELECT CAST(claim IS NULL OR until <= {now} AS SIGNED), CAST(claim IS NOT NULL AS SIGNED) \
+    FROM {locks} WHERE id = ?";
+
+/// Takes a holder's claim out of the row if it has ended without a trace: by its lease, or with a connection. So the row changes after all that such a
+/// holder wrote. Waits for nobody who has locked the row. How it is found is as in [`RENEW`].
+///
+/// id
+const CLEAR_ENDED: &str = "\
+    UPDATE ( \
+        SELECT id FROM {locks} FORCE INDEX (PRIMARY) \
+        WHERE id = ? AND claim IS NOT NULL AND until <= {now} AND {writable} \
+        LIMIT 1 FOR UPDATE SKIP LOCKED) AS found \
+    STRAIGHT_JOIN {locks} AS l FORCE INDEX (PRIMARY) ON l.id = found.id \
+    SET l.claim = NULL";
 
 /// Makes a row that nobody holds, unless there is one.
 ///
@@ -397,6 +422,13 @@ const SESSION_LOOK: &str = "\
         (SELECT {now} FROM {locks} AS l \
         WHERE l.id = IF(tried.got = 1, CAST(? AS BINARY(32)), NULL) AND l.claim = ? AND {writable} LIMIT 1) \
     FROM (SELECT CAST(GET_LOCK(?, ?) AS SIGNED) AS got) AS tried";
+
+/// Whether nobody has the named lock, nor a lease on the row.
+///
+/// name, id
+const SESSION_IS_FREE: &str = "\
+    SELECT CAST(IS_FREE_LOCK(?) AND NOT EXISTS ( \
+        SELECT 1 FROM {locks} WHERE id = ? AND claim IS NOT NULL AND until > {now}) AS SIGNED)";
 
 /// Notes a claim whose token was reserved by an earlier claim of the session that has the lock.
 ///

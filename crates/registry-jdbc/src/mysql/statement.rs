@@ -99,7 +99,10 @@ impl Statements {
     }
 
     pub(super) fn release(&self, claim: &Claim) -> Statement {
-        self.of_key(&self.texts.release, claim.key()).bind(claim_bytes(claim))
+        query(self.texts.release.safe())
+            .bind(i64::from(claim.token_block()))
+            .bind(id_bytes(self.row(claim.key())))
+            .bind(claim_bytes(claim))
     }
 
     pub(super) fn force_release(&self, key: &Key) -> Statement {
@@ -142,6 +145,12 @@ impl Statements {
         statement.bind(noted.to_bytes().to_vec()).bind(id.hex()).bind(patience_seconds)
     }
 
+    /// The name is the row's id.
+    pub(super) fn session_is_free(&self, key: &Key) -> Statement {
+        let id = self.row(key);
+        query(self.texts.session_is_free.safe()).bind(id.hex()).bind(id_bytes(id))
+    }
+
     pub(super) fn session_mark(
         &self,
         claim: &Claim,
@@ -172,6 +181,10 @@ impl Statements {
 
     pub(super) fn row_seen(&self, key: &Key) -> Statement {
         self.of_key(&self.texts.row_seen, key)
+    }
+
+    pub(super) fn clear_ended(&self, key: &Key) -> Statement {
+        self.of_key(&self.texts.clear_ended, key)
     }
 
     pub(super) fn is_free(&self, key: &Key) -> Statement {

@@ -37,6 +37,8 @@ const PAUSE_MAX: Duration = Duration::from_millis(250);
 const SHARE: u32 = 10;
 /// But the rest after a look is not longer than this: a server that was away is looked at soon after it is back.
 const REST_MAX: Duration = Duration::from_secs(1);
+/// A look that was answered counts for this long: longer than the longest pause and rest together.
+const ANSWERED_LATELY: Duration = Duration::from_secs(2);
 /// How long the task stays without waiters: who waited once will again.
 const LINGER: Duration = Duration::from_secs(1);
 
@@ -58,6 +60,8 @@ struct Waiting {
     waiters: HashMap<u64, Waiter>,
     next_id: u64,
     task: Option<JoinHandle<()>>,
+    /// When the server last answered a look at all keys that were due.
+    answered_at: Option<Instant>,
 }
 
 struct Waiter {
@@ -84,6 +88,13 @@ impl Wakes {
         let _place = self.enter(waiter);
         // An end without a word is the close.
         let _ = woken.await;
+    }
+
+    /// Returns whether the task looks at all awaited keys, and the server has answered it lately.
+    pub(super) fn are_confirmed(&self) -> bool {
+        let waiting = self.shared.waiting();
+        waiting.task.as_ref().is_some_and(|task| !task.is_finished())
+            && waiting.answered_at.is_some_and(|at| at.elapsed() < ANSWERED_LATELY)
     }
 
     fn enter(&self, waiter: Waiter) -> Place<'_> {
@@ -195,11 +206,16 @@ impl Shared {
 
     /// Looks at the keys for which it is time, and wakes those for whom it is.
     async fn look(&self) {
+        let mut answered = true;
         for rows in self.due().chunks(sql::SIZES[sql::SIZES.len() - 1]) {
             // Trouble wakes nobody: the waiter's own attempt, at the next poll, will meet it and can tell it.
-            if let Ok(held) = self.held(rows).await {
-                self.wake(rows, &held);
+            match self.held(rows).await {
+                Ok(held) => self.wake(rows, &held),
+                Err(_) => answered = false,
             }
+        }
+        if answered {
+            self.waiting().answered_at = Some(Instant::now());
         }
     }
 

@@ -19,7 +19,7 @@ use super::open::{self, Opened};
 use super::renew::CLAIMS_MAX;
 use super::sql::{self, Text, Texts};
 use super::statement::{Statement, Value};
-use crate::server::{Errand, LetGo, RowId};
+use crate::server::{Errand, RecentRows, RowId};
 
 /// Locks in a PostgreSQL database: they exclude all who reach it.
 ///
@@ -56,7 +56,9 @@ pub struct PostgresBackend {
     pub(super) link: Link,
     pub(super) ears: Option<Ears>,
     channel: Channel,
-    let_go: LetGo,
+    let_go: RecentRows,
+    /// Rows that were awaited, without a wake-up. Their next attempt most likely finds them held, so it begins with the look.
+    not_woken: RecentRows,
 }
 
 impl PostgresBackend {
@@ -80,7 +82,8 @@ impl PostgresBackend {
             store,
             ears,
             channel,
-            let_go: LetGo::default(),
+            let_go: RecentRows::default(),
+            not_woken: RecentRows::default(),
         })
     }
 
@@ -160,8 +163,8 @@ impl PostgresBackend {
             Statement::new(&self.texts.acquire, values)
         };
         let statement = statement.for_one();
-        // A claim that was granted is granted again, with the same token: to ask twice does no harm.
-        let rows = self.link.rows(Errand::Acquire, &statement, Repeat::Harmless).await?;
+        // A first request may be carried out after the release of a second one: only the engine repeats it.
+        let rows = self.link.rows(Errand::Acquire, &statement, Repeat::Never).await?;
         if let Some(row) = rows.first() {
             let grant = Grant::new(Some(fencing_token(column(row, 0)?)?), claim.lease());
             return Ok(Some(Attempt::Granted(grant)));
@@ -250,6 +253,11 @@ impl LockBackend for PostgresBackend {
         // Between the look at the row and its lock somebody else may take it or let it go. Whoever is that unlucky several times
         // is told "busy" without a name and comes back at once.
         const TRIES_MAX: u32 = 3;
+        if self.not_woken.take(self.row_id(claim.key()))
+            && let Some(held) = self.who_holds(claim, self.moment()).await?
+        {
+            return Ok(held);
+        }
         for turn in 0..TRIES_MAX {
             let mark = self.moment();
             match self.ask_for(claim, mark).await {
@@ -281,7 +289,8 @@ impl LockBackend for PostgresBackend {
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         let id = self.row_id(claim.key());
         let [channel, message, mark] = self.news(id);
-        let values = [bytes(id.bytes()), claim_id(claim), channel, message, mark];
+        let used = Value::Number(i64::from(claim.token_block()));
+        let values = [bytes(id.bytes()), claim_id(claim), channel, message, mark, used];
         let statement = Statement::new(&self.texts.release, values).for_one();
         // Asked twice, it would say that the claim held nothing. Who repeats it must know that.
         let rows = self.link.rows(Errand::Release, &statement, Repeat::Never).await?;
@@ -293,8 +302,18 @@ impl LockBackend for PostgresBackend {
         Ok(released)
     }
 
+    fn wakes_confirmed(&self, _claim: &Claim, busy: &Busy) -> bool {
+        // The end of a session that holds the key is told to nobody.
+        busy.retry_after.is_some()
+            && self.ears.as_ref().is_some_and(|ears| ears.are_confirmed(busy.mark))
+    }
+
     async fn wait(&self, claim: &Claim, busy: &Busy) {
+        let id = self.row_id(claim.key());
+        // Stays if this is dropped before it returns.
+        self.not_woken.note(id);
         self.heard_of(claim.key(), busy.mark).await;
+        self.not_woken.take(id);
     }
 
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {

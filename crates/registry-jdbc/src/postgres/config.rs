@@ -224,7 +224,8 @@ impl PostgresConfig {
     }
 
     /// The same with at most this many connections for statements. 4 unless set. Three more are opened when they are needed: one each for renewals
-    /// and releases that find all of these at work, and one that hears of releases.
+    /// and releases that find all of these at work, and one that hears of releases. Connections that do not answer are replaced before they are
+    /// given up: as many again, and two, may be open meanwhile.
     #[must_use]
     pub fn with_connections(mut self, connections: u32) -> Self {
         self.connections = connections;

@@ -85,6 +85,8 @@ struct Heard {
     count: u64,
     /// Since which number nothing was missed; `None` while nobody listens.
     since: Option<u64>,
+    /// A message of this connection's own has arrived. Behind a pooler that mixes connections up, none does.
+    proven: bool,
     /// The last releases, and their numbers.
     releases: VecDeque<(u64, Lock)>,
     waiting: HashMap<Lock, Waiting>,
@@ -124,6 +126,12 @@ impl Ears {
             }
             woken.await;
         }
+    }
+
+    /// Returns whether a release after `moment` would be heard: the connection answers, and has heard its own message.
+    pub(super) fn are_confirmed(&self, moment: u64) -> bool {
+        let heard = self.table.heard();
+        heard.proven && heard.since.is_some_and(|since| since <= moment)
     }
 
     /// Listens, has `word` told, and says whether it was heard. It is not where one listens through a pooler that mixes connections up, or in another database.
@@ -217,7 +225,9 @@ impl Table {
     }
 
     fn end(&self) {
-        self.heard().since = None;
+        let mut heard = self.heard();
+        heard.since = None;
+        heard.proven = false;
     }
 
     fn release(&self, lock: Lock) {
@@ -287,7 +297,7 @@ async fn listen(table: Arc<Table>, server: PgConnectOptions, channel: Channel) {
         if let Ok(Ok(listener)) = connected {
             pause = RETRY_MIN;
             table.begin();
-            let idle = hear(&table, listener).await;
+            let idle = hear(&table, listener, &channel).await;
             table.end();
             if idle && table.retire() {
                 return;
@@ -312,7 +322,12 @@ async fn connect(server: &PgConnectOptions, channel: &Channel) -> Result<PgListe
 }
 
 /// Hears until the connection breaks, or nobody waits any more: then true.
-async fn hear(table: &Table, mut listener: PgListener) -> bool {
+async fn hear(table: &Table, mut listener: PgListener, channel: &Channel) -> bool {
+    let proof = format!("{PROOF}{:016x}", fastrand::u64(..));
+    let notify = sqlx::query("SELECT pg_notify($1, $2)").bind(&channel.name).bind(&proof);
+    if !matches!(timeout(ANSWER_LIMIT, listener.execute(notify)).await, Ok(Ok(_))) {
+        return false;
+    }
     let mut beat = interval(HEARTBEAT);
     beat.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut idle_beats = 0_u32;
@@ -323,6 +338,8 @@ async fn hear(table: &Table, mut listener: PgListener) -> bool {
                 Ok(Some(message)) => {
                     if let Some(lock) = read(message.payload()) {
                         table.release(lock);
+                    } else if message.payload() == proof {
+                        table.heard().proven = true;
                     }
                 }
                 Ok(None) | Err(_) => return false,
@@ -352,6 +369,9 @@ fn hex(bytes: &[u8]) -> String {
 fn read(message: &str) -> Option<Lock> {
     u128::from_str_radix(message, 16).ok().map(u128::to_be_bytes)
 }
+
+/// How the message begins by which a connection finds out whether it hears anything. No lock is written like this.
+const PROOF: &str = "proof ";
 
 /// How many releases are remembered: those of the time between an answer and the wait.
 const RELEASES_MAX: usize = 1024;

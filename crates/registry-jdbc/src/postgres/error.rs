@@ -17,7 +17,7 @@ pub(super) fn explain(error: sqlx::Error) -> BackendError {
         }
         sqlx::Error::Io(io) => match io.kind() {
             std::io::ErrorKind::ConnectionRefused => {
-                Verdict::of(Transient, "nobody listens at this address").refused()
+                Verdict::of(Transient, "the connection was refused").refused()
             }
             std::io::ErrorKind::NotFound => {
                 Verdict::of(Misconfigured, "there is no server's socket in this folder").refused()
@@ -155,9 +155,23 @@ pub(super) fn exhausted() -> BackendError {
     .as_refused()
 }
 
+/// A session's connection had other statements to send for too long.
+pub(super) fn overdue() -> BackendError {
+    BackendError::transient(
+        "postgres: the connection of the session was at work for too long, so the lock was not asked for",
+    )
+    .as_refused()
+}
+
 /// Somebody else's transaction has locked the row of one claim.
 pub(super) fn row_is_locked() -> BackendError {
     BackendError::transient("postgres: another transaction has locked this lock's row").as_refused()
+}
+
+/// What a release finds whose claim has fenced a transaction that is still open.
+pub(super) fn is_fenced(error: BackendError) -> BackendError {
+    let says = "postgres: a transaction that this lock fences is still open, and the key is free only after its end; commit or roll back first, then unlock";
+    BackendError::transient(says).with_source(error).as_blocked()
 }
 
 /// Why the connection of somebody who has a row locked was not ended.

@@ -1,6 +1,6 @@
 //! Fences a transaction by a lock in the same database.
 
-use registry_core::{FencingToken, LockGuard};
+use registry_core::{Claim, FencingToken, LockGuard};
 use sqlx::postgres::PgRow;
 use sqlx::{Postgres, Row, Transaction};
 
@@ -11,21 +11,19 @@ use super::session::PostgresSessionBackend;
 use super::spring::PostgresSpringBackend;
 use super::sql::Text;
 use super::statement::Statement;
-use crate::fence::{Fence, FenceError};
+use crate::fence::{Fence, FenceError, fenced_claim};
 
 impl Fence<Postgres> for LockGuard {
     async fn fence(&self, transaction: &mut Transaction<'_, Postgres>) -> Result<(), FenceError> {
-        if !self.is_held() {
-            return Err(FenceError::lost(self));
-        }
+        let claim = fenced_claim(self)?;
         if let Some(backend) = self.backend::<PostgresSessionBackend>() {
-            match backend.session.keep(self.claim()).await {
+            match backend.session.keep(claim).await {
                 Ok(true) => {}
                 Ok(false) => return Err(FenceError::lost(self)),
                 Err(source) => return Err(FenceError::backend(self, source)),
             }
         }
-        let fenced = self.fencing_token().and_then(|token| fenced(self, token));
+        let fenced = self.fencing_token().and_then(|token| fenced(self, claim, token));
         let Some(fenced) = fenced else {
             return Err(FenceError::unsupported(self, "PostgreSQL"));
         };
@@ -52,9 +50,9 @@ pub(super) struct Fenced<'a> {
 }
 
 /// Of the layout that the guard's lock is in, if it is in a PostgreSQL store.
-fn fenced(guard: &LockGuard, token: FencingToken) -> Option<Fenced<'_>> {
+fn fenced<'a>(guard: &'a LockGuard, claim: &Claim, token: FencingToken) -> Option<Fenced<'a>> {
     let native = guard.backend::<PostgresBackend>().map(|backend| Fenced {
-        statement: backend.fence_statement(guard.claim(), token),
+        statement: backend.fence_statement(claim, token),
         meta: &backend.texts.meta,
         store: &backend.store,
         prepared: backend.link.is_prepared(),
@@ -63,14 +61,14 @@ fn fenced(guard: &LockGuard, token: FencingToken) -> Option<Fenced<'_>> {
     let row = || guard.backend::<PostgresRowBackend>().map(|backend| &backend.rows);
     let native = native.or_else(|| {
         session.or_else(row).map(|backend| Fenced {
-            statement: backend.fence_held_statement(guard.claim(), token),
+            statement: backend.fence_held_statement(claim, token),
             meta: &backend.texts.meta,
             store: &backend.store,
             prepared: backend.link.is_prepared(),
         })
     });
     let spring = || guard.backend::<PostgresSpringBackend>();
-    native.or_else(|| spring().map(|backend| backend.fenced(guard.claim(), token)))
+    native.or_else(|| spring().map(|backend| backend.fenced(claim, token)))
 }
 
 /// The row is not there: because the lock was lost, or because this is another database with lock tables, or because the transaction looks at the past.

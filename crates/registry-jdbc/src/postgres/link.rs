@@ -1,7 +1,5 @@
 //! Asks the server, over whichever connection is free, and sorts what goes wrong.
 
-use std::time::Duration;
-
 use futures_util::FutureExt as _;
 use registry_core::BackendError;
 use sqlx::postgres::{PgConnection, PgRow};
@@ -17,7 +15,6 @@ use crate::server::{Errand, Greet, Pool, PoolLimits, Refusal, Seat};
 pub(super) struct Link {
     pool: Pool<PgConnection>,
     manner: Manner,
-    response_timeout: Duration,
 }
 
 /// Whether a statement may be sent once more when the connection breaks, although it may have been done.
@@ -34,13 +31,14 @@ impl Link {
             connections: config.connections,
             connect: config.connect_timeout,
             patience: config.response_timeout,
+            answer: config.response_timeout,
+            row: config.busy_timeout,
         };
         let pool = Pool::new(config.for_statements(), limits);
         Self {
             // Not through a pooler, where it would be said to whoever comes next. There each statement says it for itself.
             pool: if config.prepared { pool.with_greeting(patience(config)) } else { pool },
             manner: config.manner(),
-            response_timeout: config.response_timeout,
         }
     }
 
@@ -67,6 +65,11 @@ impl Link {
                 // Whatever is known of the second try, the first one may have got through before the connection broke.
                 again.map_err(|error| if first.refused() { error } else { error.as_unknown() })
             }
+            // The request may still arrive, so its caller decides.
+            Err(Trouble::Broken(error)) if was_idle => {
+                self.pool.close_idle();
+                Err(error.on_stale_connection())
+            }
             Err(trouble) => {
                 // What one connection has met, the others would: a server that has moved away may swallow all that is sent to it.
                 if !matches!(trouble, Trouble::Answered(_)) {
@@ -92,18 +95,18 @@ impl Link {
         mut seat: Seat<'_, PgConnection>,
         statement: &Statement<'_>,
     ) -> Result<Vec<PgRow>, Trouble> {
-        let answer = statement.send(&mut seat, self.manner);
-        match timeout(self.response_timeout, answer).await {
-            Ok(Ok(rows)) => {
+        let (connection, watch) = seat.ask();
+        match watch.answered(statement.send(connection, self.manner)).await {
+            Some(Ok(rows)) => {
                 seat.leave();
                 Ok(rows)
             }
-            Ok(Err(error)) if error::spares_connection(&error) => {
+            Some(Err(error)) if error::spares_connection(&error) => {
                 seat.leave();
                 Err(Trouble::Answered(explain(error)))
             }
-            Ok(Err(error)) => Err(Trouble::Broken(explain(error))),
-            Err(_) => Err(Trouble::Silent(error::silent())),
+            Some(Err(error)) => Err(Trouble::Broken(explain(error))),
+            None => Err(Trouble::Silent(error::silent())),
         }
     }
 

@@ -36,25 +36,38 @@ impl LockIn<Postgres> for Registry {
         let Some(place) = place(self) else {
             return Err(LockInError::unsupported(key, "PostgreSQL"));
         };
-        let backend = place.rows;
         let key = Key::new(key).map_err(|source| LockInError::InvalidKey { source })?;
         let patience = Patience::of(wait);
-        loop {
-            let moment = backend.moment();
-            match attempt(&place, transaction, &key, patience.left()).await? {
-                Answer::Taken(token) => return Ok(Some(TransactionLock::new(key, token))),
-                _ if patience.left().is_zero() => return Ok(None),
-                // Somebody's transaction had the row for as long as a statement waits. The server wakes who waits for a row.
-                Answer::RowLocked | Answer::Overtaken => {}
-                Answer::Held { frozen: true, .. } => return Err(LockInError::conflict(&key, None)),
-                Answer::Held { left, .. } => {
-                    let limit = left.min(LOOK_AGAIN).min(patience.left());
-                    let _ = timeout(limit, backend.heard_of(&key, moment)).await;
-                }
-                Answer::InSession => {
-                    let limit = LOOK_AGAIN.min(patience.left());
-                    let _ = timeout(limit, backend.heard_of(&key, moment)).await;
-                }
+        // What is wrong with the transaction is returned at once, whoever has the lock.
+        let at_once = attempts(&place, transaction, &key, Patience::of(Duration::ZERO)).await?;
+        if at_once.is_some() || wait.is_zero() {
+            return Ok(at_once);
+        }
+        self.in_local_turn(&key, wait, attempts(&place, transaction, &key, patience)).await
+    }
+}
+
+async fn attempts(
+    place: &Where<'_>,
+    connection: &mut PgConnection,
+    key: &Key,
+    patience: Patience,
+) -> Result<Option<TransactionLock>, LockInError> {
+    let backend = place.rows;
+    loop {
+        let moment = backend.moment();
+        match attempt(place, connection, key, patience.left()).await? {
+            Answer::Taken(token) => return Ok(Some(TransactionLock::new(key.clone(), token))),
+            _ if patience.left().is_zero() => return Ok(None),
+            // Somebody's transaction had the row for as long as a statement waits. The server wakes who waits for a row.
+            Answer::RowLocked | Answer::Overtaken => {}
+            Answer::Held { left } => {
+                let limit = left.min(LOOK_AGAIN).min(patience.left());
+                let _ = timeout(limit, backend.heard_of(key, moment)).await;
+            }
+            Answer::InSession => {
+                let limit = LOOK_AGAIN.min(patience.left());
+                let _ = timeout(limit, backend.heard_of(key, moment)).await;
             }
         }
     }
@@ -78,10 +91,9 @@ fn place(registry: &Registry) -> Option<Where<'_>> {
 /// What became of one attempt. Only the first leaves anything locked.
 enum Answer {
     Taken(FencingToken),
-    /// By a lease with so much time left. `frozen`: this transaction will see it as long as it lasts.
+    /// By a lease with so much time left.
     Held {
         left: Duration,
-        frozen: bool,
     },
     /// By another transaction.
     RowLocked,
@@ -102,7 +114,7 @@ async fn attempt(
     // One message. The savepoint takes back what an attempt that comes to nothing has locked, and keeps an error from ending the transaction.
     let answer = ask(connection, format!("SAVEPOINT {SAVEPOINT}; {text}")).await;
     let answer = match answer {
-        Ok(rows) => read(&rows).map_err(|source| LockInError::database(key, source)),
+        Ok(rows) => read(&rows, key),
         Err(source) if error::is_row_locked(&source) => Ok(Some(Answer::RowLocked)),
         Err(source) if error::is_no_such_table(&source) => Ok(None),
         Err(source) if error::is_busy(&source) => Err(LockInError::conflict(key, Some(source))),
@@ -119,11 +131,20 @@ async fn attempt(
 }
 
 /// `None` if this is not the store's database.
-fn read(rows: &[PgRow]) -> Result<Option<Answer>, sqlx::Error> {
-    let row = rows.first().ok_or(sqlx::Error::RowNotFound)?;
-    if !row.try_get::<bool, _>(0)? {
+fn read(rows: &[PgRow], key: &Key) -> Result<Option<Answer>, LockInError> {
+    let database = |source| LockInError::database(key, source);
+    let row = rows.first().ok_or_else(|| database(sqlx::Error::RowNotFound))?;
+    if !row.try_get::<bool, _>(0).map_err(database)? {
         return Ok(None);
     }
+    if let Some(level) = row.try_get::<Option<String>, _>(3).map_err(database)? {
+        // Its snapshot was taken before the lock: by an earlier read, or by the statement that waits for the lock.
+        return Err(LockInError::isolation(key, &level));
+    }
+    answer(row).map_err(database)
+}
+
+fn answer(row: &PgRow) -> Result<Option<Answer>, sqlx::Error> {
     if let Some(token) = row.try_get::<Option<i64>, _>(1)? {
         let token = FencingToken::try_from(token);
         return token
@@ -136,7 +157,7 @@ fn read(rows: &[PgRow]) -> Result<Option<Answer>, sqlx::Error> {
     }
     Ok(Some(match row.try_get::<Option<i64>, _>(2)? {
         None => Answer::Overtaken,
-        Some(left) => Answer::Held { left: super::backend::span(left), frozen: row.try_get(3)? },
+        Some(left) => Answer::Held { left: super::backend::span(left) },
     }))
 }
 

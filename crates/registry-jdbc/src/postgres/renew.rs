@@ -51,8 +51,9 @@ impl PostgresBackend {
                 Value::Numbers(claims.iter().map(|claim| micros(claim.lease())).collect()),
             ],
         );
+        let shortest = claims.iter().map(Claim::lease).min().unwrap_or_default();
         // Two renewals do what one does.
-        let rows = self.link.rows(Errand::Renew, &statement, Repeat::Harmless).await?;
+        let rows = self.link.rows(Errand::Renew(shortest), &statement, Repeat::Harmless).await?;
         if rows.len() != claims.len() {
             return Err(damaged("a renewal was not answered for each claim"));
         }

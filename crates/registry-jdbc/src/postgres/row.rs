@@ -17,7 +17,7 @@ use super::config::{PostgresConfig, unusable};
 use super::error::{self, damaged, explain, row_is_locked};
 use super::session::PostgresSessionBackend;
 use super::statement::{Statement, Value};
-use crate::server::{Failure, Place, Places, RowId, Sessions, Taken, Terms, Wire};
+use crate::server::{Failure, Place, Places, RowId, Sessions, Terms, Took, Wire};
 
 /// Locks in a PostgreSQL database that are rows, each locked by a transaction of its own until it is let go: the pessimistic lock of old.
 ///
@@ -280,7 +280,7 @@ impl Wire for RowWire {
         connected: &mut Connected,
         claim: &Claim,
         terms: &Terms,
-    ) -> Result<Option<Taken>, Failure> {
+    ) -> Result<Took, Failure> {
         // Between a look at the row and the look at who has it somebody may let it go.
         const TRIES_MAX: u32 = 3;
         for _ in 0..TRIES_MAX {
@@ -288,12 +288,13 @@ impl Wire for RowWire {
                 Ok(Noted::Token(token)) => {
                     let locked = self.lock(connected, claim).await?;
                     let taken = terms.written(claim, i64::from(token), false);
-                    return Ok(taken.filter(|_| locked));
+                    let taken = taken.filter(|_| locked);
+                    return Ok(taken.map_or(Took::Busy(None), Took::Grant));
                 }
-                Ok(Noted::Leased) => return Ok(None),
+                Ok(Noted::Leased) => return Ok(Took::Busy(None)),
                 Ok(Noted::Locked) => {
                     if self.is_marked(connected, claim.key()).await? {
-                        return Ok(None);
+                        return Ok(Took::Busy(None));
                     }
                 }
                 Err(failure) => {
@@ -356,6 +357,10 @@ impl Wire for RowWire {
 
     fn closed(&self) -> BackendError {
         error::closed()
+    }
+
+    fn overdue(&self) -> BackendError {
+        error::overdue()
     }
 
     fn answer_limit(&self) -> Duration {

@@ -12,12 +12,12 @@ use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{AssertSqlSafe, Connection, Executor as _, raw_sql};
 use tokio::time::timeout;
 
-use super::backend::{PostgresBackend, bytes, claim_id, column};
+use super::backend::{PostgresBackend, bytes, claim_id, column, span};
 use super::config::{PostgresConfig, unusable};
 use super::error::{self, damaged, explain};
 use super::link;
 use super::statement::{Statement, Value};
-use crate::server::{Failure, RowId, Session, Taken, Terms, Wire};
+use crate::server::{Failure, RowId, Session, Terms, Took, Wire};
 
 /// Locks in a PostgreSQL database that end with the connection of the one who holds them, not with a lease.
 ///
@@ -212,7 +212,7 @@ impl PostgresWire {
         connected: &mut Connected,
         claim: &Claim,
         terms: &Terms,
-    ) -> Result<Got, Failure> {
+    ) -> Result<Took, Failure> {
         let Some(last) = &terms.last else {
             return self.note(connected, claim, terms, How::Take).await;
         };
@@ -223,13 +223,13 @@ impl PostgresWire {
         let rows = rows.map_err(error::failure)?;
         connected.is_the_same(&rows)?;
         if !column::<bool>(&rows[0], 1).map_err(Failure::Broken)? {
-            return Ok(Got::Nothing);
+            return Ok(Took::Busy(None));
         }
         let Some(row) = rows.get(1) else {
             return self.note(connected, claim, terms, How::Keep).await;
         };
         match terms.unwritten(column(row, 0).map_err(Failure::Broken)?) {
-            Some(taken) => Ok(Got::Grant(taken)),
+            Some(taken) => Ok(Took::Grant(taken)),
             None => self.note(connected, claim, terms, How::GoOn).await,
         }
     }
@@ -241,7 +241,7 @@ impl PostgresWire {
         claim: &Claim,
         terms: &Terms,
         how: How,
-    ) -> Result<Got, Failure> {
+    ) -> Result<Took, Failure> {
         let id = self.row_id(claim.key());
         let goes_on = how == How::GoOn;
         let texts = &self.rows.texts;
@@ -260,12 +260,15 @@ impl PostgresWire {
             ],
         );
         let rows = self.send(connected, &statement).await?;
-        if !column::<bool>(&rows[0], 1).map_err(Failure::Broken)? {
-            return Ok(Got::Nothing);
-        }
-        let token = column::<Option<i64>>(&rows[0], 2).map_err(Failure::Broken)?;
-        let Some(token) = token else { return Ok(Got::OnlyTheLock) };
-        let taken = terms.written(claim, token, goes_on).map(Got::Grant);
+        let row = &rows[0];
+        let Some(token) = column::<Option<i64>>(row, 2).map_err(Failure::Broken)? else {
+            if column::<bool>(row, 4).map_err(Failure::Broken)? {
+                return Ok(Took::RowLocked(error::row_is_locked()));
+            }
+            let left = column::<Option<i64>>(row, 3).map_err(Failure::Broken)?;
+            return Ok(Took::Busy(left.map(span)));
+        };
+        let taken = terms.written(claim, token, goes_on).map(Took::Grant);
         taken.ok_or_else(|| Failure::Broken(damaged("a row's token is none")))
     }
 }
@@ -278,15 +281,6 @@ enum How {
     Keep,
     /// It has it already, and nobody else had it since it last had.
     GoOn,
-}
-
-/// What came of an attempt.
-enum Got {
-    Grant(Taken),
-    /// Somebody else has the lock.
-    Nothing,
-    /// The lock is the session's, but somebody holds the key by a lease.
-    OnlyTheLock,
 }
 
 impl Wire for PostgresWire {
@@ -320,18 +314,17 @@ impl Wire for PostgresWire {
         connected: &mut Connected,
         claim: &Claim,
         terms: &Terms,
-    ) -> Result<Option<Taken>, Failure> {
-        let taken = self.try_to_take(connected, claim, terms).await;
-        match taken {
-            Ok(Got::Grant(taken)) => Ok(Some(taken)),
-            Ok(Got::Nothing) => Ok(None),
-            Ok(Got::OnlyTheLock) => self.give_back(connected, claim.key()).await.map(|()| None),
+    ) -> Result<Took, Failure> {
+        match self.try_to_take(connected, claim, terms).await {
             Err(Failure::Answered(error)) => {
                 // The lock is the session's even if the statement that took it failed.
                 self.give_back(connected, claim.key()).await?;
+                if error::tells_of_locked_row(&error) {
+                    return Ok(Took::RowLocked(error));
+                }
                 Err(Failure::Answered(error))
             }
-            Err(broken) => Err(broken),
+            took => took,
         }
     }
 
@@ -382,6 +375,10 @@ impl Wire for PostgresWire {
         error::closed()
     }
 
+    fn overdue(&self) -> BackendError {
+        error::overdue()
+    }
+
     fn answer_limit(&self) -> Duration {
         self.config.response_timeout
     }
@@ -395,8 +392,8 @@ fn mixed_up() -> BackendError {
 
 const LOOK: &str = "SELECT pg_backend_pid()";
 
-/// How long all locks of a session wait for the row of one, which only a transaction with a fence or a purge can have locked.
-const ROW_WAIT: Duration = Duration::from_millis(200);
+/// How long a statement, and all locks of the session with it, waits for a row that another transaction has inserted and not committed.
+const ROW_WAIT: Duration = Duration::from_millis(10);
 
 #[cfg(test)]
 mod tests {

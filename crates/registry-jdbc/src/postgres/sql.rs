@@ -81,18 +81,25 @@ impl Texts {
             force_release: text(FORCE_RELEASE),
             end_row_holder: text(&END_ROW_HOLDER.replace("{marked}", MARKED)),
             fence: text(&slipped(FENCE, &[FENCE_WITHOUT_LOCK])),
-            lock_in: text(&lock_in("", "meta WHERE NOT EXISTS (SELECT FROM held)", "false")),
+            lock_in: text(&lock_in("", "allowed WHERE NOT EXISTS (SELECT FROM held)", "false")),
             lock_in_session: text(&lock_in(
                 LOCK_IN_SESSION,
                 "tried WHERE got",
                 "NOT (SELECT got FROM tried)",
             )),
             session_take: text(
-                &SESSION_TAKE.replace("{taken}", "pg_try_advisory_lock($7::bigint)"),
+                &SESSION_TAKE.replace("{taken}", "pg_try_advisory_lock($7::bigint)").replace(
+                    "{unless_leased}",
+                    "WHERE NOT EXISTS (SELECT FROM seen WHERE lease_left IS NOT NULL)",
+                ),
             ),
             session_prepare: text(&slipped(&session_prepare(), &[SESSION_TRUSTS_ITS_MEMORY])),
             session_look: text(SESSION_LOOK),
-            session_note: text(&SESSION_TAKE.replace("{taken}", "$7::bigint IS NOT NULL")),
+            session_note: text(
+                &SESSION_TAKE
+                    .replace("{taken}", "$7::bigint IS NOT NULL")
+                    .replace("{unless_leased}", ""),
+            ),
             session_give_back: text(SESSION_GIVE_BACK),
             session_keep: text(SESSION_KEEP),
             fence_held: text(FENCE_HELD),
@@ -251,9 +258,11 @@ const RENEW: &str = "\
 /// An ended grant is left as it is: it is as free as it can be, and the caller is told that it held nothing. The server need not have
 /// written the release to its disk: one that a crash undoes costs the rest of the lease.
 ///
-/// id, claim, channel, message, mark
+/// Unused tokens of the block are reserved again, so that tokens do not outrun the clock.
+///
+/// id, claim, channel, message, mark, tokens used
 const RELEASE: &str = "\
-    UPDATE {locks} SET claim = NULL, until = {now} \
+    UPDATE {locks} SET claim = NULL, until = {now}, block = least(block, $6::bigint) \
     WHERE id = $1::bytea AND claim = $2::bytea AND until > {now} \
     RETURNING CASE WHEN NOT pg_try_advisory_xact_lock($5::bigint) THEN pg_notify($3::text, encode($4::bytea, 'hex')) IS NULL END, \
         set_config('synchronous_commit', 'off', true)";
@@ -291,13 +300,13 @@ fn lock_in(tried: &str, who: &str, kept_out: &str) -> String {
 ///
 /// number
 const LOCK_IN_SESSION: &str = "\
-    tried AS MATERIALIZED (SELECT pg_try_advisory_xact_lock($9::bigint) AS got FROM meta WHERE NOT EXISTS (SELECT FROM held)),";
+    tried AS MATERIALIZED (SELECT pg_try_advisory_xact_lock($9::bigint) AS got FROM allowed WHERE NOT EXISTS (SELECT FROM held)),";
 
 /// Locks the row for the caller's transaction, unless somebody holds a lease on it; and tells how long that still lasts.
 ///
-/// Like [`ACQUIRE`], but that it grants no lease: what is committed is a free row with a larger token, and those who wait are told then. The last
-/// parts of what it says: whether the transaction would see the lease as it is now for ever, two of no interest, and whether a session has the
-/// lock, see [`LOCK_IN_SESSION`]. The advisory lock is a mark for others who find the row locked; nobody ever waits for it. The limit for the wait is put back, as it is the caller's.
+/// Like [`ACQUIRE`], but that it grants no lease: what is committed is a free row with a larger token, and those who wait are told then. Locks nothing in a
+/// transaction with a snapshot that is older than the lock. Its last columns: the isolation level of such a transaction, two of no interest, and whether a
+/// session has the lock, see [`LOCK_IN_SESSION`]. The advisory lock is a mark for others who find the row locked; nobody ever waits for it. The limit for the wait is put back, as it is the caller's.
 ///
 /// id, namespace, key, store, lock_timeout, mark, channel, message
 const LOCK_IN: &str = "\
@@ -305,6 +314,8 @@ const LOCK_IN: &str = "\
         SELECT current_setting('lock_timeout') AS was, set_config('lock_timeout', $5::text, true)), \
     clock AS MATERIALIZED (SELECT {now} AS now), \
     meta AS MATERIALIZED (SELECT floor FROM {meta} WHERE id = 1 AND store = $4::text::uuid), \
+    level AS MATERIALIZED (SELECT current_setting('transaction_isolation') AS name), \
+    allowed AS MATERIALIZED (SELECT floor FROM meta, level WHERE name LIKE 'read %'), \
     seen AS MATERIALIZED (SELECT claim, token, block, until FROM {locks} WHERE id = $1::bytea), \
     held AS (SELECT seen.* FROM seen, clock WHERE claim IS NOT NULL AND until > now), \
     {tried} \
@@ -313,7 +324,7 @@ const LOCK_IN: &str = "\
         INSERT INTO {locks} AS l (id, namespace, key, claim, token, block, label, since, until) \
         SELECT $1::bytea, $2::bytea, $3::bytea, NULL, \
             greatest(now, floor + 1, (SELECT token + block FROM seen)), 1, NULL, now, now \
-        FROM patience, clock, meta, marked \
+        FROM patience, clock, allowed, marked \
         ON CONFLICT (id) DO UPDATE SET \
             id = excluded.id, \
             claim = NULL, \
@@ -325,15 +336,20 @@ const LOCK_IN: &str = "\
         WHERE l.claim IS NULL OR l.until <= {now} \
         RETURNING token) \
     SELECT meta.floor IS NOT NULL, taken.token, held.until - now, \
-        current_setting('transaction_isolation') <> 'read committed', \
+        CASE WHEN level.name NOT LIKE 'read %' THEN level.name END, \
         set_config('lock_timeout', patience.was, true), \
         CASE WHEN taken.token IS NOT NULL THEN pg_notify($7::text, encode($8::bytea, 'hex')) IS NULL END, {kept_out} \
-    FROM patience CROSS JOIN clock LEFT JOIN meta ON true LEFT JOIN taken ON true LEFT JOIN held ON true";
+    FROM patience CROSS JOIN clock CROSS JOIN level LEFT JOIN meta ON true LEFT JOIN taken ON true LEFT JOIN held ON true";
 
-/// Takes an advisory lock for the session, unless it has it, and notes a larger token in the row, which is a free one for those who want a lease. No token is
-/// told if somebody holds a lease: then the lock must be given back, and so it must after an error, which takes back everything else.
+/// Takes an advisory lock for the session, unless it has it, and notes a larger token in the row, which is a free one for those who want a lease.
 ///
-/// As in [`ACQUIRE`] the token is above those of the row as it was seen: it may be deleted while the statement waits for it, and the floor that it was seen with
+/// Returns no token if somebody holds a lease, or if another transaction has locked the row. Then the session does not have the advisory lock
+/// afterwards, and nobody is told of it: whoever were told would try in vain, and wake the others in turn. After an error, which takes back everything
+/// else, the lock must be given back.
+///
+/// Waits for no row: all locks of the session would wait with it. The limit is for a row that another transaction has inserted and not committed.
+///
+/// As in [`ACQUIRE`] the token is above those of the row as it was seen: it may be deleted meanwhile, and the floor that it was seen with
 /// does not cover it yet.
 ///
 /// Nothing waits for the disk, unless the token is ahead of the clock: a session does not survive a crash, and any other token that was lost in one is
@@ -342,12 +358,18 @@ const LOCK_IN: &str = "\
 /// id, namespace, key, claim, block, label, number, lock_timeout
 const SESSION_TAKE: &str = "\
     WITH ease AS MATERIALIZED (SELECT set_config('lock_timeout', $8::text, true)), \
-    tried AS MATERIALIZED (SELECT {taken} AS got FROM ease), \
+    seen AS MATERIALIZED ( \
+        SELECT token, block, CASE WHEN claim IS NOT NULL AND until > {now} THEN until - {now} END AS lease_left \
+        FROM {locks}, ease WHERE id = $1::bytea), \
+    tried AS MATERIALIZED (SELECT {taken} AS got FROM ease {unless_leased}), \
     clock AS MATERIALIZED (SELECT {now} AS now FROM tried WHERE got), \
+    mine AS MATERIALIZED ( \
+        SELECT l.id FROM {locks} AS l, clock WHERE l.id = $1::bytea FOR UPDATE OF l SKIP LOCKED), \
     taken AS ( \
         INSERT INTO {locks} AS l (id, namespace, key, claim, token, block, label, since, until) \
         SELECT $1::bytea, $2::bytea, $3::bytea, $4::bytea, greatest(now, floor + 1, seen.token + seen.block), $5::bigint, $6::bytea, now, 0 \
-        FROM clock CROSS JOIN {meta} AS meta LEFT JOIN {locks} AS seen ON seen.id = $1::bytea WHERE meta.id = 1 \
+        FROM clock CROSS JOIN {meta} AS meta LEFT JOIN seen ON true \
+        WHERE meta.id = 1 AND (seen.token IS NULL OR EXISTS (SELECT FROM mine)) \
         ON CONFLICT (id) DO UPDATE SET \
             id = excluded.id, \
             claim = excluded.claim, \
@@ -358,9 +380,11 @@ const SESSION_TAKE: &str = "\
             until = 0 \
         WHERE l.claim IS NULL OR l.until <= {now} \
         RETURNING token) \
-    SELECT pg_backend_pid(), tried.got, taken.token, \
-        CASE WHEN taken.token <= {now} THEN set_config('synchronous_commit', 'off', true) END \
-    FROM tried LEFT JOIN taken ON true";
+    SELECT pg_backend_pid(), coalesce(tried.got, false), taken.token, seen.lease_left, \
+        coalesce(tried.got, false) AND seen.token IS NOT NULL AND NOT EXISTS (SELECT FROM mine), \
+        CASE WHEN taken.token <= {now} THEN set_config('synchronous_commit', 'off', true) END, \
+        CASE WHEN tried.got AND taken.token IS NULL THEN pg_advisory_unlock($7::bigint) END \
+    FROM ease LEFT JOIN tried ON true LEFT JOIN taken ON true LEFT JOIN seen ON true";
 
 /// Takes an advisory lock for the session. Prepared by [`SESSION_PREPARE`].
 ///

@@ -2,7 +2,7 @@
 
 mod encryption;
 mod hands;
-mod let_go;
+mod recent_rows;
 mod pool;
 mod row_id;
 mod runs;
@@ -12,13 +12,15 @@ mod sessions;
 pub(crate) mod spring;
 
 pub use encryption::Encryption;
-pub(crate) use let_go::LetGo;
 #[cfg(feature = "postgres")]
 pub(crate) use pool::Greet;
 pub(crate) use pool::{Errand, Pool, PoolLimits, Refusal, Seat};
+pub(crate) use recent_rows::RecentRows;
 pub(crate) use row_id::RowId;
-pub(crate) use runs::{Taken, Terms};
-pub(crate) use session::{Failure, Session, Wire};
+#[cfg(feature = "mysql")]
+pub(crate) use runs::Taken;
+pub(crate) use runs::Terms;
+pub(crate) use session::{Failure, Session, Took, Wire};
 pub use sessions::RowLocksExhausted;
 pub(crate) use sessions::{Place, Places, Sessions};
 pub use spring::SpringTable;

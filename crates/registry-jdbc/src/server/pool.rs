@@ -5,7 +5,9 @@
 //! whoever says that its use is complete; every other one is closed. So a transaction that somebody forgot cannot swallow a grant.
 
 use std::fmt;
+use std::future::Future;
 use std::ops::{Deref, DerefMut};
+use std::pin::pin;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -19,7 +21,8 @@ use tokio::time::{Instant, timeout};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Errand {
     Acquire,
-    Renew,
+    /// Of claims with this lease.
+    Renew(Duration),
     Release,
 }
 
@@ -31,6 +34,22 @@ pub(crate) struct PoolLimits {
     pub(crate) connect: Duration,
     /// How long one waits for a connection to come free.
     pub(crate) patience: Duration,
+    /// How long an answer may take.
+    pub(crate) answer: Duration,
+    /// How long a statement may wait for a row on the server.
+    pub(crate) row: Duration,
+}
+
+impl PoolLimits {
+    /// After this time without an answer the connection is probably half open. A renewal waits for no row, and several tries must
+    /// fit into the rest of the lease.
+    fn doubt_after(&self, errand: Errand) -> Duration {
+        let doubt = match errand {
+            Errand::Renew(lease) => lease / DOUBT_PART_OF_LEASE,
+            Errand::Acquire | Errand::Release => self.row.saturating_add(DOUBT_AFTER),
+        };
+        doubt.min(self.answer)
+    }
 }
 
 /// Why there is no connection. Nothing was sent.
@@ -54,6 +73,8 @@ pub(crate) struct Pool<C: Connection> {
     all: Semaphore,
     for_renewals: Semaphore,
     for_releases: Semaphore,
+    /// For connections that are probably half open: each leaves its place among the others to one that works.
+    doubtful: Semaphore,
 }
 
 /// Tells a new connection what it has to know before it is used.
@@ -69,14 +90,16 @@ impl<C: Connection> Pool<C> {
     /// Connects to nothing yet.
     pub(crate) fn new(options: C::Options, limits: PoolLimits) -> Self {
         let connections = usize::try_from(limits.connections).unwrap_or(1).max(1);
+        let connections = connections.min(Semaphore::MAX_PERMITS / 2);
         Self {
             options,
             limits,
             greet: None,
             idle: Mutex::default(),
-            all: Semaphore::new(connections.min(Semaphore::MAX_PERMITS)),
+            all: Semaphore::new(connections),
             for_renewals: Semaphore::new(1),
             for_releases: Semaphore::new(1),
+            doubtful: Semaphore::new(connections + KEPT),
         }
     }
 
@@ -97,12 +120,12 @@ impl<C: Connection> Pool<C> {
             if idle.since.elapsed() < SILENCE_MAX
                 || matches!(timeout(PING_LIMIT, connection.ping()).await, Ok(Ok(())))
             {
-                return Ok(Seat::new(self, permit, connection, true));
+                return Ok(Seat::new(self, errand, permit, connection, true));
             }
             // The others have been silent for longer; to ask them all would take long if nobody answers.
             self.close_idle();
         }
-        self.connect(permit).await
+        self.connect(errand, permit).await
     }
 
     /// A new connection for `errand`. Those that wait for work are closed: whoever asks has found one of them broken.
@@ -111,7 +134,7 @@ impl<C: Connection> Pool<C> {
         let permit = timeout(self.limits.patience, self.permit(errand))
             .await
             .map_err(|_| Refusal::Exhausted)?;
-        self.connect(permit).await
+        self.connect(errand, permit).await
     }
 
     /// Closes the connections that are not at work.
@@ -134,7 +157,7 @@ impl<C: Connection> Pool<C> {
         let all = self.all.acquire();
         let kept = match errand {
             Errand::Acquire => return all.await.expect(OPEN),
-            Errand::Renew => &self.for_renewals,
+            Errand::Renew(_) => &self.for_renewals,
             Errand::Release => &self.for_releases,
         };
         tokio::select! {
@@ -144,7 +167,11 @@ impl<C: Connection> Pool<C> {
         }
     }
 
-    async fn connect<'a>(&'a self, permit: SemaphorePermit<'a>) -> Result<Seat<'a, C>, Refusal> {
+    async fn connect<'a>(
+        &'a self,
+        errand: Errand,
+        permit: SemaphorePermit<'a>,
+    ) -> Result<Seat<'a, C>, Refusal> {
         let greeted = async {
             let mut connection = C::connect_with(&self.options).await?;
             if let Some(greet) = &self.greet {
@@ -153,7 +180,7 @@ impl<C: Connection> Pool<C> {
             Ok(connection)
         };
         match timeout(self.limits.connect, greeted).await {
-            Ok(Ok(connection)) => Ok(Seat::new(self, permit, connection, false)),
+            Ok(Ok(connection)) => Ok(Seat::new(self, errand, permit, connection, false)),
             Ok(Err(error)) => Err(Refusal::Sqlx(error)),
             Err(_) => Err(Refusal::Silent),
         }
@@ -191,14 +218,27 @@ impl<C: Connection> fmt::Debug for Pool<C> {
 /// A connection at work. Closed when it is dropped; see [`leave`](Self::leave).
 pub(crate) struct Seat<'a, C: Connection> {
     pool: &'a Pool<C>,
+    errand: Errand,
     connection: C,
     was_idle: bool,
     permit: SemaphorePermit<'a>,
 }
 
 impl<'a, C: Connection> Seat<'a, C> {
-    fn new(pool: &'a Pool<C>, permit: SemaphorePermit<'a>, connection: C, was_idle: bool) -> Self {
-        Self { pool, connection, was_idle, permit }
+    fn new(
+        pool: &'a Pool<C>,
+        errand: Errand,
+        permit: SemaphorePermit<'a>,
+        connection: C,
+        was_idle: bool,
+    ) -> Self {
+        Self { pool, errand, connection, was_idle, permit }
+    }
+
+    /// The connection, and what watches over the answer to a statement on it.
+    pub(crate) fn ask(&mut self) -> (&mut C, Watch<'a, '_, C>) {
+        let Self { pool, errand, connection, permit, .. } = self;
+        (connection, Watch { pool: *pool, errand: *errand, permit })
     }
 
     /// Whether it was connected before, so that it may have broken since.
@@ -211,6 +251,34 @@ impl<'a, C: Connection> Seat<'a, C> {
         self.pool.push(self.connection);
         // Only now may the next one look for a connection.
         drop(self.permit);
+    }
+}
+
+/// Waits for one answer.
+pub(crate) struct Watch<'a, 's, C: Connection> {
+    pool: &'a Pool<C>,
+    errand: Errand,
+    permit: &'s mut SemaphorePermit<'a>,
+}
+
+impl<C: Connection> Watch<'_, '_, C> {
+    /// Waits for `answer` as long as it may take. `None` when the server was silent for all that time.
+    ///
+    /// Before that it comes to doubt the connection. The peer of a half-open connection says nothing, and the idle connections
+    /// are as old: they are closed, and another connection may be opened in the place of this one. So a renewal that is repeated
+    /// does not meet one half-open connection after the other.
+    pub(crate) async fn answered<T>(self, answer: impl Future<Output = T>) -> Option<T> {
+        let limits = &self.pool.limits;
+        let doubt = limits.doubt_after(self.errand);
+        let mut answer = pin!(answer);
+        if let Ok(answer) = timeout(doubt, &mut answer).await {
+            return Some(answer);
+        }
+        self.pool.close_idle();
+        if let Ok(permit) = self.pool.doubtful.try_acquire() {
+            *self.permit = permit;
+        }
+        timeout(limits.answer.saturating_sub(doubt), answer).await.ok()
     }
 }
 
@@ -233,6 +301,15 @@ const SILENCE_MAX: Duration = Duration::from_secs(30);
 
 /// How long it may take to answer that.
 const PING_LIMIT: Duration = Duration::from_secs(1);
+
+/// An answer that takes longer than this, besides the wait for a row, makes the connection doubtful.
+const DOUBT_AFTER: Duration = Duration::from_millis(500);
+
+/// The answer to a renewal makes it so after this part of the lease: sooner than the engine repeats it.
+const DOUBT_PART_OF_LEASE: u32 = 8;
+
+/// The connections that are kept for renewals and releases.
+const KEPT: usize = 2;
 
 /// A connection that nobody needs for this long is closed.
 const IDLE_MAX: Duration = Duration::from_secs(300);

@@ -19,7 +19,7 @@ use registry_core::{
 use tokio::runtime::Handle;
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::JoinHandle;
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, Sleep, sleep, timeout};
 
 use super::PURGE_AFTER_MIN;
 use super::hands::{self, Begun, Desk as _, Errand, Hands, Here};
@@ -35,12 +35,14 @@ pub(crate) trait Wire: Send + Sync + 'static {
 
     /// Takes the lock if nobody has it. This session does not. The row is changed for it, unless the terms allow otherwise. Unless it
     /// is granted or the session is over, the session does not have it afterwards.
+    ///
+    /// Does not wait for a row that another transaction has locked: all locks of the session would wait with it.
     fn take(
         &self,
         connection: &mut Self::Connection,
         claim: &Claim,
         terms: &Terms,
-    ) -> impl Future<Output = Result<Option<Taken>, Failure>> + Send;
+    ) -> impl Future<Output = Result<Took, Failure>> + Send;
 
     /// Gives the lock back. If that fails the session is over: as long as it lives nobody else would get the lock.
     fn give_back(
@@ -79,8 +81,22 @@ pub(crate) trait Wire: Send + Sync + 'static {
     /// Nobody takes care of the session any more.
     fn closed(&self) -> BackendError;
 
+    /// An acquisition was not sent, because the connection had other statements to send for too long.
+    fn overdue(&self) -> BackendError;
+
     /// How long an answer may take.
     fn answer_limit(&self) -> Duration;
+}
+
+/// What an attempt returned.
+#[derive(Debug)]
+pub(crate) enum Took {
+    Grant(Taken),
+    /// Another client holds the lock. The time that its lease has left, if the server returned it.
+    Busy(Option<Duration>),
+    /// Another transaction has locked the row, so it is not known whether the lock is free. The error is for callers that
+    /// have retried long enough.
+    RowLocked(BackendError),
 }
 
 /// What became of a question that failed.
@@ -113,7 +129,7 @@ pub(crate) struct Session<W: Wire> {
 /// A desk and its task.
 struct Attended<W: Wire> {
     hands: Arc<Hands<Desk<W>>>,
-    commands: mpsc::Sender<Command>,
+    commands: Commands,
     work: JoinHandle<()>,
 }
 
@@ -132,9 +148,27 @@ impl<W: Wire> Session<W> {
         Self { wire, hints, desk: Mutex::default(), holds: Arc::default() }
     }
 
+    /// Tries to take the lock. Retries for a short time while another transaction has the row locked, as a purge does; between
+    /// two tries the connection is free for other statements.
     pub(crate) async fn take(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        let claim = claim.clone();
-        self.ask(|reply| Command::Take { claim, reply }).await?
+        let mut pauses = ROW_PAUSES.iter();
+        loop {
+            let (claim, asked_at) = (claim.clone(), Instant::now());
+            match self.ask(|reply| Command::Take { claim, asked_at, reply }).await?? {
+                Answered::Attempt(attempt) => return Ok(attempt),
+                Answered::RowLocked(error) => match pauses.next() {
+                    Some(pause) => self.pause(*pause).await,
+                    None => return Err(error),
+                },
+            }
+        }
+    }
+
+    /// Sleeps by the timer of the session's runtime: the caller's runtime may end while another one polls this.
+    fn pause(&self, pause: Duration) -> Sleep {
+        let home = self.home();
+        let _home = home.enter();
+        sleep(pause)
     }
 
     pub(crate) async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
@@ -169,7 +203,7 @@ impl<W: Wire> Session<W> {
         let commands = self.desk().as_ref().map(|desk| desk.commands.clone());
         let Some(commands) = commands else { return };
         let (reply, done) = oneshot::channel();
-        if commands.send(Command::Close { reply }).await.is_ok() {
+        if commands.urgent.send(Command::Close { reply }).await.is_ok() {
             let _ = done.await;
         }
     }
@@ -186,7 +220,7 @@ impl<W: Wire> Session<W> {
                 }
             }
             Begin::Ask(commands, command) => {
-                let sent = commands.send(command).await;
+                let sent = commands.line_of(&command).send(command).await;
                 sent.map_err(|_| self.wire.closed().as_refused())?;
             }
         }
@@ -213,7 +247,10 @@ impl<W: Wire> Session<W> {
     }
 
     fn open(&self) -> Attended<W> {
-        let (commands, inbox) = mpsc::channel(QUEUE_MAX);
+        let (urgent, urgent_inbox) = mpsc::channel(QUEUE_MAX);
+        let (acquisitions, acquisitions_inbox) = mpsc::channel(QUEUE_MAX);
+        let commands = Commands { urgent, acquisitions };
+        let inbox = Inbox { urgent: urgent_inbox, acquisitions: acquisitions_inbox };
         self.holds.store(false, Ordering::Release);
         let desk = Desk {
             wire: Arc::clone(&self.wire),
@@ -225,11 +262,15 @@ impl<W: Wire> Session<W> {
             look_at: None,
             overdue_from: None,
         };
-        // A caller's runtime may end before what was taken in it does.
-        let home = self.hints.home().unwrap_or_else(Handle::current);
+        let home = self.home();
         let hands = Arc::new(Hands::new(desk, home.clone()));
         let work = home.spawn(attend(Attendance(Arc::clone(&hands)), inbox));
         Attended { hands, commands, work }
+    }
+
+    /// The runtime of a registry. A caller's runtime may end before what was taken in it does.
+    fn home(&self) -> Handle {
+        self.hints.home().unwrap_or_else(Handle::current)
     }
 
     fn desk(&self) -> MutexGuard<'_, Option<Attended<W>>> {
@@ -242,7 +283,57 @@ enum Begin<W: Wire> {
     /// Its caller runs it.
     Here(Here<Desk<W>>),
     /// The task does.
-    Ask(mpsc::Sender<Command>, Command),
+    Ask(Commands, Command),
+}
+
+/// The queues of a session's connection. Renewals and releases are sent before acquisitions: they cost a round trip each, while
+/// a lock that is not renewed in time is lost.
+#[derive(Clone)]
+struct Commands {
+    urgent: mpsc::Sender<Command>,
+    acquisitions: mpsc::Sender<Command>,
+}
+
+impl Commands {
+    fn line_of(&self, command: &Command) -> &mpsc::Sender<Command> {
+        let is_acquisition = matches!(command, Command::Take { .. });
+        if is_acquisition && !mutated(Mutant::SessionRenewsInTurn) {
+            &self.acquisitions
+        } else {
+            &self.urgent
+        }
+    }
+}
+
+/// The receiving ends of [`Commands`].
+struct Inbox {
+    urgent: mpsc::Receiver<Command>,
+    acquisitions: mpsc::Receiver<Command>,
+}
+
+impl Inbox {
+    /// The next command. `None` when there are no senders any more.
+    async fn next(&mut self) -> Option<Command> {
+        tokio::select! {
+            biased;
+            Some(command) = self.urgent.recv() => Some(command),
+            Some(command) = self.acquisitions.recv() => Some(command),
+            else => None,
+        }
+    }
+
+    /// The next command, if one is queued. An acquisition that its caller has dropped leaves the queue here.
+    fn next_queued(&mut self) -> Option<Command> {
+        if let Ok(command) = self.urgent.try_recv() {
+            return Some(command);
+        }
+        while let Ok(command) = self.acquisitions.try_recv() {
+            if command.is_awaited() {
+                return Some(command);
+            }
+        }
+        None
+    }
 }
 
 /// What is held ends with the connection.
@@ -287,16 +378,29 @@ impl Hints {
 }
 
 enum Command {
-    Take { claim: Claim, reply: oneshot::Sender<Result<Attempt, BackendError>> },
+    Take { claim: Claim, asked_at: Instant, reply: oneshot::Sender<Result<Answered, BackendError>> },
     Renew { claims: Vec<Claim>, reply: oneshot::Sender<Vec<Renewal>> },
     Release { claim: Claim, reply: oneshot::Sender<Release> },
     Keep { claim: Claim, reply: oneshot::Sender<Result<bool, BackendError>> },
     Close { reply: oneshot::Sender<()> },
 }
 
+impl Command {
+    fn is_awaited(&self) -> bool {
+        !matches!(self, Self::Take { reply, .. } if reply.is_closed())
+    }
+}
+
+/// What an acquisition is answered.
+enum Answered {
+    Attempt(Attempt),
+    /// As [`Took::RowLocked`].
+    RowLocked(BackendError),
+}
+
 /// What became of a command, and who is to be told.
 enum Answer {
-    Take(oneshot::Sender<Result<Attempt, BackendError>>, Result<Attempt, BackendError>),
+    Take(oneshot::Sender<Result<Answered, BackendError>>, Result<Answered, BackendError>),
     Renew(oneshot::Sender<Vec<Renewal>>, Vec<Renewal>),
     Release(oneshot::Sender<Release>, Release),
     Keep(oneshot::Sender<Result<bool, BackendError>>, Result<bool, BackendError>),
@@ -317,13 +421,13 @@ impl Answer {
 }
 
 /// The task of a desk, until nobody can ask any more. What is held then ends with the connection.
-async fn attend<W: Wire>(attendance: Attendance<W>, mut inbox: mpsc::Receiver<Command>) {
+async fn attend<W: Wire>(attendance: Attendance<W>, mut inbox: Inbox) {
     let Attendance(hands) = &attendance;
     loop {
         let mut command = tokio::select! {
             biased;
             () = hands.idle() => None,
-            command = inbox.recv() => match command {
+            command = inbox.next() => match command {
                 Some(command) => Some(command),
                 None => return,
             },
@@ -337,7 +441,7 @@ async fn attend<W: Wire>(attendance: Attendance<W>, mut inbox: mpsc::Receiver<Co
                 desk.tend().await;
                 desk.settle();
             }
-            let Some(command) = command.take().or_else(|| inbox.try_recv().ok()) else { break };
+            let Some(command) = command.take().or_else(|| inbox.next_queued()) else { break };
             desk.obey(command).await.tell();
         }
         hands.leave(desk);
@@ -399,7 +503,13 @@ impl<W: Wire> Desk<W> {
 
     async fn obey(&mut self, command: Command) -> Answer {
         let answer = match command {
-            Command::Take { claim, reply } => Answer::Take(reply, self.take(&claim).await),
+            // Its caller's own time-out is most likely over, and the next attempt queued behind it.
+            Command::Take { asked_at, reply, .. }
+                if asked_at.elapsed() > self.wire.answer_limit() / QUEUED_PART =>
+            {
+                Answer::Take(reply, Err(self.wire.overdue()))
+            }
+            Command::Take { claim, reply, .. } => Answer::Take(reply, self.take(&claim).await),
             Command::Renew { claims, reply } => Answer::Renew(reply, self.renew(&claims).await),
             Command::Release { claim, reply } => Answer::Release(reply, self.release(&claim).await),
             Command::Keep { claim, reply } => Answer::Keep(reply, self.keep(&claim).await),
@@ -423,7 +533,7 @@ impl<W: Wire> Desk<W> {
         self.holds.store(!self.held.is_empty(), Ordering::Release);
     }
 
-    async fn take(&mut self, claim: &Claim) -> Result<Attempt, BackendError> {
+    async fn take(&mut self, claim: &Claim) -> Result<Answered, BackendError> {
         let name = self.wire.name(claim.key());
         self.end_overdue().await;
         if self.held.get(&name).is_some_and(|held| held.claim != claim.id()) {
@@ -432,11 +542,11 @@ impl<W: Wire> Desk<W> {
         }
         if let Some(held) = self.held.get(&name) {
             let left = held.until.saturating_duration_since(Instant::now());
-            return Ok(if held.claim == claim.id() {
+            return Ok(Answered::Attempt(if held.claim == claim.id() {
                 Attempt::Granted(Grant::new(Some(held.token), left.min(claim.lease())))
             } else {
                 Attempt::Busy(held.told(left))
-            });
+            }));
         }
         let asked_at = Instant::now();
         let taken = match self.ask_to_take(&name, claim).await {
@@ -447,9 +557,18 @@ impl<W: Wire> Desk<W> {
             }
             taken => taken,
         };
-        let Some(taken) = self.sort(taken)? else {
-            self.runs.forget(&name);
-            return Ok(Attempt::Busy(Busy::new()));
+        let taken = match self.sort(taken)? {
+            Took::Grant(taken) => taken,
+            Took::Busy(lease_left) => {
+                self.runs.forget(&name);
+                let busy = Busy::new();
+                let busy = lease_left.into_iter().fold(busy, Busy::with_retry_after);
+                return Ok(Answered::Attempt(Attempt::Busy(busy)));
+            }
+            Took::RowLocked(error) => {
+                self.runs.forget(&name);
+                return Ok(Answered::RowLocked(error));
+            }
         };
         self.runs.went_on(&name, &taken, asked_at);
         let now = Instant::now();
@@ -466,10 +585,11 @@ impl<W: Wire> Desk<W> {
         self.note_end(held.until);
         self.held.insert(name, held);
         self.look_at.get_or_insert(now + LOOK_EVERY);
-        Ok(Attempt::Granted(Grant::new(Some(token), claim.lease())))
+        let grant = Grant::new(Some(token), claim.lease());
+        Ok(Answered::Attempt(Attempt::Granted(grant)))
     }
 
-    async fn ask_to_take(&mut self, name: &[u8], claim: &Claim) -> Result<Option<Taken>, Failure> {
+    async fn ask_to_take(&mut self, name: &[u8], claim: &Claim) -> Result<Took, Failure> {
         let limit = self.wire.answer_limit();
         let connection = match &mut self.connection {
             Some(connection) => connection,
@@ -634,6 +754,18 @@ impl Held {
 
 /// So many questions may wait for the task; whoever comes then waits for a place.
 const QUEUE_MAX: usize = 1024;
+
+/// An acquisition leaves the queue after this part of the time that an answer may take.
+const QUEUED_PART: u32 = 3;
+
+/// The pauses between tries while another transaction has the row locked. A purge is over sooner; a transaction with a fence may
+/// take any time.
+const ROW_PAUSES: [Duration; 4] = [
+    Duration::from_millis(10),
+    Duration::from_millis(30),
+    Duration::from_millis(60),
+    Duration::from_millis(100),
+];
 
 /// Rows are never purged sooner than that after a grant.
 const KEPT_ANYWAY: Duration = PURGE_AFTER_MIN.saturating_sub(Duration::from_secs(5));

@@ -157,6 +157,8 @@ fn is_uuid(text: &str) -> bool {
 /// Spring's column has a hundred characters.
 const REGION_BYTES_MAX: usize = 100;
 const WORD_BYTES_MAX: usize = 50;
+/// The pause between two attempts of `JdbcLockRegistry` by default.
+pub(crate) const PEER_POLL: Duration = Duration::from_millis(100);
 const TTL_MIN: Duration = Duration::from_millis(100);
 const TTL_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);
 

@@ -22,7 +22,7 @@ use super::sql;
 use super::statement::{Statement, Statements};
 use super::wake::Wakes;
 use crate::config::SqliteConfig;
-use crate::error::{Detached, explain};
+use crate::error::{Detached, explain, is_fenced, tells_of_writer};
 
 /// Locks in a SQLite file: they exclude the processes of one host that open the same file.
 ///
@@ -38,7 +38,9 @@ use crate::error::{Detached, explain};
 /// when the file was given another name (a hard link), operations fail and grants are gone. A grant from before is gone at its next
 /// renewal only; until then somebody who opened the new files may be granted the same key.
 ///
-/// Two threads and two connections belong to a backend, however many locks are held or awaited.
+/// Two connections and three threads belong to a backend, however many locks are held or awaited: one thread for each
+/// connection, and one that carries on what callers do not poll. So a call that is not awaited any more still runs to its
+/// end, and a backend may be used from several runtimes, of which any may end.
 ///
 /// # Examples
 /// ```
@@ -89,10 +91,12 @@ impl SqliteBackend {
         config: SqliteConfig,
         clock: Arc<dyn Clock>,
     ) -> Result<Self, BackendError> {
-        let Opened { writer, reader, place, store } = open::open(&config, clock.boot()).await?;
+        let Opened { writer, reader, worker, place, store } =
+            open::open(&config, clock.boot()).await?;
         let reader = Arc::new(reader);
         let statements = Arc::new(Statements::new(clock, &config.namespace));
-        let wakes = Wakes::new(Arc::clone(&reader), Arc::clone(&statements), place.wal.clone());
+        let wakes =
+            Wakes::new(Arc::clone(&reader), Arc::clone(&statements), place.wal.clone(), worker);
         Ok(Self {
             config,
             place,
@@ -149,13 +153,13 @@ impl SqliteBackend {
         let (statements, asked) = (Arc::clone(&self.statements), claim.clone());
         let token = if is_first && wall >= self.tokens_ahead.load(Ordering::Relaxed) {
             let make = move || statements.acquire(sql::ACQUIRE_AT, &asked, wall);
-            if self.writer.changes(make).await? == 0 {
+            if self.writer.changes_last(make).await? == 0 {
                 return Ok(None);
             }
             wall
         } else {
             let make = move || statements.acquire(sql::ACQUIRE_ABOVE, &asked, wall);
-            match self.writer.rows(make).await?.first() {
+            match self.writer.rows_last(make).await?.first() {
                 None => return Ok(None),
                 Some(row) => self.column(row, 0)?,
             }
@@ -291,13 +295,22 @@ impl LockBackend for SqliteBackend {
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         let statements = Arc::clone(&self.statements);
         let released = claim.clone();
-        let changes = match self.writer.changes(move || statements.release(&released)).await {
+        let limit = if claim.is_fenced() { FENCED_WAIT } else { Duration::MAX };
+        let make = move || statements.release(&released);
+        let changes = match self.writer.changes_within(limit, make).await {
+            Err(error) if claim.is_fenced() && tells_of_writer(&error) => {
+                return Err(is_fenced(error, self.path()));
+            }
             // As in a renewal: for everybody else the grant has ended with the file.
             Err(error) if Detached::of(&error).is_some() => return Ok(Release::NotHeld),
             answer => answer?,
         };
         self.purge_by_chance(claim).await;
         Ok(freed(changes))
+    }
+
+    fn wakes_confirmed(&self, _claim: &Claim, _busy: &Busy) -> bool {
+        self.wakes.are_confirmed()
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
@@ -337,6 +350,9 @@ impl LockBackend for SqliteBackend {
         self.writer.close().await;
     }
 }
+
+/// How long the release of a fenced claim waits for other writers, of which its own transaction may be one.
+const FENCED_WAIT: Duration = Duration::from_millis(500);
 
 const fn freed(changes: u64) -> Release {
     if changes == 0 { Release::NotHeld } else { Release::Freed }

@@ -5,19 +5,17 @@ use sqlx::{Row, Sqlite, Transaction};
 
 use super::backend::SqliteBackend;
 use crate::error;
-use crate::fence::{Fence, FenceError};
+use crate::fence::{Fence, FenceError, fenced_claim};
 
 impl Fence<Sqlite> for LockGuard {
     async fn fence(&self, transaction: &mut Transaction<'_, Sqlite>) -> Result<(), FenceError> {
-        if !self.is_held() {
-            return Err(FenceError::lost(self));
-        }
+        let claim = fenced_claim(self)?;
         let (Some(backend), Some(token)) = (self.backend::<SqliteBackend>(), self.fencing_token())
         else {
             return Err(FenceError::unsupported(self, "SQLite"));
         };
         let found = backend
-            .fence_statement(self.claim(), token)
+            .fence_statement(claim, token)
             .execute(&mut **transaction)
             .await
             .map_err(sort)?

@@ -1,5 +1,5 @@
 //! One connection, one statement at a time, on files that are still those of the others. Knows nothing of locks; the order of
-//! arrival is kept by `lane`.
+//! arrival is kept by `serial_executor`.
 //!
 //! SQLite has one writer for all processes. While another one writes, a statement is refused at once and tried again here,
 //! instead of inside SQLite's own busy handler: so every try reads the clock anew, and a statement that had to wait never
@@ -16,8 +16,9 @@ use sqlx::{ConnectOptions, Connection, Either, Executor, SqlSafeStr, SqliteConne
 use tokio::sync::OwnedMutexGuard;
 
 use super::file::{Files, Identity, Place};
-use super::lane::Lane;
+use super::serial_executor::{Panicked, Priority, SerialExecutor};
 use super::statement::Statement;
+use super::worker::Worker;
 use crate::error::{Detached, detached, explain, is_busy};
 
 /// How every connection of the store is set up.
@@ -31,13 +32,15 @@ pub(super) fn options(path: &std::path::Path) -> SqliteConnectOptions {
         .create_if_missing(true)
         .busy_timeout(Duration::ZERO)
         .synchronous(SqliteSynchronous::Normal)
+        // A statement that is not fetched must not keep its transaction open: a renewal returns a row for each claim.
+        .row_buffer_size(1_024)
         .disable_statement_logging()
 }
 
 /// A connection that is made again when it breaks.
 pub(super) struct Link {
     setup: Arc<Setup>,
-    lane: Lane<State>,
+    executor: SerialExecutor<State>,
 }
 
 struct Setup {
@@ -46,6 +49,7 @@ struct Setup {
     database: Identity,
     options: SqliteConnectOptions,
     busy_timeout: Duration,
+    worker: Worker,
     /// The files that the connection has open. They change with the connection, under its turn.
     opened: Mutex<Option<Opened>>,
 }
@@ -60,6 +64,10 @@ struct Opened {
 /// How long the files may be taken to be in their place before a statement. After it they are looked at in any case.
 pub(super) const SEEN_FOR: Duration = Duration::from_millis(1);
 
+/// How long a statement of low priority may be queued. A caller that has given it up would still have it run, and then its release, while
+/// the next ones wait.
+const QUEUED_MAX: Duration = Duration::from_secs(1);
+
 enum State {
     Open(SqliteConnection),
     /// The thread behind the connection is gone.
@@ -68,16 +76,20 @@ enum State {
 }
 
 impl Link {
-    /// Connects to the `database` at `place`.
+    /// Connects to the `database` at `place`. Calls that their callers do not poll run on `worker`.
     pub(super) async fn open(
         place: Place,
         database: Identity,
         options: SqliteConnectOptions,
         busy_timeout: Duration,
+        worker: &Worker,
     ) -> Result<Self, BackendError> {
-        let setup = Setup { place, database, options, busy_timeout, opened: Mutex::default() };
+        let worker = worker.clone();
+        let setup =
+            Setup { place, database, options, busy_timeout, worker, opened: Mutex::default() };
         let connection = setup.connect().await.map_err(BackendError::as_refused)?;
-        Ok(Self { setup: Arc::new(setup), lane: Lane::new(State::Open(connection)) })
+        let executor = SerialExecutor::new(State::Open(connection), &setup.worker);
+        Ok(Self { setup: Arc::new(setup), executor })
     }
 
     /// Runs a statement that returns rows. `make` is called for every try.
@@ -85,7 +97,7 @@ impl Link {
         &self,
         make: impl FnMut() -> Statement + Send + 'static,
     ) -> Result<Vec<SqliteRow>, BackendError> {
-        self.run(make).await.map(|(rows, _)| rows)
+        self.run(Priority::Normal, Duration::MAX, make).await.map(|(rows, _)| rows)
     }
 
     /// Runs a statement without rows and tells how many rows it changed. `make` is called for every try.
@@ -93,16 +105,47 @@ impl Link {
         &self,
         make: impl FnMut() -> Statement + Send + 'static,
     ) -> Result<u64, BackendError> {
-        self.run(make).await.map(|(_, changes)| changes)
+        self.changes_within(Duration::MAX, make).await
+    }
+
+    /// As [`changes`](Self::changes), with less patience towards other writers.
+    pub(super) async fn changes_within(
+        &self,
+        busy_limit: Duration,
+        make: impl FnMut() -> Statement + Send + 'static,
+    ) -> Result<u64, BackendError> {
+        self.run(Priority::Normal, busy_limit, make).await.map(|(_, changes)| changes)
+    }
+
+    /// As [`rows`](Self::rows), after all statements that are queued otherwise.
+    pub(super) async fn rows_last(
+        &self,
+        make: impl FnMut() -> Statement + Send + 'static,
+    ) -> Result<Vec<SqliteRow>, BackendError> {
+        self.run(Priority::Low, Duration::MAX, make).await.map(|(rows, _)| rows)
+    }
+
+    /// As [`changes`](Self::changes), after all statements that are queued otherwise.
+    pub(super) async fn changes_last(
+        &self,
+        make: impl FnMut() -> Statement + Send + 'static,
+    ) -> Result<u64, BackendError> {
+        self.run(Priority::Low, Duration::MAX, make).await.map(|(_, changes)| changes)
     }
 
     async fn run(
         &self,
+        priority: Priority,
+        busy_limit: Duration,
         mut make: impl FnMut() -> Statement + Send + 'static,
     ) -> Result<(Vec<SqliteRow>, u64), BackendError> {
         let setup = Arc::clone(&self.setup);
+        let queued_at = Instant::now();
         let work = async move |mut state: Turn| {
-            let mut busy = Busy::new(setup.busy_timeout);
+            if priority == Priority::Low && queued_at.elapsed() > QUEUED_MAX {
+                return Err(setup.overloaded());
+            }
+            let mut busy = Busy::new(setup.busy_timeout.min(busy_limit), &setup.worker);
             loop {
                 let connection = setup.connection(&mut state).await?;
                 // What is written to a log that is not the others' any more can damage theirs.
@@ -121,7 +164,10 @@ impl Link {
                 };
             }
         };
-        self.lane.call(work).await
+        self.executor
+            .call(priority, work)
+            .await
+            .unwrap_or_else(|panicked| Err(self.setup.no_answer(panicked)))
     }
 
     /// Tells whether the files that the connection has open are still those that others find.
@@ -142,7 +188,10 @@ impl Link {
                 Err(error) => Err(setup.failed(&mut state, error)),
             }
         };
-        self.lane.call(work).await
+        self.executor
+            .call(Priority::Normal, work)
+            .await
+            .unwrap_or_else(|panicked| Err(self.setup.no_answer(panicked)))
     }
 
     /// Closes the connection; later statements are refused.
@@ -153,13 +202,17 @@ impl Link {
                 let _ = connection.close().await;
             }
         };
-        self.lane.call(work).await;
+        // It has nothing more to close if it panicked.
+        let _ = self.executor.call(Priority::Normal, work).await;
     }
 
     /// As if the thread behind the connection had died.
     #[cfg(test)]
     pub(super) async fn break_connection(&self) {
-        self.lane.call(async |mut state: Turn| *state = State::Broken).await;
+        self.executor
+            .call(Priority::Normal, async |mut state: Turn| *state = State::Broken)
+            .await
+            .unwrap();
     }
 }
 
@@ -196,7 +249,7 @@ impl Setup {
         let mut what = Detached::Log;
         for _ in 0..TRIES_MAX {
             let before = self.place.files();
-            let connection = connect(&self.options, self.busy_timeout).await;
+            let connection = connect(&self.options, self.busy_timeout, &self.worker).await;
             let connection = connection.map_err(|error| explain(error, path))?;
             let after = self.place.files()?;
             if after.database != self.database {
@@ -236,6 +289,23 @@ impl Setup {
         self.opened.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// The statement has not run.
+    fn overloaded(&self) -> BackendError {
+        let path = &self.place.path;
+        BackendError::transient(format!(
+            "sqlite file {path:?}: the statement waited for more than {QUEUED_MAX:?} for other statements of this process"
+        ))
+        .as_refused()
+    }
+
+    /// The statement may or may not have run.
+    fn no_answer(&self, Panicked: Panicked) -> BackendError {
+        BackendError::new(
+            BackendErrorKind::Protocol,
+            format!("sqlite file {:?}: a statement ended in a panic", self.place.path),
+        )
+    }
+
     fn failed(&self, state: &mut State, error: sqlx::Error) -> BackendError {
         if matches!(error, sqlx::Error::WorkerCrashed) {
             *state = State::Broken;
@@ -248,8 +318,9 @@ impl Setup {
 pub(super) async fn connect(
     options: &SqliteConnectOptions,
     busy_timeout: Duration,
+    worker: &Worker,
 ) -> sqlx::Result<SqliteConnection> {
-    let mut busy = Busy::new(busy_timeout);
+    let mut busy = Busy::new(busy_timeout, worker);
     loop {
         let connected = async {
             let mut connection = options.connect().await?;
@@ -296,11 +367,13 @@ pub(super) struct Busy {
     timeout: Duration,
     since: Option<Instant>,
     tries: u32,
+    /// Has the clock of the pauses: a timer of the caller's runtime would panic once that runtime has ended.
+    worker: Worker,
 }
 
 impl Busy {
-    pub(super) const fn new(timeout: Duration) -> Self {
-        Self { timeout, since: None, tries: 0 }
+    pub(super) fn new(timeout: Duration, worker: &Worker) -> Self {
+        Self { timeout, since: None, tries: 0, worker: worker.clone() }
     }
 
     /// Whether the statement that failed with `error` shall be tried again; if so, after a pause.
@@ -319,7 +392,7 @@ impl Busy {
             tokio::task::yield_now().await;
         } else {
             let longest = PAUSE_MS_MAX.min(1 << (self.tries - TRIES_AT_ONCE).min(32));
-            tokio::time::sleep(Duration::from_millis(fastrand::u64(1..=longest))).await;
+            self.worker.sleep(Duration::from_millis(fastrand::u64(1..=longest))).await;
         }
         true
     }

@@ -13,7 +13,8 @@ mod clock;
 mod sql;
 // How it reaches the file while others write.
 mod link;
-mod lane;
+mod serial_executor;
+mod worker;
 // Waiting for a release, whichever process makes it.
 mod wake;
 mod watch;

@@ -9,6 +9,7 @@ use super::clock::BootId;
 use super::file::Place;
 use super::link::{self, Busy, Link};
 use super::sql;
+use super::worker::Worker;
 use crate::config::SqliteConfig;
 use crate::error::explain;
 
@@ -17,6 +18,7 @@ use crate::error::explain;
 pub(super) struct Opened {
     pub(super) writer: Link,
     pub(super) reader: Link,
+    pub(super) worker: Worker,
     pub(super) place: Place,
     /// The id that the file was given when its tables were made.
     pub(super) store: Vec<u8>,
@@ -26,10 +28,11 @@ pub(super) struct Opened {
 pub(super) async fn open(config: &SqliteConfig, boot: BootId) -> Result<Opened, BackendError> {
     let place = Place::find(&config.path)?;
     let path = place.path.as_path();
+    let worker = Worker::start()?;
 
     // Everything below works on connections that nobody else has: dropping this future drops them, and with them an
     // unfinished transaction.
-    let mut busy = Busy::new(config.busy_timeout);
+    let mut busy = Busy::new(config.busy_timeout, &worker);
     let (connection, store) = loop {
         match set_up(path, boot).await {
             Ok(done) => break done,
@@ -42,7 +45,7 @@ pub(super) async fn open(config: &SqliteConfig, boot: BootId) -> Result<Opened, 
 
     // The connection that made the tables stays until the others are there: so log and index stay the same.
     let options = link::options(path).create_if_missing(false);
-    let link = |options| Link::open(place.clone(), database, options, config.busy_timeout);
+    let link = |options| Link::open(place.clone(), database, options, config.busy_timeout, &worker);
     let reader = link(options.clone().pragma("query_only", "ON")).await?;
     let writer = link(options).await?;
     // What can fail here is the checkpoint, which is made again.
@@ -50,7 +53,7 @@ pub(super) async fn open(config: &SqliteConfig, boot: BootId) -> Result<Opened, 
     for statement in [sql::ACQUIRE_AT, sql::RELEASE] {
         writer.prepare(statement).await?;
     }
-    Ok(Opened { writer, reader, store, place })
+    Ok(Opened { writer, reader, store, worker, place })
 }
 
 enum Trouble {

@@ -83,10 +83,11 @@ pub(super) const LIST: &str = "\
 /// Ends the grant of one claim. The row stays, for its tokens.
 ///
 /// An ended grant is left as it is: it is as free as it can be, and the caller is told that it held nothing.
+/// Unused tokens of the block are reserved again, so that tokens do not outrun the clock.
 ///
-/// namespace, key, claim, now, boot
+/// namespace, key, claim, now, boot, tokens used
 pub(super) const RELEASE: &str = "\
-    UPDATE main.lock_registry_locks SET claim = NULL, until = ?4 \
+    UPDATE main.lock_registry_locks SET claim = NULL, until = ?4, block = min(block, ?6) \
     WHERE namespace = ?1 AND key = ?2 AND claim = ?3 AND until > ?4 AND boot = ?5";
 
 /// Ends the grant of whoever holds the key.

@@ -62,6 +62,7 @@ impl Statements {
             .bind(claim_bytes(claim))
             .bind(self.clock.now())
             .bind(Arc::clone(&self.boot))
+            .bind(i64::from(claim.token_block()))
     }
 
     pub(super) fn force_release(&self, key: &Key) -> Statement {

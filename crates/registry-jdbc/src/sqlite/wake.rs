@@ -18,7 +18,6 @@ use std::time::Duration;
 
 use registry_core::{BackendError, Key};
 use sqlx::Row;
-use tokio::runtime::Handle;
 use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
@@ -27,6 +26,7 @@ use super::link::Link;
 use super::sql;
 use super::statement::Statements;
 use super::watch::Watch;
+use super::worker::Worker;
 
 /// When to look again after the kernel has told of a commit.
 const LOOKS_AFTER: [Duration; 4] = [
@@ -52,6 +52,8 @@ const LINGER: Duration = Duration::from_secs(1);
 /// Those who wait in this backend.
 pub(super) struct Wakes {
     shared: Arc<Shared>,
+    /// Runs the task. The runtime of the first waiter may end before the other waiters are woken, or have no I/O.
+    worker: Worker,
 }
 
 struct Shared {
@@ -68,6 +70,8 @@ struct Waiting {
     waiters: HashMap<u64, Waiter>,
     next_id: u64,
     task: Option<JoinHandle<()>>,
+    /// The kernel tells of commits, and the last look was answered.
+    confirmed: bool,
     closed: bool,
 }
 
@@ -81,7 +85,12 @@ struct Waiter {
 }
 
 impl Wakes {
-    pub(super) fn new(reader: Arc<Link>, statements: Arc<Statements>, wal: PathBuf) -> Self {
+    pub(super) fn new(
+        reader: Arc<Link>,
+        statements: Arc<Statements>,
+        wal: PathBuf,
+        worker: Worker,
+    ) -> Self {
         Self {
             shared: Arc::new(Shared {
                 reader,
@@ -90,6 +99,7 @@ impl Wakes {
                 waiting: Mutex::default(),
                 arrivals: Notify::new(),
             }),
+            worker,
         }
     }
 
@@ -100,9 +110,15 @@ impl Wakes {
             return std::future::pending().await;
         };
         if woken.await.is_err() {
-            // The task went away with its runtime or at the close: nothing is known.
+            // The backend is closed: no further wake-up.
             std::future::pending::<()>().await;
         }
+    }
+
+    /// Returns whether a release would wake those who wait.
+    pub(super) fn are_confirmed(&self) -> bool {
+        let waiting = self.shared.waiting();
+        waiting.confirmed && waiting.task.as_ref().is_some_and(|task| !task.is_finished())
     }
 
     fn enter(&self, waiter: Waiter) -> Option<Place<'_>> {
@@ -115,7 +131,7 @@ impl Wakes {
         waiting.waiters.insert(id, waiter);
         if waiting.task.as_ref().is_none_or(JoinHandle::is_finished) {
             let shared = Arc::clone(&self.shared);
-            waiting.task = Some(Handle::current().spawn(async move { shared.watch().await }));
+            waiting.task = Some(self.worker.spawn(shared.watch()));
         }
         drop(waiting);
         self.shared.arrivals.notify_one();
@@ -191,7 +207,7 @@ impl Shared {
                 }
                 continue;
             }
-            tokio::select! {
+            let answered = tokio::select! {
                 () = watch.changed() => {
                     // By time perhaps only because the log was removed: try whether there is a new one.
                     if watch.is_by_time() {
@@ -200,14 +216,15 @@ impl Shared {
                     if !watch.is_by_time() {
                         looks = Looks::after_now();
                     }
-                    self.look(Whom::All, &mut budget).await;
+                    self.look(Whom::All, &mut budget).await
                 }
                 () = self.arrivals.notified() => {
                     watch.restart();
-                    self.look(Whom::Fresh, &mut budget).await;
+                    self.look(Whom::Fresh, &mut budget).await
                 }
                 () = looks.next() => self.look(Whom::All, &mut budget).await,
-            }
+            };
+            self.waiting().confirmed = answered && !watch.is_by_time();
         }
     }
 
@@ -228,21 +245,25 @@ impl Shared {
         idle
     }
 
-    /// Looks at the keys of these waiters, wakes those for whom it is time, and rests if that took too long.
-    async fn look(&self, whom: Whom, budget: &mut Budget) {
+    /// Looks at the keys of these waiters, wakes those for whom it is time, and rests if that took too long. Returns whether the
+    /// database has answered.
+    async fn look(&self, whom: Whom, budget: &mut Budget) -> bool {
         let started = std::time::Instant::now();
         let keys = self.keys(whom);
         let mut pieces = 0;
+        let mut answered = true;
         for chunk in keys.chunks(sql::largest(&*sql::HELD)) {
             pieces += 1;
             // Trouble wakes nobody: the waiter's own attempt, at the next poll, will meet it and can tell it.
-            if let Ok(held) = self.held(chunk).await {
-                self.wake(chunk, &held);
+            match self.held(chunk).await {
+                Ok(held) => self.wake(chunk, &held),
+                Err(_) => answered = false,
             }
         }
         if let Some(rest) = budget.spend(cost(started.elapsed(), pieces)) {
             sleep(rest).await;
         }
+        answered
     }
 
     fn keys(&self, whom: Whom) -> Vec<Key> {

@@ -94,6 +94,17 @@ impl Open<'_> {
         }
     }
 
+    pub(crate) async fn lock_in(
+        &mut self,
+        registry: &Registry,
+        key: &str,
+    ) -> Result<TransactionLock, LockInError> {
+        match self {
+            Self::Postgres(transaction) => registry.lock_in(transaction, key).await,
+            Self::MySql(transaction) => registry.lock_in(transaction, key).await,
+        }
+    }
+
     pub(crate) async fn commit(self) {
         match self {
             Self::Postgres(transaction) => transaction.commit().await.unwrap(),

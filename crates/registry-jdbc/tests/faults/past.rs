@@ -3,15 +3,16 @@
 
 use std::time::Duration;
 
-use registry_core::{LockGuard, LockRegistry, Registry};
+use registry_core::{LockGuard, LockOptions, LockRegistry, Registry};
 use registry_jdbc::{FenceError, LockInError};
-use registry_testkit::within;
+use registry_testkit::{eventually, within};
 
 use crate::data::{Data, Open};
 use crate::server::{Kind, LONG, Mode, Server, registry_in};
 
 const KEY: &str = "coupon/7";
 const LEASE: Duration = Duration::from_secs(20);
+const LEASE_MIN: Duration = Duration::from_millis(300);
 const SALES: &str = "SELECT count(*) FROM sale";
 const LEVELS: [&str; 3] = ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"];
 
@@ -131,7 +132,7 @@ async fn behind_a_lock_in_a_transaction_nothing_is_read_that_somebody_has_overwr
         let registry = registry_in(&server.url(), LEASE, mode).await;
         for level in ["READ COMMITTED", "REPEATABLE READ"] {
             let mut transaction = reading(&mut data, level).await;
-            let mut sale = others.begin().await;
+            let mut sale = others.begin_at("READ COMMITTED").await;
             sale.try_lock_in(&registry, KEY).await.unwrap().unwrap();
             sale.run("INSERT INTO sale VALUES (1)").await;
             sale.commit().await;
@@ -142,12 +143,12 @@ async fn behind_a_lock_in_a_transaction_nothing_is_read_that_somebody_has_overwr
                     assert_eq!(transaction.number(SALES).await, sales, "{mode:?} {level}");
                 }
                 Err(error) => {
-                    assert!(matches!(error, LockInError::Conflict { .. }), "{error:?}");
+                    assert!(is_refused_at(kind, &error), "{error:?}");
                     assert_ne!(level, "READ COMMITTED");
                 }
             }
             transaction.rollback().await;
-            let mut transaction = data.begin_at(level).await;
+            let mut transaction = data.begin_at(first_lock_level(kind)).await;
             transaction.try_lock_in(&registry, KEY).await.unwrap().unwrap();
             assert_eq!(transaction.number(SALES).await, sales);
             transaction.commit().await;
@@ -155,9 +156,118 @@ async fn behind_a_lock_in_a_transaction_nothing_is_read_that_somebody_has_overwr
     }
 }
 
+/// The error for a transaction that reads the past: of its level, or of what it has read.
+fn is_refused_at(kind: Kind, error: &LockInError) -> bool {
+    match kind {
+        Kind::Postgres => matches!(error, LockInError::Isolation { .. }),
+        Kind::MariaDb => matches!(error, LockInError::Conflict { .. }),
+    }
+}
+
+/// The level for a transaction that locks before it reads.
+fn first_lock_level(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Postgres => "READ COMMITTED",
+        Kind::MariaDb => "REPEATABLE READ",
+    }
+}
+
+/// How a holder ends.
+#[derive(Debug, Clone, Copy)]
+enum End {
+    Unlock,
+    /// Its lease runs out.
+    Expiry,
+    /// It unlocks while a transaction that it fences is open.
+    Fenced,
+}
+
+const ROUNDS: usize = 20;
+
+/// A transaction has read, long ago, that the coupon is there. Then it gets the lock: behind that it sees the sale, or it does not get the lock.
+async fn a_coupon_is_redeemed_once(kind: Kind, mode: Mode, end: End) {
+    let server = shop(kind).await;
+    let (mut data, mut others) = (Data::connect(&server).await, Data::connect(&server).await);
+    let lease = if matches!(end, End::Expiry) { LEASE_MIN } else { LEASE };
+    let holders = registry_in(&server.url(), lease, mode).await;
+    let registry = registry_in(&server.url(), LEASE, mode).await;
+    let level = "REPEATABLE READ";
+    for round in 0..ROUNDS {
+        server.sql("DELETE FROM sale").await.unwrap();
+        let options = LockOptions::new().renew(!matches!(end, End::Expiry));
+        let guard = within(LONG, holders.obtain(KEY).lock_with(options)).await;
+        let guard = guard.unwrap().unwrap();
+        let mut transaction = reading(&mut data, level).await;
+        let mut sale = others.begin().await;
+        if matches!(end, End::Fenced) {
+            sale.fence(&guard).await.unwrap();
+        }
+        sale.run("INSERT INTO sale VALUES (1)").await;
+        match end {
+            End::Unlock => {
+                sale.commit().await;
+                guard.unlock().await.unwrap();
+            }
+            End::Expiry => {
+                sale.commit().await;
+                within(LONG, guard.lost()).await;
+            }
+            End::Fenced => {
+                // Where the lock cannot be let go before the transaction ends, that is told.
+                let _ = guard.unlock().await;
+                sale.commit().await;
+                holders.idle().await;
+            }
+        }
+        let answer =
+            eventually(LONG, async || transaction.try_lock_in(&registry, KEY).await.transpose());
+        match answer.await {
+            Ok(_) => {
+                let sales = transaction.number(SALES).await;
+                assert_eq!(sales, 1, "{mode:?} {end:?}, round {round}: redeemed twice");
+            }
+            Err(error) => assert!(is_refused_at(kind, &error), "{mode:?} {end:?}: {error:?}"),
+        }
+        transaction.rollback().await;
+        let mut transaction = data.begin_at(first_lock_level(kind)).await;
+        // A holder knows of the end of its lease a moment before the server does.
+        eventually(LONG, async || transaction.try_lock_in(&registry, KEY).await.unwrap()).await;
+        assert_eq!(transaction.number(SALES).await, 1, "{mode:?} {end:?}, round {round}");
+        transaction.rollback().await;
+    }
+}
+
+async fn a_coupon_is_redeemed_once_next_to_leases(kind: Kind) {
+    a_coupon_is_redeemed_once(kind, Mode::Lease, End::Unlock).await;
+}
+
+async fn a_coupon_is_redeemed_once_next_to_leases_that_expire(kind: Kind) {
+    a_coupon_is_redeemed_once(kind, Mode::Lease, End::Expiry).await;
+}
+
+async fn a_coupon_is_redeemed_once_next_to_fenced_transactions(kind: Kind) {
+    a_coupon_is_redeemed_once(kind, Mode::Lease, End::Fenced).await;
+    a_coupon_is_redeemed_once(kind, Mode::Row, End::Fenced).await;
+}
+
+async fn a_coupon_is_redeemed_once_next_to_row_locks(kind: Kind) {
+    a_coupon_is_redeemed_once(kind, Mode::Row, End::Unlock).await;
+}
+
+/// The grants of a session leave no trace in the row. Elsewhere the locks of sessions are none of a transaction's.
+#[tokio::test]
+async fn a_coupon_is_redeemed_once_next_to_sessions() {
+    a_coupon_is_redeemed_once(Kind::Postgres, Mode::Session, End::Unlock).await;
+    a_coupon_is_redeemed_once(Kind::Postgres, Mode::Session, End::Fenced).await;
+}
+
 on_both_servers! {
     a_fence_of_what_began_before_the_grant_says_begin_anew_and_not_lost,
     behind_a_fence_nothing_is_read_that_somebody_has_overwritten,
     a_fence_that_waited_reads_what_it_waited_for,
     behind_a_lock_in_a_transaction_nothing_is_read_that_somebody_has_overwritten,
+    a_coupon_is_redeemed_once_next_to_leases,
+    a_coupon_is_redeemed_once_next_to_leases_that_expire,
+    a_coupon_is_redeemed_once_next_to_fenced_transactions,
+    a_coupon_is_redeemed_once_next_to_row_locks,
 }

@@ -7,8 +7,9 @@ use std::time::Duration;
 
 use registry_core::{BackendError, LockBackend, Registry};
 use registry_jdbc::{
-    MySqlBackend, MySqlConfig, MySqlRowBackend, MySqlSessionBackend, PostgresBackend,
-    PostgresConfig, PostgresRowBackend, PostgresSessionBackend,
+    MySqlBackend, MySqlConfig, MySqlRowBackend, MySqlSessionBackend, MySqlSpringBackend,
+    PostgresBackend, PostgresConfig, PostgresRowBackend, PostgresSessionBackend,
+    PostgresSpringBackend, SpringTable,
 };
 use registry_testkit::clock::ClockShim;
 use registry_testkit::eventually;
@@ -172,6 +173,18 @@ impl Server {
         self.sql(question).await.unwrap().parse().unwrap()
     }
 
+    /// How many statements or transactions the server has carried out.
+    pub(crate) async fn work_done(&self) -> u64 {
+        let (question, place) = match self {
+            Self::Postgres(_) => {
+                ("SELECT sum(xact_commit + xact_rollback) FROM pg_stat_database", 0)
+            }
+            Self::MariaDb(_) => ("SHOW GLOBAL STATUS LIKE 'Questions'", 1),
+        };
+        let told = self.sql(question).await.unwrap();
+        told.split_whitespace().nth(place).unwrap().parse().unwrap()
+    }
+
     /// How many keys are held, by a look at the table.
     pub(crate) async fn held(&self) -> String {
         let now = match self {
@@ -233,7 +246,37 @@ pub(crate) async fn backend_in(url: &str, mode: Mode) -> Arc<dyn LockBackend> {
 }
 
 async fn open_in(url: &str, mode: Mode) -> Result<Arc<dyn LockBackend>, BackendError> {
-    let (answer, busy) = (ANSWER_LIMIT, ANSWER_LIMIT / 2);
+    open_with(url, mode, ANSWER_LIMIT, ANSWER_LIMIT / 2).await
+}
+
+/// Opens the store with a patience for rows that only a test that fails comes to the end of.
+pub(crate) async fn patient_backend(url: &str, mode: Mode) -> Arc<dyn LockBackend> {
+    if mode == Mode::Lease {
+        let opening = Opening { busy: LONG, answer: LONG * 2, ..Opening::default() };
+        return backend_with(url, opening).await;
+    }
+    open_with(url, mode, LONG * 2, LONG).await.unwrap()
+}
+
+/// The same in a table of Spring's.
+pub(crate) async fn patient_spring(url: &str) -> Arc<dyn LockBackend> {
+    let table = SpringTable::v7();
+    if url.starts_with("postgres") {
+        let config = PostgresConfig::from_url(url).unwrap();
+        let config = config.with_response_timeout(LONG * 2).with_busy_timeout(LONG);
+        return Arc::new(PostgresSpringBackend::open(config, table).await.unwrap());
+    }
+    let config = MySqlConfig::from_url(url).unwrap();
+    let config = config.with_response_timeout(LONG * 2).with_busy_timeout(LONG);
+    Arc::new(MySqlSpringBackend::open(config, table).await.unwrap())
+}
+
+async fn open_with(
+    url: &str,
+    mode: Mode,
+    answer: Duration,
+    busy: Duration,
+) -> Result<Arc<dyn LockBackend>, BackendError> {
     if url.starts_with("postgres") {
         let config = PostgresConfig::from_url(url)?;
         let config = config.with_response_timeout(answer).with_busy_timeout(busy);

@@ -1,6 +1,7 @@
 //! A lock that lasts as long as the caller's transaction.
 
 use std::cell::RefCell;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -8,7 +9,7 @@ use registry_conformance::sweep::{Swept, sweep};
 use registry_core::{LockBackend, LockOptions, LockRegistry, Registry, Renewal};
 use registry_jdbc::sqlx::mysql::MySqlPoolOptions;
 use registry_jdbc::sqlx::{AssertSqlSafe, Connection, Executor, Row};
-use registry_jdbc::{Fence, LockIn, LockInError, MySqlBackend};
+use registry_jdbc::{Fence, LockIn, LockInError, MySqlBackend, MySqlRowBackend};
 use registry_testkit::eventually;
 use tokio::time::timeout;
 
@@ -44,6 +45,34 @@ async fn two_transactions_exclude_each_other_until_commit_or_rollback() {
         assert!(Some(again.fencing_token()) > last, "tokens grow");
         last = Some(again.fencing_token());
         other.commit().await.unwrap();
+    }
+}
+
+/// A local caller that waits for the transaction is in front of it in the local queue.
+#[tokio::test]
+async fn a_transaction_locks_its_key_again_next_to_a_caller_that_waits_for_it() {
+    let server = server().await;
+    let rows = Arc::new(MySqlRowBackend::open(config(&server)).await.unwrap());
+    let registries = [registry(config(&server)).await, Registry::builder(rows).build().unwrap()];
+    for registry in registries {
+        let mut data = data(&server).await;
+        let mut tx = data.begin().await.unwrap();
+        let first = registry.lock_in(&mut tx, "orders/42").await.unwrap();
+        let lock = registry.obtain("orders/42");
+        let mut waiting = pin!(lock.lock());
+        assert!(timeout(Duration::from_millis(300), &mut waiting).await.is_err());
+        let again =
+            async { timeout(SOON, registry.lock_in(&mut tx, "orders/42")).await.unwrap().unwrap() };
+        let again = tokio::select! {
+            again = again => again,
+            guard = &mut waiting => panic!("two holders: {guard:?}"),
+        };
+        assert!(again.fencing_token() > first.fencing_token());
+        tx.commit().await.unwrap();
+        let guard = timeout(SOON, waiting).await.unwrap().unwrap();
+        assert!(guard.fencing_token() > Some(again.fencing_token()));
+        guard.unlock().await.unwrap();
+        registry.close(SOON).await;
     }
 }
 

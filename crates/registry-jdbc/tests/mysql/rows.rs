@@ -92,12 +92,15 @@ async fn a_key_that_was_let_go_is_not_taken_again_behind_a_fence() {
     let before = claim("k");
     grant(&ours, &before).await;
     assert_eq!(ours.release(&before).await.unwrap(), Release::Freed);
-    let options = LockOptions::new().lease(Duration::from_secs(1)).renew(false);
-    let guard = theirs.obtain("k").lock_with(options).await.unwrap().unwrap();
     let mut data = data(&server).await;
     let mut transaction = data.begin().await.unwrap();
+    let options = LockOptions::new().lease(Duration::from_secs(2)).renew(false);
+    let guard = theirs.obtain("k").lock_with(options).await.unwrap().unwrap();
     guard.fence(&mut transaction).await.unwrap();
     timeout(SOON, guard.lost()).await.unwrap();
+    // The holder stops a little before its lease ends on the server.
+    let over = "SELECT until <= UNIX_TIMESTAMP(NOW(6)) * 1000000 FROM lock_registry_locks";
+    eventually(SOON, async || server.sql(over).await.unwrap() == "1").await;
     let backend = Arc::clone(&ours);
     let attempt = tokio::spawn(async move { backend.try_acquire(&claim("k")).await });
     waits_for_a_row(&server).await;

@@ -54,8 +54,16 @@ pub(crate) fn claim(text: &str) -> Claim {
     Claim::new(key(text), LEASE)
 }
 
+/// Repeats an attempt whose connection had broken while idle, as the engine does.
+async fn attempt(backend: &PostgresBackend, claim: &Claim) -> Attempt {
+    match backend.try_acquire(claim).await {
+        Err(error) if error.is_stale_connection() => backend.try_acquire(claim).await.unwrap(),
+        attempt => attempt.unwrap(),
+    }
+}
+
 pub(crate) async fn grant(backend: &PostgresBackend, claim: &Claim) -> Grant {
-    match backend.try_acquire(claim).await.unwrap() {
+    match attempt(backend, claim).await {
         Attempt::Granted(grant) => grant,
         Attempt::Busy(busy) => panic!("busy: {busy:?}"),
     }
@@ -66,7 +74,7 @@ pub(crate) async fn token(backend: &PostgresBackend, claim: &Claim) -> u64 {
 }
 
 pub(crate) async fn busy(backend: &PostgresBackend, claim: &Claim) -> Busy {
-    match backend.try_acquire(claim).await.unwrap() {
+    match attempt(backend, claim).await {
         Attempt::Busy(busy) => busy,
         Attempt::Granted(grant) => panic!("granted: {grant:?}"),
     }

@@ -56,7 +56,13 @@ async fn a_release_is_told_only_while_somebody_says_that_he_listens() {
     assert_eq!(backend.release(&told).await.unwrap(), Release::Freed);
     timeout(SOON, waiting).await.expect("the waiter is woken").unwrap();
     // What comes first was said first.
-    let message = timeout(SOON, eavesdropper.recv()).await.unwrap().unwrap();
+    let message = loop {
+        let message = timeout(SOON, eavesdropper.recv()).await.unwrap().unwrap();
+        // The listening connection checks that it hears its own messages.
+        if !message.payload().starts_with("proof ") {
+            break message;
+        }
+    };
     let id =
         server.sql("SELECT encode(id, 'hex') FROM lock_registry_locks WHERE key = 'told'").await;
     assert_eq!(message.payload(), &id.unwrap()[..32], "nothing was said of the first release");

@@ -171,28 +171,29 @@ async fn a_busy_attempt_leaves_the_holder_to_renew() {
 }
 
 #[tokio::test]
-async fn a_transaction_that_looks_at_the_past_is_not_deceived() {
+async fn a_transaction_that_would_read_the_past_is_refused_before_anything_is_locked() {
     let server = server().await;
     let registry = registry(config(&server)).await;
     let mut data = data(&server).await;
     for level in ["REPEATABLE READ", "SERIALIZABLE"] {
-        let guard = lock(&registry, "orders/42").await;
         let begin = || AssertSqlSafe(format!("BEGIN ISOLATION LEVEL {level}"));
-        let mut tx = data.begin_with(begin()).await.unwrap();
-        assert_eq!(registry.try_lock_in(&mut tx, "orders/42").await.unwrap(), None);
-        let error = timeout(SOON, registry.lock_in(&mut tx, "orders/42")).await.unwrap();
-        let error = error.unwrap_err();
-        assert!(matches!(error, LockInError::Conflict { .. }) && error.is_retryable(), "{error:?}");
-        tx.rollback().await.unwrap();
-        guard.unlock().await.unwrap();
-        // Free when it began to read, and again now; but somebody was there meanwhile.
-        let mut tx = data.begin_with(begin()).await.unwrap();
-        tx.execute("SELECT 1 FROM lock_registry_locks").await.unwrap();
-        lock(&registry, "orders/42").await.unlock().await.unwrap();
-        let error = registry.lock_in(&mut tx, "orders/42").await.unwrap_err();
-        assert!(matches!(error, LockInError::Conflict { .. }), "{error:?}");
-        tx.rollback().await.unwrap();
-        let mut tx = data.begin_with(begin()).await.unwrap();
+        for first in ["SELECT 1 FROM lock_registry_locks", ""] {
+            let mut tx = data.begin_with(begin()).await.unwrap();
+            tx.execute(first).await.unwrap();
+            let error = registry.try_lock_in(&mut tx, "orders/42").await.unwrap_err();
+            assert!(matches!(error, LockInError::Isolation { .. }), "{error:?}");
+            assert!(!error.is_retryable(), "{error:?}");
+            let text = error.to_string();
+            assert!(text.contains(level) && text.contains("READ COMMITTED"), "{text}");
+            // The transaction goes on without the lock.
+            tx.execute("SELECT 1").await.unwrap();
+            lock(&registry, "orders/42").await.unlock().await.unwrap();
+            tx.commit().await.unwrap();
+        }
+    }
+    for level in ["READ UNCOMMITTED", "READ COMMITTED"] {
+        let begin = AssertSqlSafe(format!("BEGIN ISOLATION LEVEL {level}"));
+        let mut tx = data.begin_with(begin).await.unwrap();
         registry.lock_in(&mut tx, "orders/42").await.unwrap();
         tx.commit().await.unwrap();
     }

@@ -83,16 +83,19 @@ async fn a_key_that_was_let_go_is_not_taken_again_behind_a_fence() {
     let before = claim("k");
     grant(&ours, &before).await;
     assert_eq!(ours.release(&before).await.unwrap(), Release::Freed);
-    let options = LockOptions::new().lease(Duration::from_secs(1)).renew(false);
-    let guard = theirs.obtain("k").lock_with(options).await.unwrap().unwrap();
     let mut data = data(&server).await;
     let mut transaction = data.begin().await.unwrap();
+    let options = LockOptions::new().lease(Duration::from_secs(2)).renew(false);
+    let guard = theirs.obtain("k").lock_with(options).await.unwrap().unwrap();
     guard.fence(&mut transaction).await.unwrap();
     timeout(SOON, guard.lost()).await.unwrap();
+    // The holder stops a little before its lease ends on the server.
+    eventually(SOON, async || ours.inspect(before.key()).await.unwrap().is_none()).await;
     let backend = Arc::clone(&ours);
     let attempt = tokio::spawn(async move { backend.try_acquire(&claim("k")).await });
     let waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'";
-    eventually(SOON, async || server.sql(waiting).await.is_ok_and(|count| count == "1")).await;
+    // The release of the lost guard may wait, too.
+    eventually(SOON, async || server.sql(waiting).await.is_ok_and(|count| count != "0")).await;
     transaction.commit().await.unwrap();
     let attempt = timeout(SOON, attempt).await.unwrap().unwrap().unwrap();
     let Attempt::Granted(grant) = attempt else { panic!("{attempt:?}") };

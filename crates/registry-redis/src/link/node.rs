@@ -1,10 +1,14 @@
 //! One server that holds locks: the way to it, and the ears that listen there.
 
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use redis::{Cmd, PushInfo, PushKind, RedisResult, Value};
+use tokio::sync::Notify;
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep};
 
 use crate::config::{Durability, RedisConfig};
 use crate::ears::{Ears, Hearing};
@@ -20,7 +24,9 @@ pub(crate) type Pushes = Arc<dyn Fn(PushInfo) + Send + Sync>;
 
 pub(crate) struct Node {
     name: String,
-    commands: Wire,
+    commands: Arc<Wire>,
+    reconnecting: JoinHandle<()>,
+    renewed_at: Mutex<Option<Instant>>,
     /// For grants that replicas are waited for: whoever waits holds up all that comes after on the same connection.
     durable: Vec<Wire>,
     next_durable: AtomicUsize,
@@ -38,19 +44,32 @@ impl Node {
         hearing: Hearing,
         rumours: &Rumours,
     ) -> Self {
-        let wire = || {
+        let lost = Arc::new(Notify::new());
+        let silence = SILENCE.min(config.response_timeout);
+        let wire = |silence| {
             let (dial, rumours, deaf) = (Arc::clone(&dial), rumours.clone(), rumours.clone());
+            let (lost, given_up) = (Arc::clone(&lost), Arc::clone(&lost));
             Wire::new(
-                move |ended| tracking(Arc::clone(&dial), rumours.clone(), ended),
+                move |ended| tracking(Arc::clone(&dial), rumours.clone(), ended, Arc::clone(&lost)),
                 // What changes from now on is not heard of.
-                move || deaf.spread_all(),
+                move || {
+                    deaf.spread_all();
+                    given_up.notify_one();
+                },
+                silence,
             )
         };
+        let commands = Arc::new(wire(silence));
+        let reconnecting =
+            tokio::spawn(reconnect(Arc::clone(&commands), rumours.clone(), Arc::clone(&lost)));
         let wires = if config.durability.is_wanted() { DURABLE_WIRES } else { 0 };
         Self {
             name,
-            commands: wire(),
-            durable: (0..wires).map(|_| wire()).collect(),
+            commands,
+            reconnecting,
+            renewed_at: Mutex::default(),
+            // A server may take that long to wait for its replicas.
+            durable: (0..wires).map(|_| wire(silence + config.durability.limit)).collect(),
             next_durable: AtomicUsize::new(0),
             durability: config.durability,
             ears: Ears::new(Arc::clone(&dial), hearing),
@@ -77,6 +96,19 @@ impl Node {
         self.ears.renew();
         // What the new one does not have is lost, and what it has it must be asked for before it tells of changes.
         self.rumours.spread_all();
+    }
+
+    /// The same, unless it was done a moment ago: whatever the name leads to then is a replica, too.
+    pub(crate) fn renew_seldom(&self) {
+        let now = Instant::now();
+        {
+            let mut renewed_at = self.renewed_at.lock().unwrap_or_else(PoisonError::into_inner);
+            if renewed_at.is_some_and(|at| now.duration_since(at) < RENEWALS_APART) {
+                return;
+            }
+            *renewed_at = Some(now);
+        }
+        self.renew();
     }
 
     /// Sends a command.
@@ -224,8 +256,35 @@ fn is_from_unknown_script(answer: &Value) -> bool {
     matches!(answer, Value::ServerError(error) if is_unknown_script(&error.clone().into()))
 }
 
+impl Drop for Node {
+    fn drop(&mut self) {
+        self.reconnecting.abort();
+    }
+}
+
+/// Connects again when a connection is lost, so that holders verify their claims as soon as the server is back.
+async fn reconnect(commands: Arc<Wire>, rumours: Rumours, lost: Arc<Notify>) {
+    loop {
+        lost.notified().await;
+        let began = Instant::now();
+        let mut was_down = false;
+        // Without a registry there is no holder; after that long, leases are over.
+        while rumours.are_wanted() && began.elapsed() < RECONNECT_LIMIT {
+            if commands.connect().await.is_ok() {
+                break;
+            }
+            was_down = true;
+            sleep((began.elapsed() / 10).clamp(RECONNECT_MIN, RECONNECT_MAX)).await;
+        }
+        if was_down {
+            // What was asked meanwhile has failed, and would be asked again only after a pause.
+            rumours.spread_all();
+        }
+    }
+}
+
 /// A connection whose server tells of changes to locks, of those that it is asked about with [`Preface::Watching`].
-fn tracking(dial: Dial, rumours: Rumours, ended: Ended) -> Dialled {
+fn tracking(dial: Dial, rumours: Rumours, ended: Ended, lost: Arc<Notify>) -> Dialled {
     Box::pin(async move {
         let pushes: Pushes = Arc::new({
             let rumours = rumours.clone();
@@ -235,6 +294,7 @@ fn tracking(dial: Dial, rumours: Rumours, ended: Ended) -> Dialled {
                 PushKind::Disconnection => {
                     ended.store(true, Ordering::Release);
                     rumours.spread_all();
+                    lost.notify_one();
                 }
                 _ => {}
             }
@@ -259,3 +319,11 @@ impl fmt::Debug for Node {
 }
 
 const DURABLE_WIRES: usize = 4;
+/// How long nothing may arrive while a command waits, until a second connection is tried. Short enough for a lease of 5 s.
+const SILENCE: Duration = Duration::from_secs(1);
+/// The least time between two renewals of all connections to a server that says that it is a replica.
+const RENEWALS_APART: Duration = Duration::from_secs(1);
+/// The pauses between tries to connect are a tenth of the outage, within these limits.
+const RECONNECT_MIN: Duration = Duration::from_millis(20);
+const RECONNECT_MAX: Duration = Duration::from_secs(1);
+const RECONNECT_LIMIT: Duration = Duration::from_secs(300);

@@ -69,7 +69,7 @@ impl Follower {
                     dialled.await.map_err(|error| without_login(&client, error))
                 })
             };
-            let wire = Wire::new(dial, || {});
+            let wire = Wire::new(dial, || {}, ANSWER_LIMIT);
             Ok(Sentinel { wire, client })
         };
         let shared = Arc::new(Shared {

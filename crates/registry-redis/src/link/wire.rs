@@ -3,13 +3,17 @@
 
 use std::fmt;
 use std::future::Future;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::pin::pin;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use futures_util::FutureExt as _;
 use futures_util::future::{BoxFuture, Shared};
 use redis::aio::MultiplexedConnection;
 use redis::{Cmd, Pipeline, RedisError, RedisResult, Value};
+use tokio::sync::Notify;
+use tokio::time::sleep;
 
 use crate::script::Call;
 
@@ -22,24 +26,48 @@ pub(crate) type Ended = Arc<AtomicBool>;
 pub(crate) struct Wire {
     dial: Box<dyn Fn(Ended) -> Dialled + Send + Sync>,
     given_up: Box<dyn Fn() + Send + Sync>,
+    /// How long nothing may arrive while a command waits, until a second connection is tried.
+    silence: Duration,
     current: Mutex<Line>,
 }
 
+#[derive(Clone)]
 struct Line {
     /// Made by those who use it, all together.
     dialled: Shared<Dialled>,
     ended: Ended,
+    traffic: Arc<Traffic>,
+}
+
+/// What a connection has answered.
+#[derive(Default)]
+struct Traffic {
+    answers: AtomicU64,
+    /// A second connection is being made, to compare with.
+    is_compared: AtomicBool,
+    replaced: Notify,
+}
+
+/// The task or command that makes the second connection.
+struct Comparing<'a>(&'a Traffic);
+
+impl Drop for Comparing<'_> {
+    fn drop(&mut self) {
+        self.0.is_compared.store(false, Ordering::Release);
+    }
 }
 
 impl Wire {
     /// A wire that `dial` connects, at its first use. `dial` may tell that a connection has ended; else the next command finds out, and
-    /// `given_up` is called.
+    /// `given_up` is called. If nothing arrives for `silence` while a command waits, a second connection is made; if that is
+    /// answered first, it replaces the first one.
     pub(crate) fn new(
         dial: impl Fn(Ended) -> Dialled + Send + Sync + 'static,
         given_up: impl Fn() + Send + Sync + 'static,
+        silence: Duration,
     ) -> Self {
         let current = Mutex::new(line(&dial));
-        Self { dial: Box::new(dial), given_up: Box::new(given_up), current }
+        Self { dial: Box::new(dial), given_up: Box::new(given_up), silence, current }
     }
 
     /// Sends a command.
@@ -84,32 +112,85 @@ impl Wire {
             if current.ended.load(Ordering::Acquire) {
                 *current = line(&self.dial);
             }
-            current.dialled.clone()
+            current.clone()
         };
-        let connection = match used.peek() {
+        let connection = match used.dialled.peek() {
             Some(made) => made.clone(),
-            None => used.clone().await,
+            None => used.dialled.clone().await,
         };
         let made = connection.is_ok();
         let answer = match connection {
-            Ok(connection) => work(connection).await,
+            Ok(connection) => self.attended(&used, work(connection)).await,
             Err(error) => Err(error),
         };
         if let Err(error) = &answer
             && (!made || is_end(error))
         {
-            let mut current = self.lock();
-            // Of many commands that fail together the first does it.
-            if current.dialled.ptr_eq(&used) {
-                let is_news = made && !current.ended.load(Ordering::Acquire);
-                *current = line(&self.dial);
-                drop(current);
-                if is_news {
-                    (self.given_up)();
-                }
+            let is_news = made && !used.ended.load(Ordering::Acquire);
+            if self.replace(&used, || line(&self.dial)) && is_news {
+                (self.given_up)();
             }
         }
         answer
+    }
+
+    /// Replaces a line unless that was done. Of many commands that fail together the first does it.
+    fn replace(&self, used: &Line, fresh: impl FnOnce() -> Line) -> bool {
+        let mut current = self.lock();
+        let is_current = current.dialled.ptr_eq(&used.dialled);
+        if is_current {
+            *current = fresh();
+        }
+        is_current
+    }
+
+    /// Waits for the answer over `used`, as long as that is not silent while another connection is answered.
+    ///
+    /// A server that is slow is slow on both, and the answer to the command comes first. A connection that has died without a word, behind
+    /// a router that forgot it or a host that is gone, stays silent.
+    async fn attended<T>(
+        &self,
+        used: &Line,
+        work: impl Future<Output = RedisResult<T>>,
+    ) -> RedisResult<T> {
+        let traffic = &*used.traffic;
+        let mut work = pin!(work);
+        let mut replaced = pin!(traffic.replaced.notified());
+        replaced.as_mut().enable();
+        loop {
+            let answers = traffic.answers.load(Ordering::Acquire);
+            let is_silent = || traffic.answers.load(Ordering::Acquire) == answers;
+            tokio::select! {
+                biased;
+                answer = &mut work => {
+                    if !answer.as_ref().is_err_and(RedisError::is_timeout) {
+                        traffic.answers.fetch_add(1, Ordering::AcqRel);
+                    }
+                    return answer;
+                }
+                () = &mut replaced => return Err(silent()),
+                () = sleep(self.silence) => {}
+            }
+            if !is_silent() || traffic.is_compared.swap(true, Ordering::AcqRel) {
+                continue;
+            }
+            let _comparing = Comparing(traffic);
+            let fresh = line(&self.dial);
+            let made = tokio::select! {
+                biased;
+                answer = &mut work => {
+                    traffic.answers.fetch_add(1, Ordering::AcqRel);
+                    return answer;
+                }
+                () = &mut replaced => return Err(silent()),
+                made = fresh.dialled.clone() => made,
+            };
+            if made.is_ok() && is_silent() && self.replace(used, || fresh) {
+                (self.given_up)();
+                traffic.replaced.notify_waiters();
+                return Err(silent());
+            }
+        }
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Line> {
@@ -119,7 +200,11 @@ impl Wire {
 
 fn line(dial: &impl Fn(Ended) -> Dialled) -> Line {
     let ended = Ended::default();
-    Line { dialled: dial(Arc::clone(&ended)).shared(), ended }
+    Line { dialled: dial(Arc::clone(&ended)).shared(), ended, traffic: Arc::default() }
+}
+
+fn silent() -> RedisError {
+    std::io::Error::from(std::io::ErrorKind::TimedOut).into()
 }
 
 /// Whether the connection is of no use after `error`. One that did not answer in time may have died without a word.

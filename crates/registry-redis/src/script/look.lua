@@ -3,14 +3,20 @@
 local time = redis.call('TIME')
 local answers = {string.format('%.0f', time[1] * 1000000 + time[2])}
 for i = 1, #KEYS, 2 do
-  local well, held, record = pcall(holder, KEYS[i])
-  if not well or record == '' then
-    -- What is of another kind, or empty, is a stranger's and taken all the same.
+  local is_read, held, record = pcall(holder, KEYS[i])
+  if not is_read and not is_foreign(held) then
+    return {err = failure_text(held)}
+  end
+  if not is_read or record == '' then
+    -- A value of another type, or an empty one, was written by another program; acquiring reports the key as taken, too.
     record = '?'
   end
   answers[#answers + 1] = record and string.sub(record, 1, 2048) or ''
   answers[#answers + 1] = redis.call('PTTL', KEYS[i])
-  local told, token = pcall(first_token, record or '', KEYS[i + 1])
-  answers[#answers + 1] = record and told and token or ''
+  local has_token, token = pcall(first_token, record or '', KEYS[i + 1])
+  if not has_token and not is_foreign(token) then
+    return {err = failure_text(token)}
+  end
+  answers[#answers + 1] = record and has_token and token or ''
 end
 return answers

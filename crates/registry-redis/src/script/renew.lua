@@ -10,9 +10,12 @@ local call = redis.call
 for i, lock in ipairs(KEYS) do
   -- As text, because that is what it is sent as.
   local claim, lease = ARGV[2 * i - 1], ARGV[2 * i]
-  -- A key of another kind is somebody else's and says nothing of the others.
-  local well, held = pcall(holder, lock)
-  if well and held == claim then
+  -- A value of another type belongs to another program and says nothing of the other locks.
+  local is_read, held = pcall(holder, lock)
+  if not is_read and not is_foreign(held) then
+    return {err = failure_text(held)}
+  end
+  if is_read and held == claim then
     if modern then
       -- Longer, never shorter; and with an end, if somebody has taken it away.
       if call('PEXPIRE', lock, lease, 'GT') == 0 then

@@ -68,7 +68,7 @@ impl Store for OneServer {
 
 registry_conformance::conformance! {
     harness = Standalone,
-    runs = 213,
+    runs = 224,
     skips = 8,
     without = [fair, remote],
 }
@@ -96,7 +96,7 @@ impl Servers for SentinelSetup {
 
 #[test]
 fn the_master_that_sentinels_name_keeps_all_promises() {
-    keeps_its_promises::<SentinelSetup>(213, 8);
+    keeps_its_promises::<SentinelSetup>(224, 8);
 }
 
 #[async_trait]
@@ -127,7 +127,7 @@ impl Servers for RedisCluster {
 
 #[test]
 fn a_cluster_keeps_all_promises() {
-    keeps_its_promises::<RedisCluster>(213, 8);
+    keeps_its_promises::<RedisCluster>(224, 8);
 }
 
 #[async_trait]
@@ -158,7 +158,7 @@ impl Servers for RedisQuorum {
 
 #[test]
 fn a_quorum_keeps_all_promises() {
-    keeps_its_promises::<RedisQuorum>(213, 8);
+    keeps_its_promises::<RedisQuorum>(224, 8);
 }
 
 /// A server that is reached by encrypted connections only, and asks each user for a password.
@@ -201,7 +201,7 @@ impl Servers for Guarded {
 #[cfg(feature = "tls")]
 #[test]
 fn an_encrypted_server_with_users_keeps_all_promises() {
-    keeps_its_promises::<Guarded>(213, 8);
+    keeps_its_promises::<Guarded>(224, 8);
 }
 
 /// A server whose locks look like those of Spring Integration.
@@ -243,10 +243,10 @@ layout!(AsRedisson, Layout::Redisson);
 
 #[test]
 fn locks_of_the_spring_layout_keep_all_promises_but_that_of_labels() {
-    keeps_its_promises::<AsSpring>(211, 10);
+    keeps_its_promises::<AsSpring>(222, 10);
 }
 
 #[test]
 fn locks_of_the_redisson_layout_keep_all_promises_but_that_of_labels() {
-    keeps_its_promises::<AsRedisson>(211, 10);
+    keeps_its_promises::<AsRedisson>(222, 10);
 }

@@ -80,6 +80,27 @@ async fn a_single_server_tells_a_holder_whose_lock_is_taken_away() {
     }
 }
 
+/// The check that the disconnection calls for fails while the server is down. The next one follows the new connection.
+#[tokio::test]
+async fn a_holder_is_told_of_a_restart_without_data_as_soon_as_the_server_is_back() {
+    let mut server = RedisServer::start(&[]).await.unwrap();
+    let ours = registry(&RedisConfig::from_url(&server.url()).unwrap(), LEASE).await;
+    let mut delays = Vec::new();
+    for _ in 0..5 {
+        let guard = held(&ours, "k").await;
+        server.kill();
+        server.lose_data().unwrap();
+        // Long enough for some checks to fail.
+        tokio::time::sleep(Duration::from_millis(1_500)).await;
+        assert!(guard.is_held());
+        server.start_again().await.unwrap();
+        let back = Instant::now();
+        assert_eq!(within(SOON, guard.lost()).await, LostReason::Gone);
+        delays.push(back.elapsed());
+    }
+    println!("single, restarted without data: told after {delays:?}");
+}
+
 #[tokio::test]
 async fn a_single_server_tells_all_holders_when_it_is_emptied() {
     let server = RedisServer::start(&[]).await.unwrap();

@@ -39,6 +39,11 @@ impl EtcdCluster {
     pub async fn start_with(members: usize, options: &EtcdOptions) -> io::Result<Self> {
         let prepared = (0..members).map(|n| EtcdServer::prepare(format!("m{n}"), options.clone()));
         let mut cluster = Self { members: prepared.collect::<io::Result<_>>()? };
+        if let Some(delay) = options.peer_delay {
+            for member in &mut cluster.members {
+                member.delay_peers(delay).await?;
+            }
+        }
         let all: Vec<_> = cluster.members.iter().map(EtcdServer::as_member).collect();
         for member in &mut cluster.members {
             member.join(&all.join(","));

@@ -1,6 +1,7 @@
 //! How servers are to be started.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use crate::programs;
 use crate::tls::TlsFolder;
@@ -18,6 +19,7 @@ pub struct EtcdOptions {
     pub(super) args: Vec<String>,
     pub(super) login: Option<(String, String)>,
     pub(super) tls: Option<TlsFolder>,
+    pub(super) peer_delay: Option<Duration>,
 }
 
 impl Default for EtcdOptions {
@@ -28,6 +30,7 @@ impl Default for EtcdOptions {
             args: Vec::new(),
             login: None,
             tls: None,
+            peer_delay: None,
         }
     }
 }
@@ -59,6 +62,13 @@ impl EtcdOptions {
     #[must_use]
     pub fn tls(mut self, folder: &TlsFolder) -> Self {
         self.tls = Some(folder.clone());
+        self
+    }
+
+    /// Delays all bytes between the members of a cluster by `delay`, in each direction.
+    #[must_use]
+    pub fn peer_delay(mut self, delay: Duration) -> Self {
+        self.peer_delay = Some(delay);
         self
     }
 }

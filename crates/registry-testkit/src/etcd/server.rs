@@ -14,6 +14,7 @@ use tokio::time::{Instant, sleep, timeout};
 use super::options::EtcdOptions;
 use crate::kept::{Kept, START_LIMIT, down};
 use crate::ports::Port;
+use crate::proxy::{FaultProxy, Mode};
 
 /// How long a server may take to say how it is.
 const ANSWER_LIMIT: Duration = Duration::from_secs(2);
@@ -24,6 +25,8 @@ pub struct EtcdServer {
     name: String,
     port: Port,
     peer_port: Port,
+    /// Delays what the other members send to this one.
+    peer_proxy: Option<FaultProxy>,
     /// Where it says how it is, to everybody.
     health_port: Port,
     folder: TempDir,
@@ -66,6 +69,7 @@ impl EtcdServer {
             name,
             port: Port::reserve()?,
             peer_port: Port::reserve()?,
+            peer_proxy: None,
             health_port: Port::reserve()?,
             folder: tempfile::tempdir()?,
             options,
@@ -76,7 +80,21 @@ impl EtcdServer {
 
     /// What other members are told of it.
     pub(super) fn as_member(&self) -> String {
-        format!("{}=http://{}", self.name, self.peer_port)
+        format!("{}={}", self.name, self.peer_url())
+    }
+
+    /// Where other members connect to.
+    fn peer_url(&self) -> String {
+        let proxied = self.peer_proxy.as_ref().map(FaultProxy::addr);
+        format!("http://{}", proxied.unwrap_or_else(|| self.peer_port.addr()))
+    }
+
+    /// Delays all bytes between this member and those that connect to it by `delay`, in each direction. For a server that is down.
+    pub(super) async fn delay_peers(&mut self, delay: Duration) -> io::Result<()> {
+        let proxy = FaultProxy::start(self.peer_port.addr())?;
+        proxy.set_mode(Mode::Delay(delay)).await?;
+        self.peer_proxy = Some(proxy);
+        Ok(())
     }
 
     /// Says who the members of its cluster are.
@@ -111,7 +129,8 @@ impl EtcdServer {
         command.args(["--name", &self.name, "--logger", "zap", "--log-level", "warn"]);
         command.arg("--data-dir").arg(self.folder.path().join("data"));
         command.args(["--listen-client-urls", &own, "--advertise-client-urls", &own]);
-        command.args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer]);
+        command.args(["--listen-peer-urls", &peer]);
+        command.args(["--initial-advertise-peer-urls", &self.peer_url()]);
         command.args(["--initial-cluster", &self.members, "--initial-cluster-state", "new"]);
         command.args(["--listen-metrics-urls", &format!("http://{}", self.health_port)]);
         if let Some(tls) = &self.options.tls {

@@ -8,8 +8,9 @@ use std::sync::OnceLock;
 
 use serde::Deserialize;
 
-/// The environment variable that names a ready-built `lock-holder`, for tests that run without cargo.
-pub const PROGRAM_VARIABLE: &str = "LOCK_REGISTRY_LOCK_HOLDER";
+/// The environment variable that names a ready-built `lock-holder`, for tests that run without cargo. Not a `LOCK_REGISTRY_` variable: `lockreg`
+/// refuses those that it does not know.
+pub const PROGRAM_VARIABLE: &str = "TESTKIT_LOCK_HOLDER";
 
 /// The path of the program `lock-holder`, built from the sources that this package was built from.
 ///

@@ -130,6 +130,17 @@ pub enum Order {
         #[serde(default)]
         hold_ms: u64,
     },
+    /// Take the lock and release it again and again, by several tasks at once. Answered by `contended`, in the end, or `failed`.
+    Contend {
+        /// The lock's key.
+        key: String,
+        /// How many tasks.
+        tasks: u32,
+        /// How long each of them holds it, in milliseconds.
+        hold_ms: u64,
+        /// How long this goes on, in milliseconds. An acquisition that waits then is ended and counts as a wait.
+        for_ms: u64,
+    },
     /// Let go of everything and end. Answered by `closed`. The end of the input is the same order.
     Quit,
 }
@@ -211,6 +222,15 @@ pub enum Report {
         key: String,
         /// How many.
         rounds: u32,
+    },
+    /// The share that a process got of a contended lock.
+    Contended {
+        /// The lock's key.
+        key: String,
+        /// How often its tasks were granted the lock.
+        grants: u32,
+        /// The longest time in which none of its tasks was granted the lock, in milliseconds.
+        longest_wait_ms: u64,
     },
     /// Something went wrong.
     Failed {

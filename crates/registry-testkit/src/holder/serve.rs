@@ -4,14 +4,14 @@
 use std::collections::HashMap;
 use std::io::{self, BufRead, Write};
 use std::process;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread;
 use std::time::Duration;
 
 use registry_core::{DistributedLock, LockError, LockGuard, LockOptions, LockRegistry, LostReason};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 
 use crate::history::{Recorder, host_clock};
 use crate::witness::{Witness, WitnessedGuard};
@@ -56,6 +56,10 @@ pub async fn serve(registry: Arc<dyn LockRegistry>, options: &HolderOptions) {
             Order::Repeat { key, rounds, hold_ms } => {
                 let hold = Duration::from_millis(hold_ms);
                 tasks.spawn(repeat(witness.clone(), registry.obtain(&key), rounds, hold));
+            }
+            Order::Contend { key, tasks: count, hold_ms, for_ms } => {
+                let [hold, span] = [hold_ms, for_ms].map(Duration::from_millis);
+                tasks.spawn(contend(registry.obtain(&key), count, hold, span));
             }
             Order::Quit => break,
         }
@@ -226,6 +230,42 @@ async fn repeat(witness: Witness, lock: DistributedLock, rounds: u32, hold: Dura
         }
     }
     say(&Report::Repeated { key, rounds });
+}
+
+/// Counts how often `tasks` tasks get the lock within `span`, and for how long none of them does.
+async fn contend(lock: DistributedLock, tasks: u32, hold: Duration, span: Duration) {
+    let key = lock.key().to_owned();
+    let end = Instant::now() + span;
+    // The number of grants, when the last one was, and the longest wait for one.
+    let share = Arc::new(Mutex::new((0_u32, Instant::now(), Duration::ZERO)));
+    let mut workers = JoinSet::new();
+    for _ in 0..tasks {
+        let (lock, share) = (lock.clone(), Arc::clone(&share));
+        workers.spawn(async move {
+            while Instant::now() < end {
+                let left = end.saturating_duration_since(Instant::now());
+                let guard = lock.try_lock_for(left).await?;
+                {
+                    let mut share = share.lock().unwrap_or_else(PoisonError::into_inner);
+                    share.0 += u32::from(guard.is_some());
+                    share.2 = share.2.max(share.1.elapsed());
+                    share.1 = Instant::now();
+                }
+                let Some(guard) = guard else { break };
+                sleep(hold).await;
+                share.lock().unwrap_or_else(PoisonError::into_inner).1 = Instant::now();
+                guard.unlock().await?;
+            }
+            Ok::<_, LockError>(())
+        });
+    }
+    for ended in workers.join_all().await {
+        if let Err(error) = ended {
+            return say(&Report::failed(Some(key), "contend", &error));
+        }
+    }
+    let (grants, _, longest) = *share.lock().unwrap_or_else(PoisonError::into_inner);
+    say(&Report::Contended { key, grants, longest_wait_ms: millis(longest) });
 }
 
 async fn round(witness: &Witness, lock: &DistributedLock, hold: Duration) -> Result<(), LockError> {

@@ -3,8 +3,9 @@
 use std::collections::VecDeque;
 use std::future::pending;
 use std::io;
-use std::sync::Arc;
+use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -13,7 +14,7 @@ use tokio::net::tcp::{ReadHalf, WriteHalf};
 use tokio::sync::{Notify, watch};
 use tokio::time::{Instant, sleep_until};
 
-use super::{Mode, Shared};
+use super::{Mode, Shared, Stranded};
 
 const BUFFER_BYTES: usize = 16 * 1_024;
 /// What may be under way in one direction; beyond it the proxy stops reading and the sender feels it.
@@ -32,11 +33,20 @@ pub(super) async fn serve(
     mut client: TcpStream,
     shared: Arc<Shared>,
     mut cut: watch::Receiver<()>,
+    mut silenced: watch::Receiver<()>,
 ) {
-    let ended = tokio::select! {
-        biased;
-        _ = cut.changed() => Err(Cut::Reset),
-        ended = relay(&mut client, &shared) => ended,
+    let ended = {
+        let mut relay = pin!(relay(&mut client, &shared));
+        tokio::select! {
+            biased;
+            _ = cut.changed() => Err(Cut::Reset),
+            // The relay keeps both sockets, and nobody polls it.
+            _ = silenced.changed() => {
+                _ = cut.changed().await;
+                Err(Cut::Reset)
+            }
+            ended = &mut relay => ended,
+        }
     };
     match ended {
         Ok(()) => {}
@@ -69,7 +79,12 @@ async fn relay(client: &mut TcpStream, shared: &Shared) -> Result<(), Cut> {
     let requests = Pump::new(Direction::Requests, to_server, shared, &link);
     let replies = Pump::new(Direction::Replies, to_client, shared, &link);
     // A direction that ended cleanly leaves the other one open, as TCP does.
-    tokio::try_join!(requests.run(from_client), replies.run(from_server)).map(|_| ())
+    let ended = tokio::try_join!(requests.run(from_client), replies.run(from_server)).map(|_| ());
+    if let Some(bytes) = link.stranded.into_inner().unwrap_or_else(PoisonError::into_inner) {
+        let mut stranded = shared.stranded.lock().unwrap_or_else(PoisonError::into_inner);
+        stranded.push(Stranded { server, bytes });
+    }
+    ended
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -84,6 +99,8 @@ struct Link {
     /// A request was carried and no byte of its reply has come.
     awaits_reply: AtomicBool,
     client_done: Notify,
+    /// A request that stays on its way.
+    stranded: Mutex<Option<Vec<u8>>>,
 }
 
 struct Pump<'a> {
@@ -202,6 +219,13 @@ impl<'a> Pump<'a> {
 
     /// Decides what becomes of bytes that the sender sent.
     async fn take(&mut self, mode: Mode, bytes: &[u8]) -> Result<(), Cut> {
+        if self.direction == Direction::Requests
+            && self.shared.strand_next.swap(false, Ordering::SeqCst)
+        {
+            let mut stranded = self.link.stranded.lock().unwrap_or_else(PoisonError::into_inner);
+            *stranded = Some(bytes.to_vec());
+            return Err(Cut::Reset);
+        }
         if self.direction == Direction::Replies {
             self.link.awaits_reply.store(false, Ordering::Relaxed);
             match mode {

@@ -36,7 +36,7 @@ impl Servers for ZooKeeperServer {
 
 #[test]
 fn a_server_keeps_all_promises() {
-    keeps_its_promises::<ZooKeeperServer>(204, 17);
+    keeps_its_promises::<ZooKeeperServer>(214, 18);
 }
 
 #[async_trait]
@@ -63,7 +63,7 @@ impl Servers for ZooKeeperEnsemble {
 
 #[test]
 fn an_ensemble_keeps_all_promises() {
-    keeps_its_promises::<ZooKeeperEnsemble>(204, 17);
+    keeps_its_promises::<ZooKeeperEnsemble>(214, 18);
 }
 
 /// Nodes as Curator and Spring Integration place them, and as kazoo names them.
@@ -89,5 +89,5 @@ impl Servers for AsOthers {
 
 #[test]
 fn nodes_as_others_make_them_keep_all_promises_but_those_of_strange_keys() {
-    keeps_its_promises::<AsOthers>(197, 24);
+    keeps_its_promises::<AsOthers>(207, 25);
 }

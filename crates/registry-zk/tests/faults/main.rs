@@ -12,6 +12,8 @@ mod leaders;
 mod sessions;
 mod network;
 mod crowds;
+mod sizes;
+mod reconnect;
 mod nodes;
 mod writes;
 

@@ -14,7 +14,7 @@ use tokio::task::JoinSet;
 use tokio::time::sleep;
 use zookeeper_client::{Acls, Client, CreateMode};
 
-use crate::lab::{LONG_SESSION, SESSION, backend, config, operator, over, registry};
+use crate::lab::{PATIENT_SESSION, SESSION, backend, config, operator, over, registry};
 
 const BALANCE: &str = "/balance";
 /// Where the store has the lock.
@@ -66,7 +66,9 @@ async fn what_is_too_much_for_the_servers_is_refused_before_it_is_sent() {
     account(&operator).await;
     let proxy = FaultProxy::start(server.addr()).unwrap();
     let acl = Acl::parse("world:anyone:cdrwa,digest:somebody:aGFzaGFzaGFzaA=:cdrwa").unwrap();
-    let config = config(&format!("zk://{}", proxy.addr()), LONG_SESSION).with_acl(acl);
+    let config = config(&format!("zk://{}", proxy.addr()), PATIENT_SESSION).with_acl(acl);
+    // A write of so many bytes takes its time on a busy machine.
+    let config = config.with_request_timeout(LONG);
     let ours = over(&Arc::new(ZkBackend::open(config).await.unwrap()));
     let guard = ours.obtain("account").lock().await.unwrap();
     let write = async |bytes: usize, nodes: usize| {

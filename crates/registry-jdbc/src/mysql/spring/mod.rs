@@ -14,17 +14,18 @@ use registry_core::{
 };
 use sqlx::mysql::MySqlRow;
 use sqlx::{MySql, Row, query, raw_sql};
+use tokio::time::sleep;
 
 use super::config::{MySqlConfig, unusable};
 use super::error;
-use super::fence::Fenced;
+use super::fence::{Fenced, UNLOCK_PAUSES};
 use super::link::{Link, Repeat};
 use super::open::{self, Opened};
 use super::plain::{Value, plain};
 use super::purge;
 use super::sql::{SIZES, Texts as NativeTexts, quoted};
 use super::statement::{Statement, filled, span};
-use crate::server::spring::{self, Generation, client_id, is_claim, lock_key};
+use crate::server::spring::{self, Generation, PEER_POLL, client_id, is_claim, lock_key};
 use crate::server::{Errand, RowId, SpringTable};
 use sql::{Texts, Wanted, micros};
 
@@ -103,12 +104,38 @@ impl MySqlSpringBackend {
         Fenced { statement, meta: plain(&self.native.meta, &[]), store: &self.store }
     }
 
+    /// As in the native layout.
+    async fn wait_for_fence(&self, claim: &Claim) -> Result<(), BackendError> {
+        for pause in UNLOCK_PAUSES.into_iter().map(Some).chain([None]) {
+            // Nothing was released if this fails.
+            let is_open = self.has_open_fence(claim).await.map_err(BackendError::as_refused)?;
+            if !is_open {
+                return Ok(());
+            }
+            if let Some(pause) = pause {
+                sleep(pause).await;
+            }
+        }
+        Err(error::is_fenced(self.link.place()))
+    }
+
+    async fn has_open_fence(&self, claim: &Claim) -> Result<bool, BackendError> {
+        // A fence locks both rows; the one beside is there as long as the claim is.
+        let id = self.row_id(&lock_key(claim.key()));
+        let look = || query(self.native.lock_row.safe()).bind(id.clone());
+        if !self.link.rows(Errand::Release, look).await?.is_empty() {
+            return Ok(false);
+        }
+        let held = self.look(claim.key(), Errand::Release).await?;
+        Ok(held.is_some_and(|held| held.client == Some(client_id(claim.id()))))
+    }
+
     /// Who has the key.
-    async fn look(&self, key: &Key) -> Result<Option<Held>, BackendError> {
+    async fn look(&self, key: &Key, errand: Errand) -> Result<Option<Held>, BackendError> {
         let lock_key = lock_key(key);
         let make =
             || query(self.texts.look.safe()).bind(self.row_id(&lock_key)).bind(lock_key.clone());
-        let rows = self.link.rows(Errand::Acquire, make).await?;
+        let rows = self.link.rows(errand, make).await?;
         rows.first().map(|row| self.held(Holder::new(key.clone()), row)).transpose()
     }
 
@@ -129,7 +156,6 @@ impl MySqlSpringBackend {
                 label: claim.label().map(str::as_bytes),
             }))
         };
-        // A claim that was granted is not granted again: to ask twice does no harm.
         let rows = self.link.transaction(Errand::Acquire, make).await?;
         rows.first().map(|row| self.held(Holder::new(claim.key().clone()), row)).transpose()
     }
@@ -171,7 +197,7 @@ impl MySqlSpringBackend {
             let statement = filled(statement, clients.iter().cloned());
             statement.bind(limit).bind(self.texts.written(lease))
         };
-        let done = self.link.change(Errand::Renew, Repeat::Harmless, make).await?;
+        let done = self.link.change(Errand::Renew(lease), Repeat::Harmless, make).await?;
         let make = || {
             let statement =
                 query(NativeTexts::sized(&self.texts.renew_beside, claims.len()).safe());
@@ -180,7 +206,7 @@ impl MySqlSpringBackend {
             filled(statement, ids).bind(limit).bind(micros(lease))
         };
         // The grants are renewed; what this is for comes an hour later.
-        let _ = self.link.change(Errand::Renew, Repeat::Harmless, make).await;
+        let _ = self.link.change(Errand::Renew(lease), Repeat::Harmless, make).await;
         let wanted: HashSet<_> = claims.iter().map(|claim| claim.id()).collect();
         if usize::try_from(done.rows_affected()) == Ok(wanted.len()) {
             return Ok(claims.iter().map(|_| Ok(Renewal::Renewed(lease))).collect());
@@ -190,7 +216,7 @@ impl MySqlSpringBackend {
             let statement = query(NativeTexts::sized(&self.texts.lasting, claims.len()).safe());
             filled(statement, keys.iter().cloned())
         };
-        let rows = self.link.rows(Errand::Renew, make).await?;
+        let rows = self.link.rows(Errand::Renew(lease), make).await?;
         let since = asked_at.elapsed();
         let mut lasting = HashMap::<Option<String>, Duration>::with_capacity(rows.len());
         for row in &rows {
@@ -251,6 +277,7 @@ impl LockBackend for MySqlSpringBackend {
     fn capabilities(&self) -> Capabilities {
         Capabilities::new("mysql", GuaranteeClass::C, Reach::Network)
             .with_fencing()
+            .with_peer_poll(PEER_POLL)
             .with_labels()
             .with_inspect()
     }
@@ -260,7 +287,7 @@ impl LockBackend for MySqlSpringBackend {
         // a name and comes back at once.
         const TRIES_MAX: u32 = 3;
         for _ in 0..TRIES_MAX {
-            let held = match self.look(claim.key()).await? {
+            let held = match self.look(claim.key(), Errand::Acquire).await? {
                 Some(held) => held,
                 None => match self.take(claim).await? {
                     Some(held) => held,
@@ -310,6 +337,9 @@ impl LockBackend for MySqlSpringBackend {
     }
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+        if claim.is_fenced() {
+            self.wait_for_fence(claim).await?;
+        }
         // Asked twice, it would say that the claim held nothing. Who repeats it must know that.
         let make = || Self::key_and_client(&self.texts.release, claim);
         let done = self.link.change(Errand::Release, Repeat::Never, make).await?;
@@ -324,7 +354,7 @@ impl LockBackend for MySqlSpringBackend {
     }
 
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
-        Ok(self.look(key).await?.map(|held| held.holder))
+        Ok(self.look(key, Errand::Acquire).await?.map(|held| held.holder))
     }
 
     /// What this program holds is told by its key; what others hold by its UUID, which is a key of the same lock.

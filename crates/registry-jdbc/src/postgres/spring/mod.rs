@@ -16,12 +16,12 @@ use sqlx::postgres::PgRow;
 use super::backend::{bytes, claim_id, column, micros, span};
 use super::config::{PostgresConfig, quoted, unusable};
 use super::ears::{Channel, Ears};
-use super::error::{damaged, row_is_locked};
+use super::error::{damaged, is_fenced, row_is_locked, tells_of_locked_row};
 use super::fence::Fenced;
 use super::link::{Link, Repeat};
 use super::open::{self, Opened};
 use super::statement::{Statement, Value};
-use crate::server::spring::{self, Generation, client_id, is_claim, lock_key};
+use crate::server::spring::{self, Generation, PEER_POLL, client_id, is_claim, lock_key};
 use crate::server::{Errand, RowId, SpringTable};
 use sql::Texts;
 
@@ -149,8 +149,8 @@ impl PostgresSpringBackend {
                 self.patience(),
             ],
         );
-        // A claim that was granted is granted again, with the same token: to ask twice does no harm.
-        let rows = self.link.rows(Errand::Acquire, &statement, Repeat::Harmless).await?;
+        // As in the native layout: only the engine repeats it.
+        let rows = self.link.rows(Errand::Acquire, &statement, Repeat::Never).await?;
         let row = rows.first().ok_or_else(|| damaged("a statement was not answered"))?;
         if let Some(token) = column::<Option<i64>>(row, 0)? {
             let grant = Grant::new(Some(fencing_token(token)?), claim.lease());
@@ -190,8 +190,9 @@ impl PostgresSpringBackend {
                 Value::Numbers(claims.iter().map(|claim| micros(claim.lease())).collect()),
             ],
         );
+        let shortest = claims.iter().map(Claim::lease).min().unwrap_or_default();
         // Two renewals do what one does.
-        let rows = self.link.rows(Errand::Renew, &statement, Repeat::Harmless).await?;
+        let rows = self.link.rows(Errand::Renew(shortest), &statement, Repeat::Harmless).await?;
         if rows.len() != claims.len() {
             return Err(damaged("a renewal was not answered for each claim"));
         }
@@ -225,6 +226,7 @@ impl LockBackend for PostgresSpringBackend {
     fn capabilities(&self) -> Capabilities {
         let capabilities = Capabilities::new("postgres", GuaranteeClass::C, Reach::Network)
             .with_fencing()
+            .with_peer_poll(PEER_POLL)
             .with_labels()
             .with_inspect();
         if self.ears.is_some() { capabilities.with_wakes() } else { capabilities }
@@ -265,19 +267,29 @@ impl LockBackend for PostgresSpringBackend {
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         let lock_key = lock_key(claim.key());
+        // The caller may be the one to end the transaction that the row waits for.
+        let patience = if claim.is_fenced() {
+            Value::Word(format!("{}ms", FENCED_PATIENCE.as_millis()))
+        } else {
+            self.patience()
+        };
         let statement = Statement::new(
             &self.texts.release,
             [
                 self.region(),
                 bytes(lock_key.as_bytes()),
                 bytes(client_id(claim.id()).as_bytes()),
-                self.patience(),
+                patience,
                 Value::Word(self.channel.name().to_owned()),
                 self.message(&lock_key),
             ],
         );
         // Asked twice, it would say that the claim held nothing. Who repeats it must know that.
-        let rows = self.link.rows(Errand::Release, &statement, Repeat::Never).await?;
+        let rows = self.link.rows(Errand::Release, &statement, Repeat::Never).await;
+        let rows = rows.map_err(|error| {
+            let fenced = claim.is_fenced() && tells_of_locked_row(&error);
+            if fenced { is_fenced(error) } else { error }
+        })?;
         super::purge::by_chance(claim, &self.link, &self.native, self.config.purge_after).await;
         freed(&rows)
     }
@@ -421,6 +433,9 @@ fn freed(rows: &[PgRow]) -> Result<Release, BackendError> {
     }
     Ok(Release::NotHeld)
 }
+
+/// How long the release of a fenced claim waits for the row, which others lock for less than that, to look at it.
+const FENCED_PATIENCE: Duration = Duration::from_millis(100);
 
 /// How many claims one statement renews.
 const CLAIMS_MAX: usize = 1000;

@@ -1,5 +1,6 @@
 //! Tests that need what users cannot reach: the clock, the connections, the purge. The others are in `tests/`.
 
+mod callers;
 mod grants;
 mod plans;
 mod purging;

@@ -76,6 +76,27 @@ async fn a_waiter_sleeps_while_the_lock_is_held_or_only_renewed() {
 }
 
 #[tokio::test]
+async fn wake_ups_are_confirmed_while_somebody_waits_and_the_kernel_tells_of_commits() {
+    let folder = Folder::new();
+    let (a, b) = (folder.process().await, folder.process().await);
+    let (mine, yours) = (claim("k"), claim("k"));
+    grant(&a, &mine).await;
+    let told = busy(&b, &yours).await;
+    assert!(!b.wakes_confirmed(&yours, &told), "nobody listens yet");
+    let mut wait = std::pin::pin!(b.wait(&yours, &told));
+    let confirmed = async {
+        while !b.wakes_confirmed(&yours, &told) {
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    timeout(SOON, async {
+        tokio::select! { () = &mut wait => panic!("it is held"), () = confirmed => {} }
+    })
+    .await
+    .expect("the engine need not poll");
+}
+
+#[tokio::test]
 async fn many_waiters_of_many_keys_are_each_woken_by_their_own() {
     let folder = Folder::new();
     let (a, b) = (folder.process().await, Arc::new(folder.process().await));

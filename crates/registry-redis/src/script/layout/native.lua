@@ -24,7 +24,11 @@ local function first_token(record)
   return string.match(record, '^%x+ (%d+)')
 end
 
--- Makes the grant that of another attempt, so that one that was given up cannot end it.
+-- Makes the grant that of a later attempt, so that one that was given up cannot end it.
 local function restamp(lock, record, attempt)
+  if attempt <= (string.match(record, '^%x+ %d+%.(%x+) ') or '') then
+    -- An earlier one, which was on its way for longer.
+    return
+  end
   redis.call('SET', lock, string.gsub(record, '^(%x+ %d+)%S*', '%1.' .. attempt, 1), 'KEEPTTL')
 end

@@ -1,0 +1,358 @@
+//! Fairness between processes on a store without a queue.
+//!
+//! A release wakes all waiting processes at once, so the process with the shortest round trip would win every time. The releasing
+//! process has no round trip at all, and a process that polls would hardly ever find the key free. The engine therefore limits how
+//! much of a key one process takes. A process *meets* another holder when an attempt of its own finds the key held.
+//!
+//! - Hand-over: a claim of a contended key is handed over within the process for at most [`CONTENDED_SPAN`] after its grant.
+//! - Pause: after the release of such a claim, the process pauses before its next attempt. The pause is a part of the time for which
+//!   it held the claim, or all of that time if the store does not wake waiters.
+//! - Delay: after the pause, the process delays each attempt that follows a wake-up. The delays end when it has met as many other
+//!   holders as it usually meets between two of its own grants. If programs other than this library poll, and the process usually
+//!   meets [`CROWD`] or more holders, the delays last for [`OTHERS_MAX`] holders and are longer, so that those programs find the key free.
+//! - A process that has met no other holder pauses once per [`Limits::stretch`] of holding, so that waiting processes can acquire the key.
+//!
+//! All of this affects only the order of acquisitions, never safety. A store with a queue of its own needs none of it.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use crate::capabilities::{Capabilities, GuaranteeClass, Reach};
+use crate::clock::Moment;
+use crate::key::Key;
+
+/// How long a claim of a contended key may be handed over within a process.
+pub(crate) const CONTENDED_SPAN: Duration = Duration::from_millis(20);
+
+/// The contention for the keys that this registry has released. An entry is valid for [`Limits::pause`] after the release.
+pub(crate) struct Fairness {
+    /// `None` if the store reaches no other process, or queues them.
+    limits: Option<Limits>,
+    released: Mutex<HashMap<Key, Contention>>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Limits {
+    /// The longest pause: within this time, every waiting process notices that the key is free.
+    pause: Duration,
+    /// The holding time of an uncontended key after which the process pauses.
+    stretch: Duration,
+    /// That pause.
+    probe: Duration,
+    /// The store does not wake waiters, so they poll.
+    polled: bool,
+    /// If programs other than this library poll: the minimum of [`Contention::others`] once it has reached [`CROWD`]. Otherwise 0.
+    others_min: u32,
+}
+
+/// The contention for one key between this process and others. Each turn of the process passes it on to the next turn.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Contention {
+    /// The process has met another holder. Reset after pauses in a row without one, see [`Fairness::on_grant`].
+    contended: bool,
+    /// How many other holders the process usually meets between two of its own grants.
+    others: u32,
+    /// The number of other holders that the process has met in this turn.
+    met: u32,
+    /// When this process released the key last.
+    released_at: Option<Moment>,
+    /// The pause that follows that release.
+    pause: Duration,
+    /// The delay of an attempt that follows a wake-up, while `met` is less than `others`.
+    delay: Duration,
+    /// The number of pauses in a row after which the process met no other holder.
+    unmet_pauses: u32,
+    /// How long this process has held the key since its last pause or the last other holder.
+    held: Duration,
+}
+
+impl Fairness {
+    /// `poll` is the interval at which waiters poll if the store does not wake them.
+    pub(crate) fn new(store: &Capabilities, poll: Duration) -> Self {
+        let is_alone =
+            store.fair || store.reach == Reach::Process || store.class == GuaranteeClass::None;
+        let limits = (!is_alone).then(|| Limits::new(store, poll));
+        Self { limits, released: Mutex::default() }
+    }
+
+    /// Returns the contention for `key` at the beginning of a turn.
+    pub(crate) fn contention(&self, key: &Key) -> Contention {
+        let Some(limits) = self.limits else { return Contention::default() };
+        let contention = self.released().get(key).copied().unwrap_or_default();
+        // Within this time, every waiting process could acquire the key.
+        if contention.was_released_within(limits.pause, Moment::about_now()) {
+            contention
+        } else {
+            Contention::default()
+        }
+    }
+
+    /// Updates `contention` when the store has granted the claim of this turn.
+    pub(crate) fn on_grant(&self, contention: &mut Contention) {
+        let Some(limits) = self.limits else { return };
+        if contention.met > 0 {
+            contention.contended = true;
+            contention.unmet_pauses = 0;
+            contention.held = Duration::ZERO;
+            if contention.met >= contention.others {
+                let others = contention.met.min(OTHERS_MAX);
+                // Among a few processes, the pauses alone leave the key free often enough for programs that poll.
+                let least = if others < CROWD { 0 } else { limits.others_min };
+                contention.others = others.max(least);
+            } else if fastrand::u32(..FORGETS_ONE_IN) == 0 {
+                contention.others -= 1;
+            }
+        } else if !contention.pause.is_zero() {
+            contention.held = Duration::ZERO;
+            contention.unmet_pauses += 1;
+            if contention.unmet_pauses > 1 && contention.pause >= limits.pause / 2 {
+                *contention = Contention::default();
+            }
+        }
+        contention.met = 0;
+        contention.pause = Duration::ZERO;
+    }
+
+    /// Records the end of a turn whose claim was granted at `granted_at`.
+    pub(crate) fn on_release(&self, key: &Key, mut contention: Contention, granted_at: Moment) {
+        let Some(limits) = self.limits else { return };
+        let now = Moment::about_now();
+        let held_for = now.since(granted_at);
+        contention.held = contention.held.saturating_add(held_for);
+        contention.pause = limits.pause_of(&contention, held_for);
+        contention.released_at = Some(now);
+        contention.delay = limits.delay_of(held_for);
+        let mut released = self.released();
+        if released.len() >= KEYS_MAX {
+            released.retain(|_, contention| contention.was_released_within(limits.pause, now));
+        }
+        if released.len() < KEYS_MAX || released.contains_key(key) {
+            released.insert(key.clone(), contention);
+        }
+    }
+
+    fn released(&self) -> MutexGuard<'_, HashMap<Key, Contention>> {
+        self.released.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Limits {
+    fn new(store: &Capabilities, poll: Duration) -> Self {
+        // The longest time between two polls.
+        let polled = (poll + poll / 4).clamp(PAUSE, POLLED_PAUSE_MAX);
+        let (pause, probe, share) =
+            if store.wakes { (PAUSE, PAUSE_MIN, 50) } else { (polled, polled, 40) };
+        let others_min = if store.peer_poll.is_some() { OTHERS_MAX } else { 0 };
+        Self { pause, probe, stretch: probe * share, polled: !store.wakes, others_min }
+    }
+
+    /// Returns the delay after a turn of this length. During the delay, programs other than this library that poll find the key free.
+    fn delay_of(&self, held_for: Duration) -> Duration {
+        if self.others_min == 0 { DELAY } else { (held_for / 5).clamp(DELAY, POLLED_DELAY_MAX) }
+    }
+
+    /// Returns the pause after a turn of this length.
+    fn pause_of(&self, contention: &Contention, held_for: Duration) -> Duration {
+        if contention.contended {
+            // If no other process acquired the key during a pause, the pause may have been too short.
+            let longer = 1_u32 << contention.unmet_pauses.min(8);
+            let part = if self.polled { held_for } else { held_for / 4 };
+            let pause = part.max(PAUSE_MIN).saturating_mul(longer);
+            pause.min(self.pause)
+        } else if contention.held >= self.stretch {
+            self.probe
+        } else {
+            Duration::ZERO
+        }
+    }
+}
+
+impl Contention {
+    /// Returns whether other processes want the key.
+    pub(crate) fn is_contended(&self) -> bool {
+        self.contended
+    }
+
+    /// Returns the end of the pause before the first attempt of a turn. `None` if the attempt may be made at once.
+    pub(crate) fn pause_end(&self) -> Option<Moment> {
+        let end = self.released_at?.after(self.pause);
+        (Moment::now() < end).then_some(end)
+    }
+
+    fn was_released_within(&self, span: Duration, now: Moment) -> bool {
+        self.released_at.is_some_and(|released_at| now.since(released_at) < span)
+    }
+
+    /// Skips the pause, because the caller's deadline comes before its end.
+    pub(crate) fn skip_pause(&mut self) {
+        self.pause = Duration::ZERO;
+    }
+
+    /// Records that an attempt has found another holder.
+    pub(crate) fn on_busy(&mut self) {
+        self.met = self.met.saturating_add(1);
+    }
+
+    /// Returns the time to wait between a wake-up and the attempt that follows it.
+    pub(crate) fn delay_after_wake(&self) -> Duration {
+        if self.met < self.others { self.delay } else { Duration::ZERO }
+    }
+}
+
+impl fmt::Debug for Fairness {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Fairness").field("limits", &self.limits).finish_non_exhaustive()
+    }
+}
+
+/// The longest pause if the store wakes waiters: several times the time between a release and the arrival of a waiter's attempt.
+const PAUSE: Duration = Duration::from_millis(10);
+/// The shortest pause after a contended turn.
+const PAUSE_MIN: Duration = Duration::from_millis(2);
+/// The longest pause if waiters poll, whatever their interval.
+const POLLED_PAUSE_MAX: Duration = Duration::from_millis(312);
+/// The delay of an attempt that follows a wake-up.
+const DELAY: Duration = Duration::from_millis(1);
+/// The longest delay if programs other than this library poll.
+const POLLED_DELAY_MAX: Duration = Duration::from_millis(10);
+/// The maximum of [`Contention::others`]. With more processes and no maximum, nearly all of them would always delay their attempts.
+const OTHERS_MAX: u32 = 16;
+/// From this number of other holders on, the delays leave more time for programs that poll.
+const CROWD: u32 = 4;
+/// One in so many turns with fewer other holders than usual lowers [`Contention::others`] by one.
+const FORGETS_ONE_IN: u32 = 8;
+const KEYS_MAX: usize = 4_096;
+
+#[cfg(test)]
+mod tests {
+    use tokio::time::advance;
+
+    use super::*;
+
+    const MS: Duration = Duration::from_millis(1);
+
+    fn store() -> Capabilities {
+        Capabilities::new("test", GuaranteeClass::A, Reach::Network).with_wakes()
+    }
+
+    fn fairness(store: &Capabilities) -> Fairness {
+        Fairness::new(store, 250 * MS)
+    }
+
+    fn key() -> Key {
+        Key::new("orders/42").unwrap()
+    }
+
+    /// Runs one turn that meets `met` other holders and holds the claim for `hold`. Returns the pause before the turn.
+    async fn turn(fairness: &Fairness, met: u32, hold: Duration) -> Duration {
+        let mut contention = fairness.contention(&key());
+        let pause = contention.pause_end().map_or(Duration::ZERO, |end| end.since(Moment::now()));
+        advance(pause).await;
+        (0..met).for_each(|_| contention.on_busy());
+        fairness.on_grant(&mut contention);
+        let granted_at = Moment::now();
+        advance(hold).await;
+        fairness.on_release(&key(), contention, granted_at);
+        pause
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_process_that_has_met_another_pauses_for_a_part_of_its_turn() {
+        let fairness = fairness(&store());
+        assert_eq!(turn(&fairness, 1, 20 * MS).await, Duration::ZERO, "the first turn");
+        assert_eq!(turn(&fairness, 1, 60 * MS).await, 5 * MS);
+        assert_eq!(turn(&fairness, 1, Duration::ZERO).await, PAUSE);
+        assert_eq!(turn(&fairness, 1, Duration::ZERO).await, PAUSE_MIN);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn where_waiters_poll_a_process_pauses_for_as_long_as_it_held_the_claim() {
+        let fairness = fairness(&Capabilities::new("test", GuaranteeClass::A, Reach::Network));
+        turn(&fairness, 1, 50 * MS).await;
+        assert_eq!(turn(&fairness, 1, Duration::from_secs(1)).await, 50 * MS);
+        assert_eq!(turn(&fairness, 1, MS).await, POLLED_PAUSE_MAX);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_process_that_meets_nobody_any_more_stops_pausing() {
+        let fairness = fairness(&store());
+        turn(&fairness, 1, MS).await;
+        let mut pauses = Vec::new();
+        for _ in 0..6 {
+            pauses.push(turn(&fairness, 0, MS).await);
+        }
+        assert_eq!(pauses[..3], [2 * MS, 4 * MS, 8 * MS]);
+        assert_eq!(pauses[3..], [Duration::ZERO; 3]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_pause_that_is_over_before_the_next_turn_counts_too() {
+        let fairness = fairness(&store());
+        turn(&fairness, 1, MS).await;
+        for _ in 0..3 {
+            assert!(fairness.contention(&key()).is_contended());
+            advance(9 * MS).await;
+            assert_eq!(turn(&fairness, 0, MS).await, Duration::ZERO);
+        }
+        assert!(!fairness.contention(&key()).is_contended());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_process_that_has_met_nobody_pauses_once_for_each_100_ms_of_holding() {
+        let fairness = fairness(&store());
+        let mut pauses = Vec::new();
+        for _ in 0..25 {
+            pauses.push(turn(&fairness, 0, 10 * MS).await);
+        }
+        pauses.retain(|pause| !pause.is_zero());
+        assert_eq!(pauses, [PAUSE_MIN, PAUSE_MIN]);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_key_that_was_free_for_a_pause_is_forgotten() {
+        let fairness = fairness(&store());
+        turn(&fairness, 1, 20 * MS).await;
+        advance(PAUSE).await;
+        assert_eq!(turn(&fairness, 0, 20 * MS).await, Duration::ZERO);
+        assert!(!fairness.contention(&key()).is_contended());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_attempt_is_delayed_until_as_many_others_were_met_as_usual() {
+        let fairness = fairness(&store());
+        turn(&fairness, 3, MS).await;
+        let mut contention = fairness.contention(&key());
+        let mut delays = 0;
+        while !contention.delay_after_wake().is_zero() {
+            contention.on_busy();
+            delays += 1;
+        }
+        assert_eq!(delays, 3);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn stores_that_queue_and_stores_of_one_process_know_no_pause() {
+        let in_process = Capabilities::new("test", GuaranteeClass::A, Reach::Process);
+        for store in [store().with_fair(), in_process] {
+            let fairness = fairness(&store);
+            turn(&fairness, 5, Duration::from_secs(5)).await;
+            assert_eq!(turn(&fairness, 5, MS).await, Duration::ZERO);
+            assert!(!fairness.contention(&key()).is_contended());
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_memory_of_released_keys_is_bounded() {
+        let fairness = fairness(&store());
+        let now = Moment::now();
+        for n in 0..2 * KEYS_MAX {
+            fairness.on_release(&Key::new(&n.to_string()).unwrap(), Contention::default(), now);
+        }
+        assert_eq!(fairness.released().len(), KEYS_MAX);
+        advance(PAUSE).await;
+        fairness.on_release(&key(), Contention::default(), now);
+        assert_eq!(fairness.released().len(), 1);
+    }
+}

@@ -1,0 +1,84 @@
+//! A lock that the engine does not acquire itself waits in the same line as those that it does.
+
+use std::future::pending;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::poll;
+use registry_core::{Attempt, Claim, Key, LockBackend, LockRegistry, MemoryBackend, Registry};
+use tokio::time::{Instant, timeout};
+
+const LEASE: Duration = Duration::from_secs(30);
+
+fn store() -> (MemoryBackend, Registry) {
+    let backend = MemoryBackend::new();
+    let registry = Registry::builder(Arc::new(backend.clone())).lease(LEASE).build();
+    (backend, registry.expect("a runtime"))
+}
+
+fn key() -> Key {
+    Key::new("k").expect("a key")
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_holder_hands_its_claim_over_to_no_caller_that_wants_a_turn_alone() {
+    let (backend, registry) = store();
+    let lock = registry.obtain("k");
+    let first = lock.lock().await.unwrap();
+    let claim = Claim::new(key(), LEASE);
+    let key = key();
+    let attempt = async {
+        let attempt = backend.try_acquire(&claim).await.unwrap();
+        assert!(matches!(attempt, Attempt::Granted(_)), "{attempt:?}");
+        backend.release(&claim).await.unwrap();
+    };
+    let mut turn = pin!(registry.in_local_turn(&key, Duration::MAX, attempt));
+    assert!(poll!(turn.as_mut()).is_pending(), "another caller is in front");
+    let mut behind = pin!(lock.lock());
+    assert!(poll!(behind.as_mut()).is_pending(), "two guards of one key");
+    first.unlock().await.unwrap();
+    assert!(poll!(behind.as_mut()).is_pending(), "it passed the caller in front of it");
+    turn.await;
+    behind.await.unwrap().unlock().await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_turn_that_does_not_come_in_time_or_at_all_is_done_without() {
+    let (_backend, registry) = store();
+    let guard = registry.obtain("k").lock().await.unwrap();
+    let began = Instant::now();
+    assert_eq!(registry.in_local_turn(&key(), Duration::from_millis(500), async { 7 }).await, 7);
+    assert_eq!(began.elapsed(), Duration::from_millis(500));
+    // The caller in front may wait for something that this one has locked.
+    let began = Instant::now();
+    assert_eq!(registry.in_local_turn(&key(), Duration::MAX, async { 7 }).await, 7);
+    assert_eq!(began.elapsed(), Duration::from_secs(1));
+    guard.unlock().await.unwrap();
+    registry.close(Duration::ZERO).await;
+    assert_eq!(registry.in_local_turn(&key(), Duration::MAX, async { 7 }).await, 7);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_turn_is_over_after_a_lease_polled_or_not() {
+    for is_polled in [true, false] {
+        let (_backend, registry) = store();
+        let key = key();
+        let mut turn = pin!(registry.in_local_turn(&key, Duration::MAX, pending::<()>()));
+        assert!(poll!(turn.as_mut()).is_pending());
+        let lock = registry.obtain("k");
+        let behind = timeout(LEASE * 2, lock.lock());
+        let guard = if is_polled {
+            tokio::select! {
+                guard = behind => guard,
+                () = turn.as_mut() => panic!("the attempts have no end"),
+            }
+        } else {
+            behind.await
+        };
+        let guard = guard.expect("the turn goes to the next caller").unwrap();
+        // The one who lost it waits for another, and holds up nobody until then.
+        assert!(poll!(turn.as_mut()).is_pending());
+        guard.unlock().await.unwrap();
+    }
+}

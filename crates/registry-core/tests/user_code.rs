@@ -1,0 +1,223 @@
+//! Code of users that runs inside the engine: observers, wakers, destructors. Whatever it does, it harms no lock.
+
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::future::Future;
+use std::panic::panic_any;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{channel, sync_channel};
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll, Wake, Waker};
+use std::time::Duration;
+
+use registry_core::{
+    Attempt, Claim, Key, LockBackend, LockError, LockEvent, LockGuard, LockOptions,
+    LockRegistry as _, LostReason, MemoryBackend, Observer, Owner, Registry,
+};
+use tokio::task::unconstrained;
+use tokio::time::sleep;
+
+type Locking = Pin<Box<dyn Future<Output = Result<Option<LockGuard>, LockError>> + Send>>;
+
+fn locking(registry: &Registry, options: LockOptions) -> Locking {
+    let lock = registry.obtain("k");
+    // Whoever polls by hand has no budget after some hundred polls, and would get no further.
+    Box::pin(unconstrained(async move { lock.lock_with(options).await }))
+}
+
+fn poll<F: Future + Unpin>(future: &mut F, waker: &Waker) -> Poll<F::Output> {
+    Pin::new(future).poll(&mut Context::from_waker(waker))
+}
+
+/// A panic's payload that panics again.
+struct PanicsOnDrop;
+
+impl Drop for PanicsOnDrop {
+    fn drop(&mut self) {
+        panic_any(Self);
+    }
+}
+
+struct PanicsOnWake;
+
+impl Wake for PanicsOnWake {
+    fn wake(self: Arc<Self>) {
+        panic_any(PanicsOnDrop);
+    }
+}
+
+fn panics_on_wake() -> Waker {
+    Waker::from(Arc::new(PanicsOnWake))
+}
+
+#[derive(Debug)]
+struct PanicsOnEvents;
+
+impl Observer for PanicsOnEvents {
+    fn on(&self, _: &LockEvent<'_>) {
+        panic_any(PanicsOnDrop);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_observer_whose_panic_panics_again_does_not_end_renewal() {
+    let backend = Arc::new(MemoryBackend::new());
+    let registry = Registry::builder(backend).observer(Arc::new(PanicsOnEvents)).build().unwrap();
+    let guard = registry.obtain("k").lock().await.unwrap();
+    sleep(Duration::from_secs(600)).await;
+    assert!(guard.is_held());
+    guard.unlock().await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_waker_that_panics_at_a_loss_does_not_end_renewal() {
+    let store = MemoryBackend::new();
+    let registry = Registry::builder(Arc::new(store.clone())).build().unwrap();
+    let broken = registry.obtain("k").lock().await.unwrap();
+    let kept = registry.obtain("kept").lock().await.unwrap();
+    let mut first = Box::pin(broken.lost());
+    assert!(poll(&mut first, &panics_on_wake()).is_pending());
+    let second = broken.lost();
+    store.force_release(&Key::new("k").unwrap()).await.unwrap();
+    assert_eq!(second.await, LostReason::Gone);
+    sleep(Duration::from_secs(600)).await;
+    assert!(kept.is_held());
+    kept.unlock().await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_waker_that_panics_in_a_hand_over_sends_nobody_else_away() {
+    let registry = Registry::in_memory().unwrap();
+    let owner = Owner::new();
+    let own = || LockOptions::new().owner(&owner);
+    let held = registry.obtain("k").lock().await.unwrap();
+    let mut first = locking(&registry, own());
+    let mut second = locking(&registry, own());
+    assert!(poll(&mut first, &panics_on_wake()).is_pending());
+    assert!(poll(&mut second, Waker::noop()).is_pending());
+    held.unlock().await.unwrap();
+    let first = first.await.unwrap().unwrap();
+    let second = second.await.unwrap().unwrap();
+    assert_eq!(first.fencing_token(), second.fencing_token());
+}
+
+/// Polls its task before `wake` returns.
+struct PollsInPlace {
+    task: Mutex<Option<Locking>>,
+    done: std::sync::mpsc::Sender<Option<LockGuard>>,
+}
+
+impl Wake for PollsInPlace {
+    fn wake(self: Arc<Self>) {
+        // Not while it is being polled.
+        let Some(mut task) = self.task.lock().unwrap().take() else { return };
+        let waker = Waker::from(Arc::clone(&self));
+        match poll(&mut task, &waker) {
+            Poll::Ready(guard) => self.done.send(guard.unwrap()).unwrap(),
+            Poll::Pending => *self.task.lock().unwrap() = Some(task),
+        }
+    }
+}
+
+#[test]
+fn a_waker_that_polls_in_place_does_not_block_the_in_process_store() {
+    let (ended, end) = channel();
+    std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        let granted = runtime.block_on(async {
+            let store = MemoryBackend::new();
+            let registry = Registry::builder(Arc::new(store.clone())).build().unwrap();
+            let claim = |lease| Claim::new(Key::new("k").unwrap(), lease);
+            let short = claim(Duration::from_secs(2));
+            assert!(matches!(store.try_acquire(&short).await, Ok(Attempt::Granted(_))));
+            let (done, _granted) = channel();
+            let task = PollsInPlace {
+                task: Mutex::new(Some(locking(&registry, LockOptions::new()))),
+                done,
+            };
+            Waker::from(Arc::new(task)).wake();
+            // The engine's timers are not driven here: what wakes is the end of the record.
+            std::thread::sleep(Duration::from_millis(2_100));
+            let next = claim(Duration::from_secs(600));
+            matches!(store.try_acquire(&next).await, Ok(Attempt::Granted(_)))
+        });
+        ended.send(granted).unwrap();
+    });
+    assert!(end.recv_timeout(Duration::from_secs(30)).expect("the store is not blocked"));
+}
+
+/// Drops its task when it is to wake it.
+struct DropsItsTask(Mutex<Option<Locking>>, Arc<AtomicUsize>);
+
+impl Wake for DropsItsTask {
+    fn wake(self: Arc<Self>) {
+        let task = self.0.lock().unwrap().take();
+        if task.is_some() {
+            self.1.fetch_add(1, Ordering::Relaxed);
+        }
+        drop(task);
+    }
+}
+
+#[test]
+fn a_long_queue_whose_wakers_drop_their_tasks_needs_no_deep_stack() {
+    const WAITERS: usize = 20_000;
+    let (ended, end) = sync_channel(1);
+    let waits = std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
+        runtime.block_on(async {
+            let backend = Arc::new(MemoryBackend::new());
+            let registry = Registry::builder(backend).handoff(0).build().unwrap();
+            let held = registry.obtain("k").lock().await.unwrap();
+            let dropped = Arc::new(AtomicUsize::new(0));
+            for _ in 0..WAITERS {
+                let task = Arc::new(DropsItsTask(Mutex::default(), Arc::clone(&dropped)));
+                let waker = Waker::from(Arc::clone(&task));
+                let mut waiting = locking(&registry, LockOptions::new());
+                assert!(poll(&mut waiting, &waker).is_pending());
+                *task.0.lock().unwrap() = Some(waiting);
+            }
+            held.unlock().await.unwrap();
+            let next = registry.obtain("k").lock().await.unwrap();
+            next.unlock().await.unwrap();
+            ended.send(dropped.load(Ordering::Relaxed)).unwrap();
+        });
+    });
+    waits.join().unwrap();
+    assert_eq!(end.recv().unwrap(), WAITERS);
+}
+
+#[tokio::test]
+async fn locking_and_unlocking_lets_other_tasks_run() {
+    let registry = Registry::in_memory().unwrap();
+    let ticks = Arc::new(AtomicUsize::new(0));
+    let others = {
+        let ticks = Arc::clone(&ticks);
+        async move {
+            loop {
+                ticks.fetch_add(1, Ordering::Relaxed);
+                tokio::task::yield_now().await;
+            }
+        }
+    };
+    let mut tasks = tokio::task::JoinSet::new();
+    tasks.spawn(others);
+    let lock = registry.obtain("k");
+    for _ in 0..10_000 {
+        let guard = lock.lock().await.unwrap();
+        unconstrained(guard.unlock()).await.unwrap();
+    }
+    assert!(ticks.load(Ordering::Relaxed) >= 10, "{ticks:?} times while 10,000 locks were had");
+
+    let before = ticks.load(Ordering::Relaxed);
+    let mut guards = Vec::new();
+    for n in 0..10_000 {
+        guards.push(unconstrained(registry.obtain(&n.to_string()).lock()).await);
+    }
+    for guard in guards {
+        guard.unwrap().unlock().await.unwrap();
+    }
+    let ticks = ticks.load(Ordering::Relaxed) - before;
+    assert!(ticks >= 10, "{ticks} times while 10,000 locks were unlocked");
+}

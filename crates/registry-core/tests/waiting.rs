@@ -1,0 +1,242 @@
+//! When a process asks the store, on paused time: waiters seldom where wake-ups are confirmed, and never without a bound; after a turn that
+//! others waited for, not at once.
+
+#![expect(
+    clippy::unwrap_used,
+    clippy::disallowed_methods,
+    reason = "a test may panic, and keeps its tasks itself"
+)]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use async_trait::async_trait;
+use registry_core::{
+    Attempt, BackendError, Busy, Capabilities, Claim, FencingToken, Holder, LockBackend,
+    LockOptions, LockRegistry as _, MemoryBackend, Reach, Registry, Release, Renewal,
+};
+use tokio::time::Instant;
+
+fn secs(secs: u64) -> Duration {
+    Duration::from_secs(secs)
+}
+
+/// The in-process store with countable attempts and wake-ups of choice.
+#[derive(Debug, Default)]
+struct Store {
+    inner: MemoryBackend,
+    attempts: AtomicU64,
+    /// Wake-ups do not arrive.
+    loses_wakes: bool,
+    /// It wakes at once and again and again, each time with the token of another holder.
+    wakes_always: bool,
+    confirms: AtomicBool,
+    /// Other processes reach it.
+    is_shared: bool,
+}
+
+impl Store {
+    fn new(confirms: bool) -> Self {
+        Self { confirms: confirms.into(), ..Self::default() }
+    }
+
+    fn attempts(&self) -> u64 {
+        self.attempts.load(Ordering::Relaxed)
+    }
+}
+
+#[async_trait]
+impl LockBackend for Store {
+    fn capabilities(&self) -> Capabilities {
+        let mut capabilities = self.inner.capabilities();
+        if self.is_shared {
+            capabilities.reach = Reach::Network;
+        }
+        capabilities
+    }
+
+    async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+        let attempt = self.attempts.fetch_add(1, Ordering::Relaxed);
+        assert!(attempt < 100_000, "the waiter spins");
+        match self.inner.try_acquire(claim).await? {
+            Attempt::Busy(busy) if self.wakes_always => {
+                let holder = Holder::new(claim.key().clone());
+                Ok(Attempt::Busy(busy.with_holder(holder.with_token(FencingToken::new(attempt)))))
+            }
+            answer => Ok(answer),
+        }
+    }
+
+    async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
+        self.inner.renew(claims).await
+    }
+
+    async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+        self.inner.release(claim).await
+    }
+
+    async fn wait(&self, claim: &Claim, busy: &Busy) {
+        if self.loses_wakes {
+            std::future::pending::<()>().await;
+        }
+        if !self.wakes_always {
+            self.inner.wait(claim, busy).await;
+        }
+    }
+
+    fn wakes_confirmed(&self, _claim: &Claim, _busy: &Busy) -> bool {
+        self.confirms.load(Ordering::Relaxed)
+    }
+}
+
+/// A registry that holds `k`, one that waits for it, and the store that counts the waiter's attempts.
+async fn a_waiter(
+    store: Store,
+) -> (registry_core::LockGuard, tokio::task::JoinHandle<registry_core::LockGuard>, Arc<Store>) {
+    let holder = Registry::builder(Arc::new(store.inner.clone())).build().unwrap();
+    let guard = holder.obtain("k").lock().await.unwrap();
+    let store = Arc::new(store);
+    let waiter = Registry::builder(Arc::clone(&store) as _).build().unwrap();
+    let lock = waiter.obtain("k");
+    let waiting = tokio::spawn(async move { lock.lock().await.unwrap() });
+    tokio::task::yield_now().await;
+    (guard, waiting, store)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_waiter_whose_wake_ups_are_confirmed_asks_the_store_seldom() {
+    let (guard, waiting, store) = a_waiter(Store::new(true)).await;
+    tokio::time::sleep(secs(600)).await;
+    let attempts = store.attempts();
+    assert!(attempts <= 45, "{attempts} attempts in ten minutes");
+    let freed_at = Instant::now();
+    guard.unlock().await.unwrap();
+    drop(waiting.await.unwrap());
+    assert_eq!(freed_at.elapsed(), Duration::ZERO, "a wake-up is still heeded at once");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_wake_up_that_is_lost_though_confirmed_at_most_doubles_the_wait() {
+    for held_for in [Duration::from_millis(100), secs(2), secs(7)] {
+        let store = Store { loses_wakes: true, ..Store::new(true) };
+        let (guard, waiting, _store) = a_waiter(store).await;
+        tokio::time::sleep(held_for).await;
+        let freed_at = Instant::now();
+        guard.unlock().await.unwrap();
+        drop(waiting.await.unwrap());
+        let late = freed_at.elapsed();
+        let bound = held_for.mul_f64(1.25) + Duration::from_millis(400);
+        assert!(late <= bound, "{late:?} late after a wait of {held_for:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_waiter_whose_wake_ups_stop_being_confirmed_polls_again_at_once() {
+    let store = Store { loses_wakes: true, ..Store::new(true) };
+    let (guard, waiting, store) = a_waiter(store).await;
+    tokio::time::sleep(secs(60)).await;
+    store.confirms.store(false, Ordering::Relaxed);
+    let freed_at = Instant::now();
+    guard.unlock().await.unwrap();
+    drop(waiting.await.unwrap());
+    assert!(freed_at.elapsed() <= Duration::from_millis(320), "{:?} late", freed_at.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_dead_holders_lock_is_had_at_the_end_of_its_lease_though_wake_ups_are_confirmed() {
+    let store = Store::new(true);
+    let dead = Claim::new(registry_core::Key::new("k").unwrap(), secs(30));
+    store.inner.try_acquire(&dead).await.unwrap();
+    let waiter = Registry::builder(Arc::new(store)).build().unwrap();
+    let began = Instant::now();
+    drop(waiter.obtain("k").lock().await.unwrap());
+    let waited = began.elapsed();
+    assert!(waited >= secs(30) && waited < Duration::from_millis(30_500), "{waited:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_wakes_without_end_cannot_make_a_waiter_spin() {
+    let store = Store { wakes_always: true, ..Store::new(false) };
+    let (guard, waiting, store) = a_waiter(store).await;
+    tokio::time::sleep(Duration::from_millis(1_500)).await;
+    let attempts = store.attempts();
+    assert!(attempts <= 2_000, "{attempts} attempts in 1.5 s");
+    guard.unlock().await.unwrap();
+    drop(waiting.await.unwrap());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_deadline_is_kept_though_wake_ups_are_confirmed() {
+    let store = Store::new(true);
+    let holder = Registry::builder(Arc::new(store.inner.clone())).build().unwrap();
+    let _guard = holder.obtain("k").lock().await.unwrap();
+    let waiter = Registry::builder(Arc::new(store)).build().unwrap();
+    let began = Instant::now();
+    let wait = LockOptions::new().wait(Duration::from_millis(3_333));
+    assert!(waiter.obtain("k").lock_with(wait).await.unwrap().is_none());
+    assert_eq!(began.elapsed(), Duration::from_millis(3_333));
+}
+
+/// A registry whose lock `k` was met by another process, which has it no more, and the store.
+async fn a_registry_that_has_met_another() -> (Registry, Arc<Store>) {
+    let store = Arc::new(Store { is_shared: true, ..Store::new(true) });
+    let theirs = Registry::builder(Arc::new(store.inner.clone())).build().unwrap();
+    let ours = Registry::builder(Arc::clone(&store) as _).build().unwrap();
+    let guard = theirs.obtain("k").lock().await.unwrap();
+    let lock = ours.obtain("k");
+    let waiting = tokio::spawn(async move { lock.lock().await.unwrap() });
+    tokio::task::yield_now().await;
+    guard.unlock().await.unwrap();
+    waiting.await.unwrap().unlock().await.unwrap();
+    (ours, store)
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_process_that_has_met_another_pauses_after_its_turn_but_not_for_try_lock() {
+    let (ours, _store) = a_registry_that_has_met_another().await;
+    let lock = ours.obtain("k");
+    let began = Instant::now();
+    let guard = lock.lock().await.unwrap();
+    assert_eq!(began.elapsed(), Duration::from_millis(2));
+    tokio::time::sleep(Duration::from_millis(40)).await;
+    guard.unlock().await.unwrap();
+
+    let began = Instant::now();
+    let guard = lock.try_lock().await.unwrap().unwrap();
+    assert_eq!(began.elapsed(), Duration::ZERO);
+    guard.unlock().await.unwrap();
+    let guard = lock.try_lock_for(Duration::from_millis(1)).await.unwrap().unwrap();
+    assert_eq!(began.elapsed(), Duration::ZERO);
+    guard.unlock().await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_claim_that_other_processes_want_is_handed_over_for_twenty_milliseconds() {
+    let (ours, store) = a_registry_that_has_met_another().await;
+    let before = store.attempts();
+    let callers = (0..4).map(|_| {
+        let lock = ours.obtain("k");
+        tokio::spawn(async move {
+            let guard = lock.lock().await.unwrap();
+            tokio::time::sleep(Duration::from_millis(11)).await;
+            guard.unlock().await.unwrap();
+        })
+    });
+    for caller in callers.collect::<Vec<_>>() {
+        caller.await.unwrap();
+    }
+    assert_eq!(store.attempts() - before, 2, "two callers share a claim");
+}
+
+#[tokio::test(start_paused = true)]
+async fn closing_does_not_wait_for_a_pause() {
+    let (ours, _store) = a_registry_that_has_met_another().await;
+    let lock = ours.obtain("k");
+    let pausing = tokio::spawn(async move { lock.lock().await });
+    tokio::task::yield_now().await;
+    let began = Instant::now();
+    assert!(ours.close(secs(10)).await.is_clean());
+    assert!(began.elapsed() < Duration::from_millis(2), "{:?}", began.elapsed());
+    assert!(pausing.await.unwrap().is_err());
+}

@@ -1,0 +1,73 @@
+//! The thread of a backend, which drives a runtime of its own.
+//!
+//! A caller's runtime may end, may not be driven, or may have no I/O. Work that must go on regardless runs here: the calls of
+//! `serial_executor` that their callers do not poll, the pauses of `link`, and the watch of `wake`.
+
+use std::convert::Infallible;
+use std::future::Future;
+use std::time::Duration;
+
+use registry_core::{BackendError, BackendErrorKind};
+use tokio::runtime::{Builder, Handle, Runtime};
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+
+/// A handle of the thread. The thread ends when all handles are dropped and all its tasks have ended.
+#[derive(Debug, Clone)]
+pub(super) struct Worker {
+    runtime: Handle,
+    /// Never sent to; the thread ends when the last sender is dropped.
+    users: mpsc::Sender<Infallible>,
+}
+
+impl Worker {
+    /// Starts the thread.
+    ///
+    /// # Errors
+    /// `Misconfigured` if the process may have no more threads or open files.
+    pub(super) fn start() -> Result<Self, BackendError> {
+        let failed = |error: std::io::Error| {
+            BackendError::new(
+                BackendErrorKind::Misconfigured,
+                format!(
+                    "starting the thread of a sqlite store failed: {error}; raise the process's limits of threads \
+                     and open files"
+                ),
+            )
+            .with_source(error)
+            .as_refused()
+        };
+        let runtime = Builder::new_current_thread().enable_all().build().map_err(failed)?;
+        let handle = runtime.handle().clone();
+        let (users, mut last_user) = mpsc::channel(1);
+        // The runtime is sent to the thread when the thread exists: a runtime that is dropped by a failed spawn, within another runtime, panics.
+        let (give, take) = std::sync::mpsc::sync_channel::<Runtime>(1);
+        let started = std::thread::Builder::new().name("lock-sqlite".to_owned()).spawn(move || {
+            if let Ok(runtime) = take.recv() {
+                runtime.block_on(last_user.recv());
+            }
+        });
+        if let Err(error) = started {
+            runtime.shutdown_background();
+            return Err(failed(error));
+        }
+        // The thread waits for it.
+        let _ = give.send(runtime);
+        Ok(Self { runtime: handle, users })
+    }
+
+    /// Runs `task` on the thread.
+    pub(super) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) -> JoinHandle<()> {
+        let user = self.users.clone();
+        self.runtime.spawn(async move {
+            task.await;
+            drop(user);
+        })
+    }
+
+    /// Waits for `pause` on the clock of the thread's runtime, whichever runtime polls the future.
+    pub(super) fn sleep(&self, pause: Duration) -> tokio::time::Sleep {
+        let _entered = self.runtime.enter();
+        tokio::time::sleep(pause)
+    }
+}

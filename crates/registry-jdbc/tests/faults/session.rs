@@ -1,0 +1,113 @@
+//! All locks of a session share one connection. What some callers wait for must not cost the others their locks.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use registry_core::{LockBackend, LockOptions, LockRegistry, Registry};
+use registry_jdbc::{MySqlConfig, MySqlSessionBackend, PostgresConfig, PostgresSessionBackend};
+use registry_testkit::within;
+use tokio::sync::oneshot;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep};
+
+use crate::data::Data;
+use crate::server::{Kind, LONG, Mode, Server, registry_in};
+
+const LEASE: Duration = Duration::from_secs(5);
+/// More than a session has time for, if it waited for the row of each.
+const FENCED: usize = 24;
+/// How long a lock that nobody else wants may take, on a machine with other work. Without a bound it takes tens of seconds.
+const PROMPT: Duration = Duration::from_secs(5);
+
+/// With the time-outs that a user has who sets none.
+async fn registry(server: &Server) -> Registry {
+    let url = server.url();
+    let backend: Arc<dyn LockBackend> = match server {
+        Server::Postgres(_) => {
+            let config = PostgresConfig::from_url(&url).unwrap();
+            Arc::new(PostgresSessionBackend::open(config).await.unwrap())
+        }
+        Server::MariaDb(_) => {
+            let config = MySqlConfig::from_url(&url).unwrap();
+            Arc::new(MySqlSessionBackend::open(config).await.unwrap())
+        }
+    };
+    Registry::builder(backend).lease(LEASE).build().unwrap()
+}
+
+async fn fenced_keys_that_others_want_cost_a_session_no_other_lock(kind: Kind) {
+    let server = Arc::new(kind.start().await);
+    let (ours, theirs) = (registry(&server).await, registry(&server).await);
+    let (mut ends, mut transactions) = (Vec::new(), JoinSet::new());
+    for number in 0..FENCED {
+        let guard = theirs.obtain(&format!("fenced/{number}")).lock().await.unwrap();
+        let (fenced, is_fenced) = oneshot::channel();
+        let (end, ended) = oneshot::channel::<()>();
+        let server = Arc::clone(&server);
+        transactions.spawn(async move {
+            let mut data = Data::connect(&server).await;
+            let mut transaction = data.begin().await;
+            transaction.fence(&guard).await.unwrap();
+            guard.unlock().await.unwrap();
+            fenced.send(()).unwrap();
+            let _ = ended.await;
+            transaction.commit().await;
+        });
+        is_fenced.await.unwrap();
+        ends.push(end);
+    }
+    let bystander = ours.obtain("bystander").lock().await.unwrap();
+    let mut waiting = JoinSet::new();
+    for number in 0..FENCED {
+        let lock = ours.obtain(&format!("fenced/{number}"));
+        waiting.spawn(async move {
+            let options = LockOptions::new().wait(LONG);
+            let guard = lock.lock_with(options).await.unwrap().unwrap();
+            // On a busy machine the answer may come too late; then the release is repeated in the background.
+            let _ = guard.unlock().await;
+        });
+    }
+    // For three leases, others lock what they like.
+    let (until, mut longest) = (Instant::now() + LEASE * 3, Duration::ZERO);
+    while Instant::now() < until {
+        let began = Instant::now();
+        let guard = within(LONG, ours.obtain("unrelated").lock()).await.unwrap();
+        let _ = guard.unlock().await;
+        longest = longest.max(began.elapsed());
+        assert!(bystander.is_held(), "lost while others waited for fenced keys");
+        sleep(Duration::from_millis(20)).await;
+    }
+    println!("{kind:?}: a pair took {longest:?} at most");
+    assert!(longest < PROMPT, "{longest:?}");
+    drop(ends);
+    within(LONG, transactions.join_all()).await;
+    within(LONG, waiting.join_all()).await;
+    assert!(bystander.is_held());
+    let _ = bystander.unlock().await;
+}
+
+async fn a_waiter_does_not_wake_itself_while_a_lease_holds_the_key(kind: Kind) {
+    const TIME: Duration = Duration::from_secs(5);
+    // Four polls a second, and on MariaDB some twenty looks between two of them.
+    const WORK_MAX: u64 = 1_000;
+    let server = kind.start().await;
+    let leases = registry_in(&server.url(), LONG, Mode::Lease).await;
+    let sessions = registry_in(&server.url(), LEASE, Mode::Session).await;
+    let held = leases.obtain("orders/42").lock().await.unwrap();
+    let lock = sessions.obtain("orders/42");
+    let waiter = tokio::spawn(async move { lock.lock().await.unwrap() });
+    // The waiter has begun to listen by then.
+    sleep(TIME / 5).await;
+    let before = server.work_done().await;
+    sleep(TIME).await;
+    let done = server.work_done().await - before;
+    println!("{kind:?}: {done} in {TIME:?}");
+    assert!(done < WORK_MAX, "{done} in {TIME:?}");
+    held.unlock().await.unwrap();
+    within(LONG, waiter).await.unwrap().unlock().await.unwrap();
+}
+
+on_both_servers! {
+    fenced_keys_that_others_want_cost_a_session_no_other_lock,
+    a_waiter_does_not_wake_itself_while_a_lease_holds_the_key,
+}

@@ -1,0 +1,100 @@
+//! What waiting costs the server, and which of the waiting callers are granted the lock.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use registry_core::{LockRegistry, Registry};
+use registry_testkit::within;
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep};
+
+use crate::data::Data;
+use crate::server::{Kind, LONG, backend};
+
+const KEY: &str = "coupon/7";
+
+/// A transaction waits in one line with the guards of its registry, although their hand-overs pass the store by.
+async fn a_transaction_gets_its_share_next_to_busy_guards(kind: Kind) {
+    const GUARDS: u32 = 8;
+    const WORK: Duration = Duration::from_millis(2);
+    const TIME: Duration = Duration::from_secs(5);
+    let server = kind.start().await;
+    let registry = Registry::builder(backend(&server.url()).await).build().unwrap();
+    let until = Instant::now() + TIME;
+    let by_guards = Arc::new(AtomicU32::new(0));
+    let mut tasks = JoinSet::new();
+    for _ in 0..GUARDS {
+        let (lock, done) = (registry.obtain(KEY), Arc::clone(&by_guards));
+        tasks.spawn(async move {
+            while Instant::now() < until {
+                let guard = lock.lock().await.unwrap();
+                sleep(WORK).await;
+                guard.unlock().await.unwrap();
+                done.fetch_add(1, Ordering::Relaxed);
+            }
+        });
+    }
+    let mut data = Data::connect(&server).await;
+    let (mut by_transactions, mut conflicts) = (0, 0);
+    while Instant::now() < until {
+        let mut transaction = data.begin().await;
+        match within(LONG, transaction.lock_in(&registry, KEY)).await {
+            Ok(_) => {
+                sleep(WORK).await;
+                transaction.commit().await;
+                by_transactions += 1;
+            }
+            Err(error) => {
+                assert!(error.is_retryable(), "{error:?}");
+                transaction.rollback().await;
+                conflicts += 1;
+            }
+        }
+    }
+    within(LONG, tasks.join_all()).await;
+    let by_guards = by_guards.load(Ordering::Relaxed);
+    println!("{kind:?}: {by_transactions} transactions, {conflicts} conflicts, {by_guards} guards");
+    let share = by_guards / GUARDS;
+    assert!(by_transactions >= share / 4, "{by_transactions} of a transaction, {share} of a guard");
+}
+
+/// Waiters whose wake-ups are confirmed ask at the end of the holder's lease, and else as seldom as they have waited long. MariaDB wakes none, so one
+/// task of theirs looks at all keys together.
+async fn idle_waiters_send_few_requests(kind: Kind) {
+    const KEYS: u64 = 200;
+    const LEASE: Duration = Duration::from_secs(300);
+    const SETTLED: Duration = Duration::from_secs(30);
+    const TIME: Duration = Duration::from_secs(30);
+    let per_second = match kind {
+        Kind::Postgres => 10,
+        Kind::MariaDb => 100,
+    };
+    let server = kind.start().await;
+    let open = async || Registry::builder(backend(&server.url()).await).lease(LEASE);
+    let (holder, waiting) = (open().await.build().unwrap(), open().await.build().unwrap());
+    let mut guards = Vec::new();
+    let mut waiters = JoinSet::new();
+    for n in 0..KEYS {
+        guards.push(holder.obtain(&format!("k{n}")).lock().await.unwrap());
+        let lock = waiting.obtain(&format!("k{n}"));
+        waiters.spawn(async move { lock.lock().await.unwrap().unlock().await.unwrap() });
+    }
+    // What is measured is time: how much is asked for in so long.
+    sleep(SETTLED).await;
+    let before = server.work_done().await;
+    sleep(TIME).await;
+    let asked = server.work_done().await - before;
+    println!("{kind:?}: {asked} of {KEYS} waiters in {TIME:?}");
+    assert!(before > KEYS, "nothing was counted");
+    assert!(asked < per_second * TIME.as_secs(), "{asked} of {KEYS} waiters in {TIME:?}");
+    drop(guards);
+    while let Some(served) = within(LONG, waiters.join_next()).await {
+        served.unwrap();
+    }
+}
+
+on_both_servers! {
+    a_transaction_gets_its_share_next_to_busy_guards,
+    idle_waiters_send_few_requests,
+}

@@ -1,0 +1,154 @@
+//! The client of one session: opened, stopped, and followed by another one for the same session. Called by `session`, which decides when.
+//!
+//! After a lost connection the client library doubles its pause between attempts without a limit: it reconnects to a server that was away
+//! for 7 s up to 7 s later. A client that has no connection for long is therefore stopped, and its session is attached to a new one.
+
+use std::future::{Future, poll_fn};
+use std::ops::Deref;
+use std::pin::pin;
+use std::sync::Mutex;
+
+use registry_core::{BackendError, Moment};
+use spawns_core::{Spawn, Task};
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+use tokio::time::{Duration, timeout};
+use zookeeper_client::{CheckWriteError, Client, Error, SessionInfo, SessionState};
+
+use crate::config::ZkConfig;
+use crate::error::explain;
+use crate::session::lock;
+
+/// A client of the library that can be stopped.
+pub(crate) struct Connection {
+    client: Client,
+    tasks: Tasks,
+    is_stopped: watch::Sender<bool>,
+}
+
+/// The tasks that the library spawns for one client.
+#[derive(Default)]
+struct Tasks(Mutex<Vec<JoinHandle<()>>>);
+
+impl Spawn for Tasks {
+    fn spawn(&self, task: Task) {
+        lock(&self.0).push(tokio::spawn(Box::into_pin(task.future)));
+    }
+}
+
+impl Connection {
+    /// Begins a session, or attaches to one. Each server is asked once.
+    pub(crate) async fn open(
+        config: &ZkConfig,
+        session_timeout: Duration,
+        session: Option<SessionInfo>,
+    ) -> Result<Self, Error> {
+        let connector = config.connector(session_timeout).with_fail_eagerly();
+        let connector = match session {
+            Some(session) => connector.with_session(session),
+            None => connector,
+        };
+        let servers = config.servers();
+        let connecting = async {
+            #[cfg(feature = "tls")]
+            if config.is_encrypted() {
+                return connector.secure_connect(&servers).await;
+            }
+            connector.connect(&servers).await
+        };
+        let tasks = Tasks::default();
+        let mut connecting = pin!(connecting);
+        let client = poll_fn(|context| {
+            // What is spawned at this poll goes to `tasks`.
+            let _scope = spawns_core::enter(&tasks);
+            connecting.as_mut().poll(context)
+        });
+        let client = client.await?;
+        Ok(Self { client, tasks, is_stopped: watch::Sender::new(false) })
+    }
+
+    /// Attaches to a session that another client had, which must have been [stopped](Self::stop). Returns when its servers are known to
+    /// have the session, and when that was asked.
+    pub(crate) async fn attach(
+        config: &ZkConfig,
+        session_timeout: Duration,
+        session: SessionInfo,
+    ) -> Result<(Self, Moment), Error> {
+        let id = session.id();
+        let connection = Self::open(config, session_timeout, Some(session)).await?;
+        let sent_at = Moment::now();
+        // The new client does not tell the server how much its predecessor has seen. A server that lags behind has caught up when it
+        // answers a write.
+        let path = config.chroot.as_deref().unwrap_or("/");
+        let written = timeout(config.request_timeout, connection.write_check(path)).await;
+        let outcome = match written {
+            Ok(Ok(_)) if connection.session_id() == id => return Ok((connection, sent_at)),
+            // A session of its own, which a server begins that has forgotten ours.
+            Ok(Ok(_)) => Error::SessionExpired,
+            Ok(Err(error)) => error,
+            Err(_) => Error::ConnectionLoss,
+        };
+        // Without that, dropping the client would end the session.
+        connection.stop().await;
+        Err(outcome)
+    }
+
+    /// Ends the client without a word to the servers. The session lives on until its time-out.
+    pub(crate) async fn stop(&self) {
+        // First, so that watches and requests end by it: the library's would panic, or report a bug.
+        self.is_stopped.send_replace(true);
+        let tasks = std::mem::take(&mut *lock(&self.tasks.0));
+        for task in tasks {
+            task.abort();
+            // It ends by being aborted.
+            drop(task.await);
+        }
+    }
+
+    /// Waits until the client has been stopped. Does not keep it alive.
+    pub(crate) fn stopped(&self) -> impl Future<Output = ()> + Send + 'static {
+        let mut is_stopped = self.is_stopped.subscribe();
+        async move {
+            // A connection that has been dropped answers as little as a stopped one.
+            let _ = is_stopped.wait_for(|is_stopped| *is_stopped).await;
+        }
+    }
+
+    pub(crate) fn state(&self) -> SessionState {
+        if *self.is_stopped.borrow() { SessionState::Disconnected } else { self.client.state() }
+    }
+
+    /// Waits until there is a connection. Waits for ever after [`stop`](Self::stop).
+    pub(crate) async fn connected(&self) -> Result<(), BackendError> {
+        let mut states = self.client.state_watcher();
+        loop {
+            match self.state() {
+                SessionState::SyncConnected => return Ok(()),
+                SessionState::AuthFailed => return Err(explain(&Error::AuthFailed)),
+                state if state.is_terminated() => {
+                    return Err(explain(&Error::SessionExpired).as_refused());
+                }
+                _ => states.changed().await,
+            };
+        }
+    }
+
+    /// Asks a majority whether there is a node, by a write that changes nothing.
+    pub(crate) async fn write_check(&self, path: &str) -> Result<bool, Error> {
+        let writer = self.client.new_check_writer(path, None)?;
+        match writer.commit().await {
+            // That a check fails is written down like all else.
+            Ok(_) | Err(CheckWriteError::CheckFailed { source: Error::NoAuth }) => Ok(true),
+            Err(CheckWriteError::CheckFailed { source: Error::NoNode }) => Ok(false),
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+impl Deref for Connection {
+    type Target = Client;
+
+    fn deref(&self) -> &Client {
+        &self.client
+    }
+}

@@ -1,0 +1,237 @@
+//! Sessions with many nodes, or long paths: the end of a session is one transaction with all of them, which every server must be able to
+//! read.
+
+use std::error::Error as _;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::stream::{self, StreamExt as _};
+use registry_core::{LockError, LockGuard, LockOptions, LockRegistry as _, LostReason, Registry};
+use registry_testkit::contest::LONG;
+use registry_testkit::proxy::{FaultProxy, Mode};
+use registry_testkit::zookeeper::{ZooKeeperEnsemble, ZooKeeperOptions, ZooKeeperServer};
+use registry_testkit::{eventually, within};
+use registry_zk::{Multi as _, SessionsExhausted, ZkBackend, ZkConfig};
+use tokio::time::timeout;
+
+use crate::lab::{config, registry, secs};
+
+/// So long that no session ends while so many locks are taken, on whatever machine.
+const SESSION: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(30);
+/// Callers at a time.
+const AT_ONCE: usize = 200;
+/// With it, about 140 keys fill a session.
+const LONG_KEY: usize = 3_600;
+
+fn long_key(number: usize) -> String {
+    format!("{number:04}{}", "k".repeat(LONG_KEY - 4))
+}
+
+async fn open(url: &str, sessions_max: u32) -> (Arc<ZkBackend>, Registry) {
+    let config = config(url, SESSION).with_request_timeout(PATIENCE);
+    let config = config.with_sessions_max(sessions_max);
+    let backend = Arc::new(ZkBackend::open(config).await.unwrap());
+    let builder = Registry::builder(Arc::clone(&backend) as Arc<_>).timeout(PATIENCE);
+    (backend, builder.build().unwrap())
+}
+
+async fn take(registry: &Registry, keys: impl Iterator<Item = String>) -> Vec<LockGuard> {
+    let locks = keys.map(|key| registry.obtain(&key));
+    let guards = stream::iter(locks).map(|lock| async move {
+        let options = LockOptions::new().wait(LONG);
+        lock.lock_with(options).await.unwrap().unwrap()
+    });
+    guards.buffer_unordered(AT_ONCE).collect().await
+}
+
+/// Takes keys of this length until one is refused. Returns the guards, and why the last one was refused.
+async fn fill(registry: &Registry) -> (Vec<LockGuard>, LockError) {
+    let mut guards = Vec::new();
+    loop {
+        match registry.obtain(&long_key(guards.len())).try_lock().await {
+            Ok(guard) => guards.push(guard.unwrap()),
+            Err(error) => return (guards, error),
+        }
+    }
+}
+
+/// Holds all keys in one process that vanishes, and requires that the ensemble goes on without it.
+async fn outlives_a_holder_of(keys: impl Iterator<Item = String> + Clone) {
+    // Room for all the nodes.
+    let options = ZooKeeperOptions::new().without_fsync().env("_JAVA_OPTIONS", "-Xmx192m");
+    let mut ensemble = ZooKeeperEnsemble::start_with(3, &options).await.unwrap();
+    let proxy = FaultProxy::start(ensemble.members()[0].addr()).unwrap();
+    let (backend, ours) = open(&format!("zk://{}", proxy.addr()), 8).await;
+    let guards = take(&ours, keys.clone()).await;
+    let count = u64::try_from(guards.len()).unwrap();
+    let sessions = backend.session_ids();
+    let held = guards.iter().filter(|guard| guard.is_held()).count();
+    println!("{held} of {count} keys held in {} sessions", sessions.len());
+
+    proxy.set_mode(Mode::Refuse).await.unwrap();
+    proxy.cut_all().await;
+    // What the leader does when their time is over.
+    for session in sessions {
+        ensemble.members()[1].end_session(session).await.unwrap();
+    }
+    ensemble.serving().await.unwrap();
+    for member in ensemble.members() {
+        eventually(LONG, async || member.figure("zk_ephemerals_count").await.unwrap() == 0).await;
+    }
+    // Each member can read its own log, too.
+    for number in 0..3 {
+        ensemble.members_mut()[number].kill();
+        ensemble.members_mut()[number].start_again().await.unwrap();
+        let theirs = registry(&ensemble.members()[number].url(), secs(10)).await;
+        for key in keys.clone().step_by(usize::try_from(count / 3).unwrap()) {
+            let lock = theirs.obtain(&key);
+            let next = within(LONG, lock.lock()).await.unwrap();
+            next.unlock().await.unwrap();
+        }
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_ensemble_outlives_a_process_that_held_thirty_thousand_keys() {
+    outlives_a_holder_of((0..30_000).map(|number| format!("held/{number}"))).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn an_ensemble_outlives_a_process_that_held_six_hundred_long_keys() {
+    outlives_a_holder_of((0..600).map(long_key)).await;
+}
+
+#[tokio::test]
+async fn what_no_session_has_room_for_is_refused_with_key_size_limit_and_option() {
+    let options = ZooKeeperOptions::new().without_fsync();
+    let server = ZooKeeperServer::start_with(options).await.unwrap();
+    let (_backend, ours) = open(&server.url(), 1).await;
+    let (mut guards, refused) = fill(&ours).await;
+    let count = guards.len();
+    let LockError::Backend { key, source, .. } = refused else { panic!("{refused:?}") };
+    assert_eq!(key, long_key(count));
+    assert!(source.is_retryable() && source.refused(), "{source:?}");
+    let text = source.to_string();
+    assert!(text.contains(&key) && text.contains("`sessions`"), "{text}");
+    let full = source.source().unwrap().downcast_ref::<SessionsExhausted>().unwrap();
+    assert_eq!((&*full.key, full.sessions_max), (&*key, 1));
+    assert_eq!(full.bytes_max, ZkConfig::NODE_BYTES_MAX);
+    assert!(full.bytes <= full.bytes_max && full.bytes + LONG_KEY + 200 > full.bytes_max);
+    assert_eq!(server.figure("zk_ephemerals_count").await.unwrap(), count as u64);
+
+    // One that is released makes room for one, in time for a caller that waits for it.
+    let lock = ours.obtain(&long_key(count));
+    let waiting = tokio::spawn(async move { lock.lock_with(LockOptions::new().wait(LONG)).await });
+    guards.pop().unwrap().unlock().await.unwrap();
+    let next = within(LONG, waiting).await.unwrap().unwrap().unwrap();
+    assert!(ours.obtain(&long_key(count - 1)).try_lock().await.is_err(), "full again");
+    next.unlock().await.unwrap();
+}
+
+#[tokio::test]
+async fn waiters_take_room_and_give_it_back_however_they_end() {
+    let options = ZooKeeperOptions::new().without_fsync();
+    let server = ZooKeeperServer::start_with(options).await.unwrap();
+    let proxy = FaultProxy::start(server.addr()).unwrap();
+    let (_theirs, theirs) = open(&server.url(), 8).await;
+    let held = take(&theirs, (0..200).map(long_key)).await;
+    let (_backend, ours) = open(&format!("zk://{}", proxy.addr()), 1).await;
+    let mut waiting: Vec<_> = (0..200)
+        .map(|number| {
+            let lock = ours.obtain(&long_key(number));
+            tokio::spawn(async move { lock.lock().await })
+        })
+        .collect();
+    let in_line = async || {
+        let nodes = server.figure("zk_ephemerals_count").await.unwrap();
+        nodes.saturating_sub(200)
+    };
+    // The rest is refused, again and again.
+    eventually(LONG, async || in_line().await > 130).await;
+    for waiting in waiting.drain(..) {
+        waiting.abort();
+    }
+    eventually(LONG, async || in_line().await == 0).await;
+    drop(held);
+    eventually(LONG, async || server.figure("zk_ephemerals_count").await.unwrap() == 0).await;
+
+    // Attempts that are dropped, or whose answers are lost.
+    for round in 0..40 {
+        let lost = round % 8 == 7;
+        if lost {
+            proxy.set_mode(Mode::ResetAfterRequest).await.unwrap();
+        }
+        let lock = ours.obtain(&long_key(1_000 + round));
+        let limit = Duration::from_micros(300 * round as u64);
+        drop(timeout(limit, lock.try_lock()).await);
+        if lost {
+            proxy.set_mode(Mode::Pass).await.unwrap();
+        }
+    }
+    eventually(LONG, async || server.figure("zk_ephemerals_count").await.unwrap() == 0).await;
+    within(LONG, ours.idle()).await;
+    let (guards, _) = fill(&ours).await;
+    assert!(guards.len() > 130, "{} keys fit", guards.len());
+}
+
+#[tokio::test]
+async fn a_further_session_does_what_the_first_one_does_and_its_end_loses_only_its_own_locks() {
+    let options = ZooKeeperOptions::new().without_fsync();
+    let server = ZooKeeperServer::start_with(options).await.unwrap();
+    let (backend, ours) = open(&server.url(), 2).await;
+    let [first] = backend.session_ids()[..] else { panic!("one session to begin with") };
+    let (guards, _) = fill(&ours).await;
+    let [_, second] = backend.session_ids()[..] else { panic!("two sessions") };
+    let last = guards.last().unwrap();
+    let multi = last.multi().unwrap().create("/written", "in the second session");
+    multi.commit().await.unwrap();
+    let (theirs_backend, theirs) = open(&server.url(), 1).await;
+    let busy = theirs.obtain(last.key()).try_lock().await.unwrap();
+    assert!(busy.is_none(), "it excludes others");
+
+    server.end_session(second).await.unwrap();
+    assert_eq!(within(LONG, last.lost()).await, LostReason::Gone);
+    assert!(last.multi().is_err());
+    eventually(LONG, async || {
+        let held = guards.iter().filter(|guard| guard.is_held()).count();
+        held < guards.len()
+            && guards.iter().all(|guard| {
+                // Only nodes of the first session are left, and their guards are valid.
+                guard.is_held() || guard.key() != guards[0].key()
+            })
+            && u64::try_from(held).unwrap() == server.figure("zk_ephemerals_count").await.unwrap()
+    })
+    .await;
+    assert!(guards[0].is_held());
+    assert_eq!(backend.session_ids(), [first]);
+    let next = within(LONG, theirs.obtain(last.key()).lock()).await.unwrap();
+    next.unlock().await.unwrap();
+    // A further session takes the place of the one that has ended.
+    let again = within(LONG, ours.obtain(&long_key(5_000)).lock()).await.unwrap();
+    assert_eq!(backend.session_ids().len(), 2);
+    again.unlock().await.unwrap();
+
+    drop(guards);
+    ours.close(LONG).await;
+    theirs.close(LONG).await;
+    drop((backend, theirs_backend));
+    eventually(LONG, async || server.clients().await.unwrap().is_empty()).await;
+}
+
+#[tokio::test]
+async fn a_further_session_ends_when_it_has_been_empty_for_its_time_out() {
+    let options = ZooKeeperOptions::new().without_fsync();
+    let server = ZooKeeperServer::start_with(options).await.unwrap();
+    let config = config(&server.url(), secs(20)).with_request_timeout(PATIENCE);
+    let backend = Arc::new(ZkBackend::open(config).await.unwrap());
+    let ours = Registry::builder(Arc::clone(&backend) as Arc<_>).lease(secs(10)).build().unwrap();
+    let guards = take(&ours, (0..200).map(long_key)).await;
+    assert!(backend.session_ids().len() > 1);
+    drop(guards);
+    eventually(LONG, async || backend.session_ids().len() == 1).await;
+    let [session] = backend.session_ids()[..] else { panic!("one session") };
+    let clients = async || server.clients().await.unwrap();
+    eventually(LONG, async || clients().await.iter().all(|client| client.session == session)).await;
+    ours.obtain("k").lock().await.unwrap().unlock().await.unwrap();
+}

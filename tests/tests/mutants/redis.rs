@@ -1,0 +1,67 @@
+//! The same for the Redis store and for what the engine does about a broken lock: on a real server each bug breaks a promise.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use registry_core::{
+    Attempt, Claim, Key, LockBackend as _, LockRegistry as _, Mutant as EngineMutant, Registry,
+    Renewal, switch_mutant as switch_engine_mutant,
+};
+use registry_redis::{Mutant, RedisBackend, RedisConfig, switch_mutant};
+use registry_testkit::eventually;
+use registry_testkit::redis::RedisServer;
+use tokio::time::timeout;
+
+/// Renewals start after a third of it, long after each test has ended.
+const LEASE: Duration = Duration::from_secs(300);
+/// Long enough for any machine; reached only with a bug.
+const SOON: Duration = Duration::from_secs(10);
+
+async fn store(server: &RedisServer) -> Arc<RedisBackend> {
+    let config = RedisConfig::from_url(&server.url()).unwrap();
+    Arc::new(RedisBackend::open(config).await.unwrap())
+}
+
+/// Whether a claim survives that the server refuses to renew.
+async fn a_refused_renewal_ends_no_lock(server: &RedisServer) -> bool {
+    let store = store(server).await;
+    let claim = Claim::new(Key::new("refused").unwrap(), LEASE);
+    assert!(matches!(store.try_acquire(&claim).await.unwrap(), Attempt::Granted(_)));
+    server.ask("CONFIG SET min-replicas-to-write 1").await.unwrap();
+    let renewed = store.renew(std::slice::from_ref(&claim)).await.remove(0);
+    server.ask("CONFIG SET min-replicas-to-write 0").await.unwrap();
+    let _ = store.release(&claim).await.unwrap();
+    !matches!(renewed, Ok(Renewal::Gone))
+}
+
+/// Whether a holder hears at once that its own registry has broken its lock.
+async fn who_breaks_its_own_lock_hears_of_it(server: &RedisServer) -> bool {
+    let registry = Registry::builder(store(server).await).lease(LEASE).build().unwrap();
+    let guard = registry.obtain("broken").lock().await.unwrap();
+    // Past the first look, which would find the loss by itself.
+    eventually(SOON, async || {
+        server.ask("INFO stats").await.unwrap().contains("tracking_total_keys:1\r\n")
+    })
+    .await;
+    assert!(registry.force_release("broken").await.unwrap());
+    timeout(SOON, guard.lost()).await.is_ok()
+}
+
+#[test]
+fn every_bug_of_the_redis_store_is_found_and_nothing_else() {
+    let _alone = super::alone();
+    tokio::runtime::Runtime::new().unwrap().block_on(async {
+        let server = RedisServer::start(&[]).await.unwrap();
+        assert!(a_refused_renewal_ends_no_lock(&server).await, "without a bug");
+        assert!(who_breaks_its_own_lock_hears_of_it(&server).await, "without a bug");
+        for mutant in Mutant::ALL {
+            switch_mutant(Some(mutant));
+            assert!(!a_refused_renewal_ends_no_lock(&server).await, "{mutant:?} is not found");
+        }
+        switch_mutant(None);
+        switch_engine_mutant(Some(EngineMutant::BrokenLockUnverified));
+        let is_missed = who_breaks_its_own_lock_hears_of_it(&server).await;
+        switch_engine_mutant(None);
+        assert!(!is_missed, "BrokenLockUnverified is not found");
+    });
+}

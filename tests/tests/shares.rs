@@ -1,0 +1,106 @@
+//! Processes that want the same key get fair shares of it, on stores that do not queue. Each process is a real one.
+
+#![expect(clippy::unwrap_used, reason = "a test may panic")]
+#![expect(clippy::print_stdout, reason = "the figures are worth a look")]
+
+use std::env;
+use std::io::Write as _;
+use std::process::Command;
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use registry_testkit::holder::{HolderOptions, LockHolder, Order, Report, serve};
+use registry_testkit::redis::RedisServer;
+
+/// Long enough for any machine; reached only by a test that fails.
+const LONG: Duration = Duration::from_secs(300);
+const URL_VARIABLE: &str = "LOCK_REGISTRY_TEST_URL";
+
+/// How long the processes contend.
+const SPAN: Duration = Duration::from_secs(8);
+/// How long a claim is handed over within a process that has met no other yet.
+const HAND_OVER_SPAN: Duration = Duration::from_secs(1);
+
+/// What one process got.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Share {
+    grants: u32,
+    longest_wait: Duration,
+}
+
+#[test]
+#[ignore = "started by the other tests, as another process"]
+fn the_other_process() {
+    let Ok(url) = env::var(URL_VARIABLE) else { return };
+    // Whatever the test harness has written so far ends here.
+    _ = writeln!(std::io::stdout());
+    let runtime = tokio::runtime::Runtime::new().unwrap();
+    runtime.block_on(async {
+        let registry = lock_registry::connect(&url).await.unwrap();
+        serve(Arc::new(registry), &HolderOptions::new("url")).await;
+    });
+    // At once: the test program has nothing more to say, and nobody to say it to.
+    std::process::exit(0);
+}
+
+#[tokio::test]
+async fn eight_processes_share_a_key_of_sqlite_although_one_has_eight_tasks() {
+    let folder = tempfile::tempdir().unwrap();
+    let url = format!("sqlite:{}", folder.path().join("locks.db").display());
+    let hold = Duration::from_millis(50);
+    let shares = shares(&url, &[8, 1, 1, 1, 1, 1, 1, 1], hold).await;
+    check(&shares, hold);
+}
+
+#[tokio::test]
+async fn twenty_processes_share_a_key_in_the_layout_of_spring() {
+    let server = RedisServer::start(&[]).await.unwrap();
+    let url = format!("{}?layout=spring&namespace=locks", server.url());
+    let hold = Duration::from_millis(5);
+    let shares = shares(&url, &[1; 20], hold).await;
+    check(&shares, hold);
+}
+
+/// No process got more than four times the median, and none less than an eighth. The longest wait is below the bound.
+fn check(shares: &[Share], hold: Duration) {
+    let mut sorted = shares.to_vec();
+    sorted.sort_unstable();
+    println!("{sorted:?}");
+    let median = sorted[sorted.len() / 2].grants;
+    let processes = u32::try_from(sorted.len()).unwrap();
+    let bound = (HAND_OVER_SPAN + hold) * processes * 2;
+    for share in &sorted {
+        assert!(share.grants <= 4 * median, "{share:?} of a median of {median}: {sorted:?}");
+        assert!(8 * share.grants >= median, "{share:?} of a median of {median}: {sorted:?}");
+        assert!(share.longest_wait <= bound, "{share:?} beyond {bound:?}: {sorted:?}");
+    }
+}
+
+/// What processes with so many tasks get of one key.
+async fn shares(url: &str, tasks: &[u32], hold: Duration) -> Vec<Share> {
+    let mut processes = join_all(tasks.iter().map(async |_| {
+        let mut program = Command::new(env::current_exe().unwrap());
+        program.args(["the_other_process", "--exact", "--ignored", "--nocapture"]);
+        program.env(URL_VARIABLE, url);
+        LockHolder::spawn_command(program).await.unwrap()
+    }))
+    .await;
+    for (process, tasks) in processes.iter_mut().zip(tasks) {
+        let [hold_ms, for_ms] = [hold, SPAN].map(|span| u64::try_from(span.as_millis()).unwrap());
+        let key = "orders/42".to_owned();
+        process.order(&Order::Contend { key, tasks: *tasks, hold_ms, for_ms }).unwrap();
+    }
+    join_all(processes.iter_mut().map(async |process| {
+        let shared = process.report(LONG, |report| match report {
+            Report::Contended { grants, longest_wait_ms, .. } => Some(Share {
+                grants: *grants,
+                longest_wait: Duration::from_millis(*longest_wait_ms),
+            }),
+            Report::Failed { problem, .. } => panic!("{problem}"),
+            _ => None,
+        });
+        shared.await.unwrap()
+    }))
+    .await
+}
