@@ -1,7 +1,9 @@
-//! What the engine and the etcd store cost on top of the two transactions that a lock cannot do without, and beside the locks that the
-//! servers offer themselves; and how long it takes until the next one in the queue has a lock that was let go.
+//! Measures the overhead of the engine and the etcd store over the two transactions that a lock
+//! needs. Also measures the lock that the servers offer themselves, and the hand-over to the next
+//! waiter in the queue.
 //!
-//! They may run on all processors: the server does several things at once for each request.
+//! Client and server may run on all processors: the server does several things at once for each
+//! request.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,7 +19,8 @@ use tonic::codegen::http::uri::PathAndQuery;
 use tonic::transport::{Channel, Endpoint};
 use tonic_prost::ProstCodec;
 
-/// Long enough to stand in the queue and to listen. After it all is as idle for the write as for the release.
+/// Long enough for a waiter to enqueue and to listen. The server is then equally idle before the
+/// measured write and before the measured release.
 const PAUSE: Duration = Duration::from_millis(10);
 
 fn main() {
@@ -32,7 +35,8 @@ fn main() {
         let registry = open(&server).await;
         pairs(&registry, &bare).await;
 
-        // From the call that lets go to the guard of the next one, in units of a write on the same channel.
+        // From the call that releases the lock to the next waiter's guard, in units of a write on
+        // the same channel.
         let other = open(&server).await;
         let (mut hand_overs, mut writes) = (Vec::new(), Vec::new());
         for round in 0..400 {
@@ -101,7 +105,7 @@ async fn pairs(registry: &Registry, bare: &Bare) {
     in_a_task(BESIDE, served, "the two bare transactions", two).await;
 }
 
-/// Locks with one lease that lasts.
+/// Locks with one long lease, created once.
 #[derive(Clone)]
 struct Bare {
     channel: Channel,
@@ -113,7 +117,7 @@ impl Bare {
         format!("bare/{:x}", self.lease).into_bytes()
     }
 
-    /// The transaction by which the recipe takes a lock; in which revision.
+    /// Runs the transaction with which the recipe acquires a lock. Returns its revision.
     async fn join(&self) -> i64 {
         let join = join(&self.key(), self.lease);
         let answer: TxnAnswer = call(&self.channel, "/etcdserverpb.KV/Txn", join).await;
@@ -127,7 +131,7 @@ impl Bare {
         assert!(answer.succeeded);
     }
 
-    /// Lock and unlock as the servers offer it.
+    /// Locks and unlocks with the servers' own lock service.
     async fn served(&self) {
         let lock = Lock { name: b"served".to_vec(), lease: self.lease };
         let locked: Locked = call(&self.channel, "/v3lockpb.Lock/Lock", lock).await;
@@ -144,7 +148,7 @@ fn middle(mut times: Vec<Duration>) -> Duration {
 async fn open(server: &EtcdServer) -> Registry {
     let config = EtcdConfig::new([(server.addr().ip().to_string(), server.addr().port())]);
     let backend = EtcdBackend::open(config).await.unwrap();
-    // No look by itself is to be measured.
+    // The waiter's own polling must not be measured.
     Registry::builder(Arc::new(backend)).poll(Duration::from_secs(60)).build().unwrap()
 }
 
@@ -160,7 +164,7 @@ async fn call<Q: Message + 'static, A: Message + Default + 'static>(
     grpc.unary(Request::new(request), path, codec).await.unwrap().into_inner()
 }
 
-/// The transaction by which the recipe joins a queue, in the bytes that every client would send.
+/// The transaction with which the recipe joins a queue, in the bytes that every client sends.
 fn join(key: &[u8], lease: i64) -> Txn {
     let queue = Range { key: b"bare/".to_vec(), end: b"bare0".to_vec(), limit: 1, order: 1, by: 2 };
     let put = Put { key: key.to_vec(), lease };
@@ -178,7 +182,7 @@ fn leave(key: &[u8], created: i64) -> Txn {
     Txn { compare: vec![compare(key, created)], success, failure: Vec::new() }
 }
 
-/// Created in this revision.
+/// Compares the creation revision of `key`.
 fn compare(key: &[u8], created: i64) -> Compare {
     Compare { target: 1, key: key.to_vec(), created: Some(created) }
 }

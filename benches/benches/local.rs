@@ -1,4 +1,4 @@
-//! What the engine itself costs, over the in-process store.
+//! Measures the cost of the engine itself, over the in-process store.
 
 use std::hint::black_box;
 use std::sync::{Arc, Weak};
@@ -55,7 +55,7 @@ fn uncontended(criterion: &mut Criterion) {
     group.finish();
 }
 
-/// 64 tasks that take turns. One iteration is one section of one of them.
+/// 64 tasks that compete for one key. One iteration is one critical section of one task.
 fn contended(criterion: &mut Criterion) {
     const TASKS: u64 = 64;
 

@@ -1,4 +1,4 @@
-//! What the engine and the Redis store cost on top of the two scripts that a lock cannot do without.
+//! Measures the overhead of the engine and the Redis store over the two scripts that a lock needs.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,7 +19,7 @@ fn main() {
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     runtime.block_on(async {
-        // A disk would be most of the time.
+        // Disk writes would dominate the time.
         let server = RedisServer::start(&["--appendonly", "no"]).await.unwrap();
         let connection = connection(&server).await;
         let script = |body: &str| Script::new(&format!("{LAYOUT}\n{body}"));
@@ -47,7 +47,7 @@ fn main() {
         let bare = || async { pair("orders/42").await };
         lock_registry_benches::in_turns(group, bare, "lock and unlock", ours).await;
 
-        // As many at once as a busy service has.
+        // As many concurrent locks as a busy service has.
         let keys: Vec<String> = (0..64).map(|key| format!("orders/{key}")).collect();
         let locks: Vec<_> = keys.iter().map(|key| registry.obtain(key)).collect();
         let bare = || async { _ = join_all(keys.iter().map(|key| pair(key))).await };
@@ -62,7 +62,7 @@ fn main() {
     });
 }
 
-/// A connection of the same kind as ours.
+/// Opens a connection of the same kind as the store's.
 async fn connection(server: &RedisServer) -> MultiplexedConnection {
     let addr = redis::ConnectionAddr::Tcp(server.addr().ip().to_string(), server.addr().port());
     let info = redis::IntoConnectionInfo::into_connection_info(addr).unwrap();

@@ -1,7 +1,8 @@
-//! What the engine and the stores in PostgreSQL and MariaDB cost on top of the two statements that a lock cannot do without.
+//! Measures the overhead of the engine and the PostgreSQL and MariaDB stores over the two
+//! statements that a lock needs.
 //!
-//! A grant must be on the disk before it is told, a release need not be. PostgreSQL can be told so for each statement, MariaDB cannot: there
-//! every statement is flushed, the reference's and ours.
+//! A grant must be on disk before it is returned; a release need not be. PostgreSQL can choose this
+//! for each statement. MariaDB cannot: it flushes every statement, in the reference and in ours.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,7 +19,7 @@ use sqlx::postgres::{PgConnectOptions, PgConnection};
 use sqlx::{ConnectOptions as _, Executor as _};
 use tokio::sync::Mutex;
 
-/// How many tasks lock at once, each a key of its own, over as many connections.
+/// The number of tasks that lock at once. Each has its own key and its own connection.
 const TASKS: u8 = 16;
 
 fn main() {
@@ -72,7 +73,7 @@ async fn mariadb() {
     ours.registry.close(Duration::from_secs(1)).await;
 }
 
-/// Each is looked at when it has something to do, as tasks are; not all of them whenever one has.
+/// Runs all futures, and polls a future only when it is woken, as tasks are.
 async fn together(pairs: impl Iterator<Item = impl Future<Output = ()>>) {
     pairs.collect::<FuturesUnordered<_>>().count().await;
 }
@@ -115,8 +116,9 @@ const BLOCK: i64 = 33;
 const LEASE_MICROS: i64 = 30_000_000;
 const CLAIM: [u8; 16] = [7; 16];
 
-/// A lease row as the store keeps it, taken if it is free or over, with a token above all earlier ones; and given back by its owner.
-/// Nobody is woken. Two connections, so that what is flushed is a matter of which one is used.
+/// Acquires a lease row if it is free or expired, with a token above all earlier ones, and releases
+/// it by claim. No waiter is notified. The choice between two connections decides whether a
+/// statement is flushed.
 struct PostgresPair {
     flushing: Mutex<PgConnection>,
     easy: Mutex<PgConnection>,
@@ -165,7 +167,7 @@ impl PostgresPair {
     }
 }
 
-/// The same in MariaDB, over one connection.
+/// The same pair in MariaDB, over one connection.
 struct MariaDbPair {
     connection: Mutex<MySqlConnection>,
     id: [u8; 32],

@@ -1,7 +1,10 @@
-//! What locks that end with a connection cost on top of the server's own: an advisory or named lock, or a row that is locked.
+//! Measures locks that end with a connection next to the server's own: an advisory or named lock,
+//! or a row lock.
 //!
-//! The references have no token, no lease, no loss to be told of, and wake nobody. A row's grant writes a token, a session's looks whether it need not, so these ratios tell what that costs. The last reference of a session
-//! does nothing but that look, with the statements that it takes: what remains is the client's.
+//! The references have no token, no lease and no loss notification, and they notify no waiter. A
+//! grant of the row store writes a token. A grant of the session store reads the row to decide
+//! whether it must write one. The last reference of a session consists of that read alone, so its
+//! ratio is the cost of the client.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -76,7 +79,8 @@ async fn prepare(bare: &Mutex<PgConnection>) {
     bare.lock().await.execute(sqlx::raw_sql(statements)).await.unwrap();
 }
 
-/// The least that gives a token that was committed before the grant: one statement to take and to write, one to give back.
+/// The minimum for a token that is committed before the grant: one statement to acquire and write,
+/// one to release.
 async fn with_token(bare: &Mutex<PgConnection>) {
     const TAKE: &str = "\
         INSERT INTO lock_registry_locks AS l (id, namespace, key, claim, token, block, label, since, until) \
@@ -95,8 +99,9 @@ async fn with_token(bare: &Mutex<PgConnection>) {
     assert!(was_held);
 }
 
-/// The least that tells whether the row is still as one left it: one message to take and to read, two statements because the second is to see what was done until the first has the lock; one
-/// statement to give back. The row is that of the pair before.
+/// The minimum that verifies that the row is unchanged: one message to acquire and read, one
+/// statement to release. The read is a second statement, because its snapshot must include the
+/// writes made before the lock was acquired. The previous pair's row is used.
 async fn with_look(bare: &Mutex<PgConnection>) {
     let bytes = "07".repeat(32);
     let take = format!("EXECUTE take (7); EXECUTE look ('\\x{bytes}', '\\x{bytes}')");
@@ -151,7 +156,8 @@ async fn mariadb() {
     row.registry.close(Duration::from_secs(1)).await;
 }
 
-/// The least that tells whether the row is still as one left it: one statement that takes the lock and then reads, one that gives it back.
+/// The minimum that verifies that the row is unchanged: one statement that acquires the lock and
+/// then reads, one that releases it.
 async fn named_with_look(bare: &Mutex<MySqlConnection>) {
     const TAKE: &str = "\
         SELECT CONNECTION_ID(), tried.got, \

@@ -1,4 +1,5 @@
-//! What the engine and the SQLite store cost on top of the two statements that a lock cannot do without.
+//! Measures the overhead of the engine and the SQLite store over the two statements that a lock
+//! needs.
 
 use std::str::FromStr;
 use std::sync::Arc;
@@ -12,7 +13,8 @@ use sqlx::sqlite::{SqliteConnectOptions, SqliteConnection, SqliteJournalMode, Sq
 use tokio::runtime::Runtime;
 use tokio::sync::Mutex;
 
-/// A lease row as the store keeps it: taken if it is free or over, with a token above all earlier ones.
+/// Acquires a lease row as the store does: if it is free or expired, with a token above all earlier
+/// ones.
 const ACQUIRE: &str = "INSERT INTO lock_registry_locks \
         (namespace, key, claim, token, block, label, since, until, boot) \
     VALUES (?1, ?2, ?3, \
@@ -22,7 +24,7 @@ const ACQUIRE: &str = "INSERT INTO lock_registry_locks \
         block = excluded.block, label = excluded.label, since = excluded.since, \
         until = excluded.until, boot = excluded.boot \
     WHERE (claim IS NULL OR until <= excluded.since) AND token + block <= excluded.token";
-/// Given back by its owner.
+/// Releases the row if the claim still holds it.
 const RELEASE: &str = "UPDATE lock_registry_locks SET claim = NULL, until = ?4 \
     WHERE namespace = ?1 AND key = ?2 AND claim = ?3 AND until > ?4 AND boot = ?5";
 
@@ -54,7 +56,8 @@ fn main() {
         let clock = AtomicI64::new(0);
         let statements = || async {
             let mut connection = connection.lock().await;
-            // A pair takes less, and tokens must grow by as much as a grant reserves.
+            // Tokens follow this clock and must grow by the 33 that a grant reserves. In real time,
+            // a pair may take less than 33 µs.
             let now = clock.fetch_add(100, Ordering::Relaxed);
             let claim = [7_u8; 16];
             let boot = [0_u8; 16];

@@ -1,7 +1,8 @@
 //! Runs benchmark groups and prints each result as a ratio to the reference of its group.
 //!
-//! Absolute times say more about a machine than about a program. In each group the benchmark named `reference` does the
-//! least that the job needs; the others are told by how many times longer they take, from the same run.
+//! Absolute times depend more on the machine than on the program. In each group the benchmark named
+//! `reference` does the minimum that the job needs. The other benchmarks are reported as ratios to
+//! it, from the same run.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,7 +12,7 @@ use criterion::Criterion;
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::Pid;
 
-/// Runs `benches` as the command line says, and prints the ratios of what was measured.
+/// Runs `benches` with the command line's options, and prints the ratios of what was measured.
 pub fn run(groups: &[&str], benches: impl FnOnce(&mut Criterion)) {
     let mut criterion = Criterion::default().configure_from_args();
     benches(&mut criterion);
@@ -39,10 +40,10 @@ fn print_ratios(group: &str) {
     }
 }
 
-/// Keeps this thread, and all that it starts, on one processor.
+/// Pins this thread, and all threads that it starts, to one processor.
 ///
-/// For what passes from thread to thread: on several processors its time is mostly that of waking a sleeping one, which differs by a
-/// factor of four with where the kernel happens to put the threads.
+/// For work that passes between threads: on several processors, most of its time is the wake-up of
+/// a sleeping thread. That time varies by a factor of four with the kernel's placement.
 pub fn stay_on_one_processor() {
     let this = Pid::from_raw(0);
     let first = sched_getaffinity(this).ok().and_then(|allowed| {
@@ -60,7 +61,8 @@ pub fn stay_on_one_processor() {
 const TURNS_MIN: usize = 100;
 const TURNS_LIMIT: Duration = Duration::from_secs(15);
 
-/// Times `reference` and `ours` in turns, so that both meet the same, and prints the ratio of their medians.
+/// Times `reference` and `ours` alternately, so that both run under the same conditions, and prints
+/// the ratio of their medians.
 pub async fn in_turns<R, O>(
     group: &str,
     reference: impl Fn() -> R,
@@ -70,12 +72,13 @@ pub async fn in_turns<R, O>(
     R: Future<Output = ()>,
     O: Future<Output = ()>,
 {
-    // `cargo test` wants to see that it works, not how fast.
+    // `cargo test` only verifies that the benchmark works, not how fast it is.
     let turns = if std::env::args().any(|argument| argument == "--bench") { 20_000 } else { 20 };
     let mut times = [Vec::with_capacity(turns), Vec::with_capacity(turns)];
     let begin = Instant::now();
     for turn in 0..turns {
-        // What waits for a disk takes a thousand times as long, and needs no more turns than fit into this.
+        // A pair that waits for a disk takes a thousand times as long. It needs only as many turns
+        // as fit into this limit.
         if turn >= TURNS_MIN && begin.elapsed() > TURNS_LIMIT {
             break;
         }
@@ -94,9 +97,11 @@ pub async fn in_turns<R, O>(
     print_ratio(group, name, ours, reference);
 }
 
-/// The same in a task, as servers do their work: what waits outside of a task is woken in another thread each time.
+/// Runs [`in_turns`] in a task, as servers do their work. A future outside of a task is woken in
+/// another thread each time.
 ///
-/// Each turn is twenty of them in a row. So what one of them does behind its own back costs itself and not the other.
+/// Each turn runs twenty pairs in a row, so that one contestant's background work falls into its
+/// own turn and not into the other's.
 pub async fn in_a_task<R, O>(
     group: &'static str,
     reference: impl Fn(usize) -> R + Send + 'static,
@@ -112,7 +117,7 @@ pub async fn in_a_task<R, O>(
     task.await.expect("a bench failed");
 }
 
-/// How many are done in a row in a turn of a task.
+/// The number of pairs in one turn of a task.
 const PAIRS: usize = 20;
 
 fn print_ratio(group: &str, name: &str, median: f64, reference: f64) {

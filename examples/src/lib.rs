@@ -1,8 +1,9 @@
-//! What several example programs share. The programs are in `src/bin`; the book includes them, and `tests/run_all.rs` runs them.
+//! Code that several example programs share. The programs are in `src/bin`; the book includes them,
+//! and `tests/run_all.rs` runs them.
 
 pub mod table;
 
-/// The code that people see first compiles.
+/// Compiles the Rust code of the main README.
 #[cfg(doctest)]
 mod readme {
     #[doc = include_str!("../../README.md")]

@@ -1,7 +1,8 @@
-//! A lock store to copy from: a table behind a queue of messages, as a server behind a socket would be.
+//! A lock store to copy from: a table behind a message queue, as a server is behind a socket.
 //!
-//! The part that stands for the server is at the end. Everything before it is a whole backend: the three operations, what the
-//! store can do, and what can go wrong. `tests/conformance.rs` runs the promises of all backends against it.
+//! The part that stands for the server is at the end. Everything before it is a complete backend:
+//! the three operations, the capabilities and the errors. `tests/conformance.rs` runs the
+//! conformance suite of all backends against it.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -20,14 +21,15 @@ use tokio::time::Instant;
 #[derive(Debug, Clone)]
 pub struct TableBackend {
     requests: mpsc::Sender<Request>,
-    /// How many grants were released so far, of all keys.
+    /// The number of releases so far, over all keys.
     releases: watch::Receiver<u64>,
 }
 
 #[async_trait]
 impl LockBackend for TableBackend {
     fn capabilities(&self) -> Capabilities {
-        // Say what is true, no more: this one fences and wakes; it keeps no labels and cannot be inspected.
+        // Declare only what is true: this store fences and wakes waiters. It keeps no labels and
+        // cannot be inspected.
         Capabilities::new("table", GuaranteeClass::A, Reach::Process).with_fencing().with_wakes()
     }
 
@@ -38,7 +40,7 @@ impl LockBackend for TableBackend {
     }
 
     async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
-        // One message for all of them, and an answer for each, in their order.
+        // One message for all claims, and one answer for each, in the order of the claims.
         let wanted =
             claims.iter().map(|claim| (claim.key().clone(), claim.id(), claim.lease())).collect();
         match self.ask(|reply| Request::Renew { wanted, reply }).await {
@@ -53,11 +55,12 @@ impl LockBackend for TableBackend {
     }
 
     async fn wait(&self, _claim: &Claim, busy: &Busy) {
-        // The mark is the count that the table saw when it said "busy", so a release since then ends the wait at once. A release
-        // of another key ends it too: a hint may be wrong.
+        // The mark is the count at the time of the `Busy` answer, so a release since then ends the
+        // wait at once. A release of another key ends it too: a hint may be wrong.
         let mut releases = self.releases.clone();
         if releases.wait_for(|count| *count > busy.mark).await.is_err() {
-            // The table is gone. The next attempt tells the caller; waking now would only make it come sooner.
+            // The table is gone. The next attempt returns that error; a wake-up now would only make
+            // that attempt come sooner.
             std::future::pending::<()>().await;
         }
     }
@@ -66,7 +69,7 @@ impl LockBackend for TableBackend {
 
 // ANCHOR: errors
 impl TableBackend {
-    /// Sends a request and waits for its reply. The engine limits the time.
+    /// Sends a request and waits for its reply. The engine applies the time limit.
     async fn ask<T>(
         &self,
         request: impl FnOnce(oneshot::Sender<T>) -> Request,
@@ -75,15 +78,16 @@ impl TableBackend {
         self.requests
             .send(request(reply))
             .await
-            // It never left: nothing was done, so there is nothing to clean up.
+            // The request was never sent: nothing was done, so nothing needs cleaning up.
             .map_err(|_| BackendError::transient("the table is gone").as_refused())?;
-        // It left, and no reply came: it may have been carried out. The engine finds out.
+        // The request was sent, but no reply came: it may have been carried out. The engine finds
+        // out.
         answer.await.map_err(|_| BackendError::transient("the table went away before it answered"))
     }
 }
 // ANCHOR_END: errors
 
-/// The store. Lives as long as a client does.
+/// The store. Runs until the last client is dropped.
 #[derive(Debug)]
 pub struct Table {
     rows: BTreeMap<Key, Row>,
@@ -93,7 +97,8 @@ pub struct Table {
 // ANCHOR: row
 #[derive(Debug)]
 struct Row {
-    /// Who holds the key. `None` after a release: the row stays, because its tokens must not be forgotten.
+    /// The claim that holds the key. `None` after a release: the row stays, because its tokens must
+    /// not be forgotten.
     holder: Option<ClaimId>,
     first: u64,
     last: u64,
@@ -124,11 +129,11 @@ impl Table {
         Arc::new(TableBackend { requests, releases })
     }
 
-    /// One request at a time: what a real store does in one statement or script.
+    /// Handles one request at a time, as a real store does in one statement or script.
     fn answer(&mut self, request: Request) {
-        // The store's clock, and only that, ends grants.
+        // Only the store's clock ends grants.
         let now = Instant::now();
-        // Whoever does not wait for the reply any more gets none.
+        // A send fails if the caller no longer waits for the reply.
         match request {
             Request::Acquire { key, id, lease, block, reply } => {
                 let _ = reply.send(self.acquire(key, id, lease, block, now));
@@ -164,10 +169,11 @@ impl Table {
                     Busy::new().with_retry_after(left).with_mark(*self.releases.borrow()),
                 );
             }
-            // The same claim asks again, because a reply was lost: the same grant, the same token.
+            // The same claim asks again, because a reply was lost: it receives the same grant and
+            // token.
             return Attempt::Granted(Grant::new(FencingToken::new(row.first), left));
         }
-        // Larger than every token that this key ever had, whoever had it and however it ended.
+        // Larger than every earlier token of this key, of any claim, and however that claim ended.
         row.first = row.last + 1;
         row.last += u64::from(block);
         row.holder = Some(id);
@@ -177,7 +183,7 @@ impl Table {
 
     fn renew(&mut self, key: &Key, id: ClaimId, lease: Duration, now: Instant) -> Renewal {
         match self.rows.get_mut(key) {
-            // Never brings back what has ended, never shortens.
+            // Never restores an expired grant, and never shortens a lease.
             Some(row) if row.holder == Some(id) && row.until > now => {
                 row.until = row.until.max(now + lease);
                 Renewal::Renewed(row.until - now)
@@ -188,7 +194,8 @@ impl Table {
 
     fn release(&mut self, key: &Key, id: ClaimId, now: Instant) -> Release {
         match self.rows.get_mut(key) {
-            // Only the claim that holds it, and once: a repetition finds nothing.
+            // Only the claim that holds the key releases it, and only once: a repetition finds
+            // nothing.
             Some(row) if row.holder == Some(id) => {
                 row.holder = None;
                 self.releases.send_modify(|count| *count += 1);

@@ -1,4 +1,4 @@
-//! The promises of every backend, held against the example backend of `src/table.rs`, on paused time.
+//! Runs the conformance suite against the example backend of `src/table.rs`, on paused time.
 
 // ANCHOR: suite
 use std::sync::Arc;

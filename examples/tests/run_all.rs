@@ -1,4 +1,4 @@
-//! Every example program runs to its end and says what the book says that it does.
+//! Runs every example program to its end and checks the output that the book promises.
 
 use std::path::Path;
 use std::process::Command;
@@ -8,7 +8,7 @@ use registry_testkit::postgres::PostgresServer;
 use registry_testkit::redis::RedisServer;
 use registry_testkit::zookeeper::ZooKeeperServer;
 
-/// One test per program, and the list that `every_program_is_run` holds against the folder.
+/// One test per program, and the list that `every_program_is_run` compares with the folder.
 macro_rules! programs {
     ($($name:ident $args:tt $variables:tt says $lines:tt,)*) => {
         $(
@@ -106,16 +106,16 @@ programs! {
     ],
 }
 
-/// Stands for the URL of a server that is started for the program.
+/// Stands for the URL of a Redis server that is started for the program.
 const REDIS: &str = "a Redis server";
-/// The same, of another server.
+/// Stands for the URL of a PostgreSQL server.
 const POSTGRES: &str = "a PostgreSQL server";
-/// The same, of another server.
+/// Stands for the URL of an etcd server.
 const ETCD: &str = "an etcd server";
-/// The same, of a third.
+/// Stands for the URL of a ZooKeeper server.
 const ZOOKEEPER: &str = "a ZooKeeper server";
 
-/// Runs a program in a folder of its own and looks for `lines` in what it prints.
+/// Runs a program in its own folder and checks that its output contains `lines`.
 fn run(program: &str, args: &[&str], variables: &[(&str, &str)], lines: &[&str]) {
     let folder = tempfile::tempdir().expect("a temporary folder can be made");
     let runtime = tokio::runtime::Runtime::new().expect("a runtime can be built");

@@ -1,4 +1,5 @@
-//! What the whole-system tests share: the simulation of many processes on one store, and the work of real ones.
+//! Shared by the whole-system tests: the simulation of many processes on one store, and the
+//! critical sections of real processes.
 
 pub mod sim;
 

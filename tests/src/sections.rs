@@ -1,5 +1,6 @@
-//! The work of a process that shares a lock with others: it takes the lock, increments a number in more than one step, and writes down
-//! when it was inside. Ours is done by the program `lock-sections`, that of others by `peers/peer.py`. Judges nothing.
+//! The work of a process that shares a lock with others. It acquires the lock, increments a number
+//! in more than one step, and records when it was inside. The program `lock-sections` is our side,
+//! `peers/peer.py` the other. This module checks no results.
 
 use std::error::Error;
 use std::io::Write;
@@ -12,26 +13,28 @@ use registry_testkit::history::{Event, What, host_clock};
 use serde::{Deserialize, Serialize};
 use tokio::time::sleep;
 
-/// What a process is to do.
+/// The work of one process.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct Task {
-    /// The server, or the cluster, by the form of [`RedisConfig::from_url`](registry_redis::RedisConfig::from_url); or another store, with all options.
+    /// The URL of the server or the cluster, as for
+    /// [`RedisConfig::from_url`](registry_redis::RedisConfig::from_url), or of another store with
+    /// all its options.
     pub url: String,
-    /// In whose form.
+    /// The library whose record format is used.
     pub form: Form,
-    /// Whether releases are told by plain messages even in a cluster.
+    /// Whether releases are published by `PUBLISH` even in a cluster.
     pub plain_messages: bool,
-    /// The namespace of the lock. May be empty where the form's own is.
+    /// The namespace of the lock. May be empty where the form allows it.
     pub namespace: String,
     /// The key of the lock.
     pub key: String,
-    /// How many times it is taken.
+    /// The number of acquisitions.
     pub sections: u32,
-    /// How long a section takes.
+    /// The duration of a critical section.
     pub hold_ms: u64,
-    /// The longest pause between two of them.
+    /// The longest pause between two sections.
     pub pause_ms: u64,
     /// The file that gets a line for each section.
     pub journal: PathBuf,
@@ -39,7 +42,7 @@ pub struct Task {
     pub counter: PathBuf,
 }
 
-/// Whose locks they look like.
+/// The library whose locks both sides use.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[expect(clippy::exhaustive_enums, reason = "those that the peers know")]
@@ -76,37 +79,38 @@ impl Task {
     }
 }
 
-/// One line of a journal. Times are nanoseconds of [`host_clock`].
+/// One line of a journal. Times are in nanoseconds of [`host_clock`].
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct Section {
     /// The process.
     pub client: u32,
-    /// When it began to ask for the lock.
+    /// When the process began to acquire the lock.
     pub asked: u64,
-    /// When it had it.
+    /// When the acquisition returned.
     pub entered: u64,
-    /// When it began to give it back.
+    /// When the process began to release the lock.
     pub leaving: u64,
-    /// When it had given it back.
+    /// When the release returned.
     pub left: u64,
-    /// Ours, and those in ZooKeeper: the fencing token.
+    /// For our processes and those on ZooKeeper: the fencing token.
     #[serde(default)]
     pub token: Option<u64>,
-    /// Others: when it last heard of a release, before it had the lock.
+    /// For other processes: when the last release message before the grant arrived.
     #[serde(default)]
     pub woken: Option<u64>,
-    /// Others: of how many releases it heard.
+    /// For other processes: the number of release messages received.
     #[serde(default)]
     pub wakes: u32,
-    /// Others: how many times it heard of none for as long as it listens.
+    /// For other processes: how often the wait for a release message timed out.
     #[serde(default)]
     pub fallbacks: u32,
 }
 
 impl Section {
-    /// What happened to the lock, for the checks of the testkit. `number` tells the sections of a process apart.
+    /// Returns the events of the lock for the checks of the testkit. `number` distinguishes the
+    /// sections of a process.
     #[must_use]
     pub fn events(&self, key: &str, number: u32) -> [Event; 4] {
         let op = u64::from(self.client) << 32 | u64::from(number);
@@ -120,13 +124,13 @@ impl Section {
     }
 }
 
-/// Does the task.
+/// Runs all sections of the task.
 ///
 /// # Errors
-/// Those of the lock and of the files. A lock that was lost inside a section is one.
+/// Returns lock errors and file errors. A lock that was lost inside a section is an error.
 ///
 /// # Cancel safety
-/// Dropping the future gives up the task; a section that it is in is not journalled.
+/// Dropping the future ends the task. A section in progress is not written to the journal.
 pub async fn take_sections(lock: &DistributedLock, task: &Task) -> Result<(), Box<dyn Error>> {
     let clock = host_clock();
     let mut journal = fs::OpenOptions::new().create(true).append(true).open(&task.journal)?;
@@ -134,7 +138,7 @@ pub async fn take_sections(lock: &DistributedLock, task: &Task) -> Result<(), Bo
         let asked = clock();
         let guard = lock.lock().await?;
         let entered = clock();
-        // One step for all who exclude each other, and many for those who do not.
+        // Read, pause and write are one atomic step only under mutual exclusion.
         let count: u64 = fs::read_to_string(&task.counter)?.trim().parse()?;
         sleep(Duration::from_millis(task.hold_ms)).await;
         write_over(&task.counter, count + 1)?;
@@ -153,7 +157,8 @@ pub async fn take_sections(lock: &DistributedLock, task: &Task) -> Result<(), Bo
     Ok(())
 }
 
-/// Puts a number into the file at once: whoever reads it at the wrong time reads a wrong number, not half of one.
+/// Replaces the number in one write: a concurrent reader reads an old number, but never half of
+/// one.
 fn write_over(counter: &Path, count: u64) -> io::Result<()> {
     let mut file = fs::OpenOptions::new().write(true).open(counter)?;
     file.write_all(format!("{count:>10}").as_bytes())

@@ -1,11 +1,17 @@
-//! A seeded simulation: the real engine in several "processes" on one in-process store, on paused time, with a network
-//! that loses, delays and repeats, and clients that overstay, give up and vanish. One seed drives everything, so a seed
-//! that fails can be replayed.
+//! A seeded simulation on paused time: the real engine in several "processes" on one in-process
+//! store. The network loses, delays and repeats messages. Clients hold for too long, give up and
+//! drop their futures. One seed drives everything, so a failing seed can be replayed.
 //!
-//! Checked along the way or at the end: tokens order all grants and no stale write is accepted (I1), two guards of one key
-//! are never valid at once (I2), a loss is told (I3), only the owner can let go and is not told "ok" for what it had lost
-//! (I4), every key can be taken soon after the faults have stopped (I5), nothing unknown stays behind (I6), what was
-//! dropped leaves nothing behind (I7), one contender per key and process and no slot left (I8).
+//! Checked during a trial or at its end:
+//!
+//! - I1: tokens order all grants, and no stale write is accepted.
+//! - I2: two guards of one key are never valid at the same time.
+//! - I3: every loss is reported.
+//! - I4: only the owner can release, and the release of a lost lock never returns `Ok`.
+//! - I5: every key can be acquired soon after the faults have stopped.
+//! - I6: no unknown grant remains.
+//! - I7: dropped futures and guards leave nothing behind.
+//! - I8: one contender per key and process, and no local lock remains.
 
 mod client;
 mod probe;
@@ -18,38 +24,39 @@ use registry_testkit::seed::Seed;
 
 use self::world::World;
 
-/// What befalls the processes of a trial.
+/// The faults that a trial injects.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Weather {
-    /// Requests and replies take their time, and that is all.
+    /// Requests and replies are delayed, and nothing else happens.
     Calm,
-    /// Requests, replies and wake-ups are lost, and locks are said to be lost that are not.
+    /// Requests, replies and wake-ups are lost, and false invalidations arrive.
     Lossy,
-    /// As [`Lossy`](Self::Lossy), and some requests hang for much longer than anybody waits, or arrive twice.
+    /// As [`Lossy`](Self::Lossy), and some requests hang for much longer than any caller waits, or
+    /// arrive twice.
     Stormy,
 }
 
-/// What a trial did.
+/// The result of a trial.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Outcome {
-    /// How many grants there were.
+    /// The number of grants.
     pub grants: u64,
-    /// How many holds ended by loss.
+    /// The number of holds that ended by loss.
     pub lost: u64,
-    /// How many acquisitions and releases were dropped half-way.
+    /// The number of acquisitions and releases that were dropped before they completed.
     pub dropped: u64,
-    /// How many faults the network put in.
+    /// The number of faults that the network injected.
     pub faults: u64,
-    /// All that happened: when, to which client, and what.
+    /// All steps: when, of which client, and what happened.
     pub trace: Vec<Step>,
 }
 
-/// One thing that happened in a trial.
+/// One step of a trial.
 pub type Step = (Duration, usize, &'static str);
 
-/// The weather of a seed: all kinds take turns.
+/// Returns the weather of a seed. Consecutive seeds cycle through all kinds.
 #[must_use]
 pub fn weather(seed: Seed) -> Weather {
     match seed.get() % 3 {
@@ -62,7 +69,7 @@ pub fn weather(seed: Seed) -> Weather {
 /// Runs one trial of about `grants` grants.
 ///
 /// # Panics
-/// When a promise is broken; the message names it.
+/// If a property is violated; the message names it.
 #[must_use]
 pub fn run(seed: Seed, weather: Weather, grants: u64) -> Outcome {
     // The engine's own jitter comes from this thread's generator.
@@ -77,7 +84,8 @@ pub fn run(seed: Seed, weather: Weather, grants: u64) -> Outcome {
         world.live().await;
         world.settle().await;
         let history = world.history();
-        // Not `busy_answers`: a caller without patience is also turned away by a local one that is just asking.
+        // `busy_answers` is not checked: a caller that does not wait also receives "busy" while
+        // another local caller is still asking the store.
         let judge = || {
             token_order(&history)?;
             fenced_writes(&history)?;
@@ -92,5 +100,5 @@ pub fn run(seed: Seed, weather: Weather, grants: u64) -> Outcome {
     outcome
 }
 
-/// No trial takes longer than this on its own clock, unless somebody hangs.
+/// A trial that takes longer than this on its own clock is stuck.
 const TRIAL_MAX: Duration = Duration::from_secs(24 * 60 * 60);

@@ -1,5 +1,5 @@
-//! The facade for threads that are not async: exclusion between plain threads, errors instead of deadlocks inside a
-//! runtime, and harmless drops in any order and any place.
+//! The blocking facade: mutual exclusion between plain threads, errors instead of deadlocks inside
+//! a runtime, and safe drops in any order and place.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -24,7 +24,7 @@ fn runtime() -> tokio::runtime::Runtime {
     tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap()
 }
 
-/// Waits until what dropped guards have left to the background is done.
+/// Waits until the background releases of dropped guards are done.
 fn idle(registry: &BlockingRegistry) {
     runtime().block_on(registry.registry().idle());
 }
@@ -101,7 +101,7 @@ fn a_thread_hears_of_a_loss() {
     assert!(matches!(guard.unlock(), Err(LockError::Lost { .. })));
 }
 
-/// All calls that would block, made where they must not.
+/// Makes every blocking call inside a runtime, where it must be refused.
 fn blocking_calls_are_refused(registry: &BlockingRegistry, held: BlockingGuard) {
     let refused = |result: Result<(), LockError>| {
         assert!(matches!(result, Err(LockError::InsideRuntime)), "{result:?}");
@@ -142,7 +142,8 @@ fn inside_a_runtime_every_call_is_an_error_and_neither_a_deadlock_nor_a_panic() 
                 move || blocking_calls_are_refused(&ours, guard)
             }),
         );
-        // What was refused has left nothing: the guard that could not wait was let go in the background.
+        // Refused calls leave nothing behind: the guard that could not wait was released in the
+        // background.
         idle(&ours);
         ours.obtain("k").try_lock().unwrap().unwrap().unlock().unwrap();
     }
@@ -161,7 +162,7 @@ fn everything_can_be_dropped_inside_a_runtime() {
     runtime().block_on(async { drop(over_in_a_thread(&store)) });
 }
 
-/// A registry that was opened where that is allowed.
+/// Opens a registry in a thread where that is allowed.
 fn over_in_a_thread(store: &MemoryBackend) -> BlockingRegistry {
     thread::scope(|scope| scope.spawn(|| over(store)).join().unwrap())
 }
@@ -220,7 +221,7 @@ fn bad_input_is_refused_as_in_the_async_registry() {
     assert!(matches!(outside, Err(ConfigError::NoRuntime)), "{outside:?}");
 }
 
-/// Nobody is left to wait for the store's answer but the drop itself.
+/// No task waits for the store's reply any more except the drop itself.
 #[test]
 fn the_last_guard_of_a_blocking_registry_is_given_back() {
     let store = MemoryBackend::new();
@@ -246,7 +247,7 @@ thread_local! {
     static LAST: std::cell::RefCell<Option<BlockingGuard>> = const { std::cell::RefCell::new(None) };
 }
 
-/// At the end of a thread its other thread-locals, tokio's among them, may be gone already.
+/// At the end of a thread, its other thread-locals, including tokio's, may already be destroyed.
 #[test]
 fn a_guard_in_a_thread_local_is_given_back_at_the_end_of_its_thread() {
     let store = MemoryBackend::new();

@@ -1,5 +1,5 @@
-//! What the types promise to the compiler: where guards, locks, registries and their futures may be moved and shared.
-//! Most of these tests prove their promise by compiling.
+//! The auto traits of the types: where guards, locks, registries and their futures may be moved and
+//! shared. Most of these tests pass by compiling.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -52,7 +52,8 @@ const _: () = {
 
 const fn is_error<T: Error + Send + Sync + 'static>() {}
 
-// What `?` needs to turn an error into a `Box<dyn Error + Send + Sync>` or an `anyhow::Error`.
+// The traits with which `?` converts an error into a `Box<dyn Error + Send + Sync>` or an
+// `anyhow::Error`.
 const _: () = {
     is_error::<LockError>();
     is_error::<BackendError>();
@@ -64,7 +65,7 @@ async fn sent<F: Future + Send>(future: F) -> F::Output {
     future.await
 }
 
-/// Takes a future that may outlive everything it was made from.
+/// Takes a future that may outlive everything it was created from.
 async fn sent_away<F: Future<Output: Send> + Send + 'static>(future: F) -> F::Output {
     let task: tokio::task::JoinHandle<F::Output> = tokio::spawn(future);
     task.await.unwrap()
@@ -125,7 +126,7 @@ async fn news_of_a_loss_outlive_the_borrow_of_the_guard() {
     let guard = registry.obtain("k").lock().await.unwrap();
     let lost = guard.lost();
     let watcher = tokio::spawn(lost);
-    // The guard can be consumed while its loss is watched elsewhere.
+    // The guard can be consumed while another task watches for its loss.
     guard.unlock().await.unwrap();
     watcher.abort();
 }
@@ -138,7 +139,7 @@ async fn registries_of_any_kind_hide_behind_one_trait() {
     for registry in registries {
         let guard = registry.obtain("k").lock().await.unwrap();
         guard.unlock().await.unwrap();
-        // What the extension brings is there on the trait object too, and on a borrow of it.
+        // The methods of the extension trait also exist on the trait object and on a borrow of it.
         let borrowed: &dyn LockRegistry = &*registry;
         let done = borrowed.execute_locked("k", async |_| 7).await.unwrap();
         assert_eq!(done.output, 7);

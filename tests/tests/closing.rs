@@ -1,4 +1,5 @@
-//! The end of a registry: its report is true, nobody holds anything afterwards, and nobody waits longer than need be.
+//! The end of a registry: its report is correct, no lock stays held, and no caller waits longer
+//! than necessary.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -6,15 +7,19 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use registry_conformance::{Fault, Faults, FaultyBackend, Operation};
-use registry_core::{LockBackend, LockError, LockOptions, LockRegistry, MemoryBackend, Registry};
-use tokio::time::advance;
+use registry_core::{
+    LockBackend, LockError, LockEvent, LockOptions, LockRegistry, MemoryBackend, Observer, Registry,
+};
+use tokio::sync::Notify;
+use tokio::time::{advance, timeout};
 
 #[path = "panicking/backend.rs"]
 mod backend;
 
 use backend::PanickingBackend;
 
-/// An `unlock` in mid-flight is neither held any more nor the janitor's yet. `close` must not close the store under it.
+/// An `unlock` in flight is neither held any more nor queued at the background releaser. `close`
+/// must not close the store before it completes.
 #[tokio::test(start_paused = true)]
 async fn an_unlock_on_its_way_is_waited_for() {
     let store = MemoryBackend::new();
@@ -54,7 +59,7 @@ async fn a_caller_who_comes_during_the_close_gets_nothing() {
     assert_eq!((ours.slots(), ours.held()), (0, 0));
 }
 
-/// The limit is for holders. Waiters hear at once that there is nothing to wait for.
+/// The limit applies to holders. Waiting calls return an error at once.
 #[tokio::test(start_paused = true)]
 async fn waiters_are_sent_away_before_the_limit() {
     let store = MemoryBackend::new();
@@ -81,7 +86,8 @@ async fn waiters_are_sent_away_before_the_limit() {
     elsewhere.unlock().await.unwrap();
 }
 
-/// A key that must stay taken does so without the registry; waiting for it would only use up the time of whoever closes.
+/// A key stays locked for its `min_hold` without the registry. Waiting for it would only delay the
+/// close.
 #[tokio::test(start_paused = true)]
 async fn a_key_that_is_kept_for_its_min_hold_does_not_hold_up_the_close() {
     let store = MemoryBackend::new();
@@ -100,7 +106,7 @@ async fn a_key_that_is_kept_for_its_min_hold_does_not_hold_up_the_close() {
     assert!(theirs.obtain("k").try_lock().await.unwrap().is_some());
 }
 
-/// A store that refuses a release leaves the key taken. That is no clean end.
+/// If the store refuses a release, the key stays locked. The report is then not clean.
 #[tokio::test(start_paused = true)]
 async fn a_release_that_the_store_refused_is_reported() {
     let refuses = Faults::none().always(Operation::Release, Fault::Deny);
@@ -117,7 +123,8 @@ async fn a_release_that_the_store_refused_is_reported() {
     assert_eq!((report.released, report.lost, report.abandoned), (0, 0, 1), "{report:?}");
 }
 
-/// The limit is for holders. What they let go in time is given back in the store's own time.
+/// The limit applies to holders. A release that started in time may take as long as the store
+/// needs.
 #[tokio::test(start_paused = true)]
 async fn an_unlock_that_began_in_time_is_carried_through() {
     let slow =
@@ -131,7 +138,7 @@ async fn an_unlock_that_began_in_time_is_carried_through() {
     unlocking.await.unwrap().unwrap();
 }
 
-/// A store that panics has told nothing, and what is not told is not reported as done.
+/// A store that panics returns no result, and without a result the report does not count a release.
 #[tokio::test(start_paused = true)]
 async fn a_release_that_panics_is_not_reported_as_done() {
     let store = MemoryBackend::new();
@@ -145,7 +152,8 @@ async fn a_release_that_panics_is_not_reported_as_done() {
     assert_eq!(report.is_clean(), store.records() == 0, "{report:?}, {} records", store.records());
 }
 
-/// What is asked again and again while the store is silent is one claim; questions about a lock are none.
+/// Repeated releases of one claim to a silent store count as one claim. Queries about a lock do not
+/// count.
 #[tokio::test(start_paused = true)]
 async fn a_claim_is_abandoned_once_however_often_its_release_was_sent() {
     let never = Fault::DelayRequest(Duration::from_secs(100_000));
@@ -166,7 +174,8 @@ async fn a_claim_is_abandoned_once_however_often_its_release_was_sent() {
     assert_eq!((report.lost, report.abandoned), (0, 2), "{report:?}");
 }
 
-/// After a request whose reply was lost, a grant may turn up late. Looking out for it holds up no close for longer than its limit.
+/// After a request whose reply was lost, a grant may appear late. The search for it delays `close`
+/// by no more than its limit.
 #[tokio::test(start_paused = true)]
 async fn looking_out_for_a_late_grant_does_not_hold_up_the_close() {
     let lossy = Faults::none().at(Operation::Acquire, 1, Fault::LoseRequest);
@@ -177,4 +186,35 @@ async fn looking_out_for_a_late_grant_does_not_hold_up_the_close() {
     let report = ours.close(Duration::from_secs(1)).await;
     assert!(began.elapsed() < Duration::from_millis(1_500), "it took {:?}", began.elapsed());
     assert_eq!((report.lost, report.abandoned), (0, 1), "{report:?}");
+}
+
+/// Notifies when a registry has closed.
+#[derive(Debug, Default)]
+struct Closed(Notify);
+
+impl Observer for Closed {
+    fn on(&self, event: &LockEvent<'_>) {
+        if matches!(event, LockEvent::Closed) {
+            self.0.notify_one();
+        }
+    }
+}
+
+/// The background task that releases dropped guards completes a `close` that its caller dropped.
+#[tokio::test(start_paused = true)]
+async fn a_close_that_is_dropped_while_a_renewal_is_in_flight_closes_the_registry() {
+    let late = Faults::none().always(Operation::Renew, Fault::DelayReply(Duration::from_secs(1)));
+    let faulty = FaultyBackend::new(Arc::new(MemoryBackend::new()), late);
+    let closed = Arc::new(Closed::default());
+    let ours = Registry::builder(Arc::new(faulty))
+        .lease(Duration::from_secs(30))
+        .observer(Arc::clone(&closed) as _)
+        .build()
+        .unwrap();
+    let _guard = ours.obtain("k").lock().await.unwrap();
+    // The renewal begins after a third of the lease.
+    tokio::time::sleep(Duration::from_millis(10_100)).await;
+    let close = timeout(Duration::from_millis(100), ours.close(Duration::ZERO));
+    assert!(close.await.is_err(), "close waits for the renewal");
+    timeout(Duration::from_secs(30), closed.0.notified()).await.expect("the registry closes");
 }

@@ -1,4 +1,4 @@
-//! Closing in the middle of a crowd: no request reaches the store after it was closed, and a clean report is true.
+//! Closing under load: no request reaches the store after the close, and a clean report is correct.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -11,7 +11,8 @@ use registry_core::{
 };
 use tokio::task::JoinSet;
 
-/// Refuses everything once it is closed, as a store with connections does, and counts what it refused.
+/// Rejects every request after its close, as a store with connections does, and counts the rejected
+/// ones.
 #[derive(Debug, Default)]
 struct Closable {
     inner: MemoryBackend,
@@ -86,7 +87,8 @@ async fn nothing_reaches_a_store_after_it_was_closed() {
     }
 }
 
-/// A future that is kept and not polled has a claim on its way for ever. It must not keep the others from being told.
+/// A future that exists but is not polled keeps its claim in flight for ever. It must not delay the
+/// loss notifications of other holders.
 #[tokio::test(start_paused = true)]
 async fn a_caller_who_stands_still_does_not_keep_holders_from_hearing_of_the_close() {
     let store = MemoryBackend::new();

@@ -1,4 +1,5 @@
-//! Many callers, of one key or of one each: they cost the store next to nothing, no threads, and never get in each other's way.
+//! Many callers, of one key or of one key each. They cost few requests to the store and no threads,
+//! and they do not block each other.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -24,7 +25,7 @@ const CROWD: usize = 10_000;
 
 const POLL: Duration = Duration::from_millis(250);
 
-/// The in-process store, with a record of when it was asked and of how many asked at once.
+/// The in-process store, with a record of the request times and the concurrent requests.
 #[derive(Debug)]
 struct WatchedBackend {
     inner: MemoryBackend,
@@ -65,7 +66,7 @@ impl WatchedBackend {
         }
     }
 
-    /// A request takes a moment, as with any real store.
+    /// A request is not instant, as with any real store.
     async fn request(&self) -> Inside<'_> {
         self.requests.lock().unwrap().push(Instant::now());
         let inside = self.at_once.enter();
@@ -101,7 +102,7 @@ impl LockBackend for WatchedBackend {
     }
 }
 
-/// The threads of this process.
+/// The number of threads of this process.
 #[cfg(target_os = "linux")]
 fn threads() -> usize {
     std::fs::read_dir("/proc/self/task").unwrap().count()
@@ -137,7 +138,7 @@ async fn ten_thousand_waiters_are_one_request_per_poll_interval() {
     let intervals = 400;
     tokio::time::sleep(POLL * intervals).await;
     let requests = backend.requests.lock().unwrap().clone();
-    // Waiters are alive, and look.
+    // The waiters are alive and poll.
     assert!(requests.len() > 200, "{} requests in {intervals} intervals", requests.len());
     let gaps = requests.windows(2).map(|pair| pair[1] - pair[0]);
     let shortest = gaps.min().unwrap();
@@ -156,13 +157,15 @@ async fn ten_thousand_waiters_hold_one_place_at_the_store() {
     ours.idle().await;
     assert_eq!(backend.at_once.most.load(Ordering::SeqCst), 1, "requests at once");
     assert_eq!(backend.waiting_at_once.most.load(Ordering::SeqCst), 1, "waits at once");
-    // Handed over from caller to caller: one acquire and one release for each 65 of them.
+    // The claim is handed over from caller to caller: one acquire and one release for every 65
+    // callers.
     let requests = backend.requests.lock().unwrap().len();
     assert!(requests < CROWD / 10, "{requests} requests for {CROWD} callers");
     assert_eq!((ours.slots(), ours.held()), (0, 0));
 }
 
-/// Others wait for as long as the work takes, and the store costs the more the shorter it is.
+/// Consecutive hand-overs make other processes wait, and they save requests to the store. With
+/// short work the wait is short and the saving is large.
 #[tokio::test(start_paused = true)]
 async fn short_work_is_handed_over_more_often_in_a_row_than_long_work() {
     for (work, handoff, at_once) in [
@@ -198,7 +201,8 @@ async fn short_work_is_handed_over_more_often_in_a_row_than_long_work() {
 #[cfg(target_os = "linux")]
 #[test]
 fn ten_thousand_waiters_need_no_thread() {
-    // Other tests come and go in this process: the measurement is theirs, not ours, if it is repeated often enough.
+    // Other tests of this process start and stop threads, so the minimum of ten measurements
+    // counts.
     let fewest = (0..10)
         .map(|_| {
             let runtime = tokio::runtime::Builder::new_current_thread()
@@ -219,7 +223,7 @@ fn ten_thousand_waiters_need_no_thread() {
     assert!(fewest.unwrap() < 100, "{fewest:?} more threads");
 }
 
-/// Nobody but the slots keeps these callers apart: the store lets everybody in.
+/// Only the local locks exclude these callers: the store grants every request.
 #[test]
 fn handles_that_come_and_go_on_all_threads_share_one_turn() {
     let runtime =
@@ -237,7 +241,7 @@ fn handles_that_come_and_go_on_all_threads_share_one_turn() {
             let (one, other) = (registry.obtain(keys[room]), registry.obtain(keys[room]));
             let lock = if n.is_multiple_of(2) { one } else { other };
             let guard = lock.lock().await.unwrap();
-            // The guard alone keeps the slot.
+            // The guard alone keeps the local lock alive.
             drop(lock);
             assert!(!rooms[room].swap(true, Ordering::SeqCst), "two are inside");
             if n.is_multiple_of(5) {
@@ -278,9 +282,9 @@ fn handles_that_come_and_go_on_all_threads_share_one_turn() {
     assert_eq!((registry.slots(), registry.held()), (0, 0));
 }
 
-/// Callers of as many keys, all at once, in the store of a server.
+/// Callers of different keys, all at once, in the store of a server.
 async fn different_keys_at_once_are_all_served(url: &str) {
-    // A build without optimisation takes seconds for so many requests.
+    // An unoptimized build takes seconds for this many requests.
     let url = format!("{url}?timeout=1m");
     let registry = lock_registry::connect(&url).await.unwrap();
     let bystander = registry.obtain("bystander").lock().await.unwrap();

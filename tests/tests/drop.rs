@@ -1,5 +1,6 @@
-//! Guards and half-done futures that are dropped where nobody waits for them: outside a runtime, with a runtime that shuts
-//! down, after it is gone, in the middle of a panic. Nothing panics, and no key stays taken beyond its lease.
+//! Guards and incomplete futures that are dropped outside a runtime, with a runtime that shuts
+//! down, after its end, and during a panic. No drop panics, and no key stays locked beyond its
+//! lease.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -22,13 +23,13 @@ use tokio::sync::oneshot;
 /// Long enough for any machine; reached only by a test that fails.
 const LONG: Duration = Duration::from_secs(60);
 
-/// Longer than any test waits: a key that is free after this was given back, not left to its lease.
+/// Longer than any test waits: a key that is free earlier was released and did not expire.
 const NEVER: Duration = Duration::from_secs(3_600);
 
-/// Short, for those that are left to their lease.
+/// A short lease, for claims that expire.
 const SHORT: Duration = Duration::from_millis(500);
 
-/// A store that outlives the runtimes it is used from.
+/// A store that outlives the runtimes that use it.
 enum Store {
     Memory(MemoryBackend),
     Sqlite(tempfile::TempDir),
@@ -55,7 +56,7 @@ impl Store {
         })
     }
 
-    /// The same behind faults.
+    /// Opens a registry over the same store behind faults.
     fn open_faulty(
         &self,
         home: &Runtime,
@@ -69,7 +70,7 @@ impl Store {
         })
     }
 
-    /// Somebody else, in another runtime, gets the key.
+    /// Checks that another client, in another runtime, acquires the key.
     fn is_free_for_others(&self) {
         let elsewhere = runtime();
         let theirs = self.open(&elsewhere, LONG);
@@ -84,7 +85,8 @@ fn runtime() -> Runtime {
     Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
 }
 
-/// Panics inside the engine and the runtime, which would swallow them. Those that tests make are none of them.
+/// Returns the panics inside the engine and the runtime, which would swallow them. Panics of the
+/// tests themselves are excluded.
 fn unexpected_panics() -> Vec<String> {
     static WATCH: Once = Once::new();
     static SEEN: Mutex<Vec<String>> = Mutex::new(Vec::new());
@@ -102,7 +104,7 @@ fn unexpected_panics() -> Vec<String> {
     SEEN.lock().unwrap().clone()
 }
 
-/// Runs `test` over each store and fails if anything panicked in the background.
+/// Runs `test` over each store, and fails if a background task has panicked.
 fn over_each_store(test: impl Fn(&Store)) {
     unexpected_panics();
     for store in Store::all() {
@@ -113,7 +115,7 @@ fn over_each_store(test: impl Fn(&Store)) {
 
 type Locking = BoxFuture<'static, Result<LockGuard, LockError>>;
 
-/// A `lock()` that has been polled as often as it could without waiting for anything but its own wake-ups.
+/// A `lock()` that was polled until it waits for something other than its own wake-ups.
 fn half_done(home: &Runtime, lock: DistributedLock) -> Locking {
     let mut locking: Locking = Box::pin(async move { lock.lock().await });
     let _inside = home.enter();
@@ -122,7 +124,7 @@ fn half_done(home: &Runtime, lock: DistributedLock) -> Locking {
     locking
 }
 
-/// No answer to any acquire for as long as the test runs.
+/// No reply to any acquire for the duration of the test.
 fn no_answers() -> Faults {
     Faults::none().always(Operation::Acquire, Fault::DelayReply(NEVER))
 }
@@ -165,7 +167,7 @@ fn a_waiter_dropped_outside_a_runtime_leaves_the_line() {
             let lock = ours.obtain("k");
             async move { lock.lock().await.unwrap().unlock().await.unwrap() }
         });
-        // It has been given the lock when it is dropped.
+        // The waiter has been granted the lock when it is dropped.
         drop(guard);
         home.block_on(ours.idle());
         drop(waiting);
@@ -193,8 +195,9 @@ fn an_unlock_dropped_outside_a_runtime_goes_on_in_the_background() {
     });
 }
 
-/// A runtime in which everything is in mid-air: a held guard, a waiter behind it, a request without an answer, a
-/// watcher of a loss, a protected work, a guard in the hands of the janitor.
+/// Fills a runtime with every kind of pending work: a held guard, a waiter behind it, and a request
+/// without a reply. Further, a loss watcher, protected work, and a guard at the background
+/// releaser.
 fn busy_home(store: &Store, home: &Runtime) -> Vec<Registry> {
     let ours = store.open(home, SHORT);
     let (mute, _) = store.open_faulty(home, SHORT, no_answers());
@@ -232,11 +235,11 @@ fn a_runtime_that_shuts_down_leaves_no_key_beyond_its_lease() {
     over_each_store(|store| {
         for end in ends {
             let home = runtime();
-            // Its registries go with it.
+            // The registries are dropped before their runtime.
             drop(busy_home(store, &home));
             end(home);
             store.is_free_for_others();
-            // And they outlive it.
+            // The registries outlive their runtime.
             let home = runtime();
             let registries = busy_home(store, &home);
             end(home);
@@ -350,7 +353,7 @@ fn a_registry_can_be_used_from_another_runtime_while_its_own_lives() {
             let guard = ours.obtain("k").try_lock_for(LONG).await.unwrap().unwrap();
             guard.unlock().await.unwrap();
         });
-        // The other runtime may go: nothing of the registry lived there.
+        // The other runtime may end: no task of the registry runs there.
         let guard = elsewhere.block_on(ours.obtain("k").lock()).unwrap();
         drop(elsewhere);
         drop(guard);
@@ -416,7 +419,7 @@ fn a_panic_with_the_runtime_already_gone_is_no_double_panic() {
         let guard = home.block_on(ours.obtain("k").lock()).unwrap();
         let waiting = half_done(&home, ours.obtain("k"));
         drop(home);
-        // A second panic while this one unwinds would end the whole process.
+        // A second panic during unwinding would abort the process.
         let panicked = catch_unwind(AssertUnwindSafe(move || {
             let _dropped_in_passing = (guard, waiting);
             panic!("on purpose");

@@ -1,5 +1,5 @@
-//! Passing a claim to the next caller of this process is an acquisition like any other: whoever gets it holds it, for as long as
-//! he asked for, and nobody else does.
+//! A hand-over of a claim to the next local caller is an acquisition like any other. That caller
+//! alone holds the lock, for the lease that it requested.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -30,7 +30,8 @@ fn over(store: &MemoryBackend, lease: Duration) -> Registry {
     Registry::builder(Arc::new(store.clone())).lease(lease).build().unwrap()
 }
 
-/// Between the drop of a guard and the janitor's work the runtime may stand still for longer than the lease.
+/// The runtime may be blocked for longer than the lease between the drop of a guard and the work of
+/// the background releaser.
 #[tokio::test]
 async fn a_claim_whose_lease_ended_on_the_way_is_not_handed_over() {
     let store = MemoryBackend::new();
@@ -40,7 +41,7 @@ async fn a_claim_whose_lease_ended_on_the_way_is_not_handed_over() {
     let mut waiter = tokio::spawn(async move { lock.lock().await.unwrap() });
     tokio::task::yield_now().await;
     drop(guard);
-    // This blocks the only thread of our runtime until another process has the key.
+    // Blocks the only thread of our runtime until another process has acquired the key.
     let (theirs, their_guard) = thread::spawn(move || {
         let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
         let guard = runtime.block_on(async {
@@ -58,7 +59,7 @@ async fn a_claim_whose_lease_ended_on_the_way_is_not_handed_over() {
     theirs.shutdown_background();
 }
 
-/// A guard may lie at the door for a while before its taker looks.
+/// A delivered guard may wait for longer than its lease until the caller's future is polled.
 #[tokio::test]
 async fn a_guard_that_was_fetched_too_late_is_not_given_to_the_caller() {
     let ours = over(&MemoryBackend::new(), ms(300));
@@ -71,7 +72,7 @@ async fn a_guard_that_was_fetched_too_late_is_not_given_to_the_caller() {
     assert!(timeout(LONG, waiter).await.unwrap().unwrap(), "lock() gave a guard that was over");
 }
 
-/// Holds back the answer to its first renewal.
+/// Delays the reply to its first renewal.
 #[derive(Debug, Default)]
 struct HoldsBack {
     inner: MemoryBackend,
@@ -103,7 +104,8 @@ impl LockBackend for HoldsBack {
     }
 }
 
-/// The answer to a renewal may come when the guard has gone and the next caller does not have the claim yet.
+/// The reply to a renewal may arrive after the guard was dropped and before the next caller has the
+/// claim.
 #[tokio::test]
 async fn a_claim_that_the_store_calls_gone_is_not_handed_over() {
     let backend = Arc::new(HoldsBack::default());
@@ -148,7 +150,7 @@ async fn what_one_holder_made_of_his_lease_is_not_the_next_ones() {
 
 type Task = Pin<Box<dyn Future<Output = ()> + Send>>;
 
-/// A task of an executor that has ended: woken, it is dropped on the spot.
+/// A task of an executor that has ended: waking it drops it at once.
 struct Orphan(Mutex<Option<Task>>);
 
 impl Wake for Orphan {
@@ -166,7 +168,8 @@ async fn a_waiter_that_vanishes_when_it_is_woken_holds_up_nobody() {
         let guard = lock.lock().await.unwrap();
         let orphan = Arc::new(Orphan(Mutex::new(None)));
         let options = LockOptions::new();
-        // Other terms than the holder's cannot be handed over to; that waiter gets its turn.
+        // A claim is handed over only to a waiter with the holder's options. Any other waiter
+        // acquires from the store.
         let options = if handed_over { options } else { options.label("another") };
         let waits = lock.clone();
         let mut task: Task = Box::pin(async move {

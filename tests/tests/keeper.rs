@@ -1,4 +1,4 @@
-//! What a healthy store may do to the keeper now and then costs no lock: a renewal that is not answered, one that panics.
+//! Occasional renewal failures of a healthy store, without a reply or with a panic, lose no lock.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -18,10 +18,10 @@ mod backend;
 
 use backend::PanickingBackend;
 
-/// One renewal in this many is never answered.
+/// One in this many renewals receives no reply.
 const MUTE_EVERY: usize = 10;
 
-/// Forgets to answer a renewal now and then.
+/// Leaves every tenth renewal unanswered.
 #[derive(Debug)]
 struct ForgetfulBackend {
     inner: MemoryBackend,
@@ -50,8 +50,8 @@ impl LockBackend for ForgetfulBackend {
     }
 }
 
-/// Unanswered renewals are counted, and after four of them the store is not asked any more. Only those in a row may
-/// count: a store that answers in between is alive.
+/// After four unanswered renewals the lease renewer stops asking the store. Only consecutive ones
+/// may count: a store that replies in between is alive.
 #[tokio::test(start_paused = true)]
 async fn renewals_that_stay_unanswered_now_and_then_cost_no_lock() {
     let backend = ForgetfulBackend { inner: MemoryBackend::new(), renewals: AtomicUsize::new(0) };
@@ -66,7 +66,7 @@ async fn renewals_that_stay_unanswered_now_and_then_cost_no_lock() {
     }
 }
 
-/// Counts the renewals that are said to have failed.
+/// Counts the reported renewal failures.
 #[derive(Debug, Default)]
 struct Failures(AtomicUsize);
 
@@ -79,7 +79,7 @@ impl Observer for Failures {
     }
 }
 
-/// The same for renewals that end in a panic of the backend.
+/// The same for renewals that end with a panic of the backend.
 #[tokio::test(start_paused = true)]
 async fn renewals_that_panic_now_and_then_cost_no_lock() {
     let backend = Arc::new(PanickingBackend::over(MemoryBackend::new()));
@@ -93,7 +93,7 @@ async fn renewals_that_panic_now_and_then_cost_no_lock() {
     }
 }
 
-/// `shard` is called by the keeper's own task.
+/// The lease renewer's own task calls `shard`.
 #[tokio::test(start_paused = true)]
 async fn a_panic_in_shard_does_not_stop_the_keeper() {
     let backend = Arc::new(PanickingBackend::over(MemoryBackend::new()));
@@ -106,7 +106,8 @@ async fn a_panic_in_shard_does_not_stop_the_keeper() {
     assert!(guard.is_held() && other.is_held(), "nobody renews any more");
 }
 
-/// The key must stay taken though nobody holds it any more; one renewal that fails is no reason to give it up.
+/// The key must stay locked although no guard holds it any more; one failed renewal must not end
+/// that.
 #[tokio::test(start_paused = true)]
 async fn a_failed_renewal_ends_no_min_hold() {
     let store = MemoryBackend::new();

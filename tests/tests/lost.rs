@@ -1,13 +1,13 @@
-//! Watching for the loss of a lock: a loss is told whenever somebody looks, what was let go is never lost, and waiting for
-//! nothing costs nothing.
+//! Loss notification. A loss is reported however late a caller checks, and a released lock is never
+//! lost. A watcher that never resolves holds no resources.
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use registry_core::{LockError, LockOptions, LockRegistry, LostReason, MemoryBackend, Registry};
 
-/// `lost` never resolves once the lock was let go, so a task that awaits it is there for ever. It must not keep the slot, and
-/// with it the whole engine, alive.
+/// `lost` never resolves after a release, so a task that awaits it never ends. The task must not
+/// keep the local lock, and with it the whole engine, alive.
 #[tokio::test(start_paused = true)]
 async fn a_watcher_of_a_lock_that_was_let_go_keeps_no_slot() {
     let registry = Registry::builder(Arc::new(MemoryBackend::new())).build().unwrap();
@@ -20,7 +20,7 @@ async fn a_watcher_of_a_lock_that_was_let_go_keeps_no_slot() {
     assert_eq!(registry.slots(), 0);
 }
 
-/// The same for work that watches while it goes on.
+/// The same for a watcher that starts after the release.
 #[tokio::test(start_paused = true)]
 async fn a_watcher_that_begins_after_the_end_keeps_no_slot() {
     let registry = Registry::builder(Arc::new(MemoryBackend::new())).build().unwrap();
@@ -33,7 +33,7 @@ async fn a_watcher_that_begins_after_the_end_keeps_no_slot() {
     assert_eq!(registry.slots(), 0);
 }
 
-/// A supervisor may be busy while its worker's lock is lost and the worker's guard dropped.
+/// A supervisor may be busy while its worker's lock is lost and the worker's guard is dropped.
 #[tokio::test(start_paused = true)]
 async fn a_loss_is_told_to_whoever_looks_after_the_guard_is_gone() {
     let registry = Registry::in_memory().unwrap();
@@ -52,7 +52,7 @@ async fn a_loss_is_told_to_whoever_looks_after_the_guard_is_gone() {
     }
 }
 
-/// The claim lives on under the next local caller. What is lost then is not the first one's.
+/// The claim continues under the next local caller. A later loss is not the first holder's loss.
 #[tokio::test(start_paused = true)]
 async fn a_loss_after_a_hand_over_is_not_told_to_the_first_holder() {
     let store = MemoryBackend::new();

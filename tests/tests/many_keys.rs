@@ -1,5 +1,5 @@
-//! A registry that has seen a million keys is as small as one that has seen none. Alone in its binary, because it looks
-//! at the memory of the whole process.
+//! A registry that has used a million keys needs no more memory than a new one. This test has its
+//! own binary, because it measures the memory of the whole process.
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -10,26 +10,28 @@ use registry_core::{LockRegistry, MemoryBackend, Registry};
 /// All keys are distinct over the whole test.
 const KEYS: u64 = 1_000_000;
 
-/// Until the allocator and the maps have the size that they keep.
+/// After this many keys, the allocator and the maps have reached their final size.
 const WARM_UP: u64 = 100_000;
 
 /// Keys that are in use at the same time.
 const AT_ONCE: u64 = 1_000;
 
-/// Less than ten bytes per key. A leaked slot is hundreds, a leaked key alone some thirty.
+/// Less than ten bytes per key. A leaked local lock takes hundreds, a leaked key alone about
+/// thirty.
 const GROWTH_MAX: u64 = 8 * 1_024 * 1_024;
 
-/// The smallest page there is. Where pages are larger, the growth is understated; the counts of slots and records are not.
+/// The smallest page size. With larger pages the growth is understated; the counts of local locks
+/// and records are exact.
 const PAGE_MIN: u64 = 4_096;
 
-/// Bytes of this process that are in memory now.
+/// The resident memory of this process, in bytes.
 fn resident() -> u64 {
     let statm = std::fs::read_to_string("/proc/self/statm").unwrap();
     let pages: u64 = statm.split(' ').nth(1).unwrap().parse().unwrap();
     pages * PAGE_MIN
 }
 
-/// Obtains, locks and lets go of a batch of fresh keys, in each of the ways there are.
+/// Obtains, locks and releases a batch of new keys, in every possible way.
 async fn use_up(registry: &Registry, keys: std::ops::Range<u64>) {
     let mut guards = Vec::new();
     for key in keys {

@@ -1,6 +1,8 @@
-//! The simulation finds bugs: each of these, switched on, breaks a promise within some dozens of seeds.
+//! Checks that the simulation finds bugs: each mutant, switched on, violates a property within 120
+//! seeds.
 //!
-//! Built only with `RUSTFLAGS="--cfg lock_registry_mutants"`; the switch does not exist in any other build.
+//! Built only with `RUSTFLAGS="--cfg lock_registry_mutants"`; the switch does not exist in any
+//! other build.
 #![cfg(lock_registry_mutants)]
 
 #[path = "mutants/redis.rs"]
@@ -16,7 +18,7 @@ use lock_registry_tests::sim::{run, weather};
 use registry_core::{LockRegistry as _, MemoryBackend, Mutant, Registry, switch_mutant};
 use registry_testkit::seed::Seed;
 
-/// One test at a time.
+/// Serializes the tests of this binary.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -25,7 +27,7 @@ fn alone() -> MutexGuard<'static, ()> {
 const SEEDS: u64 = 120;
 const GRANTS: u64 = 300;
 
-/// What the simulation says to the engine as it is switched now.
+/// Runs the simulation with the current mutant. Returns the first failing seed as an error.
 fn verdict() -> Result<u64, (Seed, String)> {
     for seed in (0..SEEDS).map(Seed::new) {
         if let Err(panic) = catch_unwind(AssertUnwindSafe(|| run(seed, weather(seed), GRANTS))) {
@@ -39,7 +41,8 @@ fn verdict() -> Result<u64, (Seed, String)> {
     Ok(SEEDS)
 }
 
-/// Whether a caller that stops polling lets the next one of its process pass. The simulation has no such callers.
+/// Checks that a caller that is no longer polled does not block the next local caller. The
+/// simulation has no such callers.
 fn verdict_on_parked_callers() -> Result<u64, (Seed, String)> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_time()
@@ -60,11 +63,12 @@ fn verdict_on_parked_callers() -> Result<u64, (Seed, String)> {
     if next { Ok(1) } else { Err((Seed::new(0), "a parked caller keeps its turn".to_owned())) }
 }
 
-// One test, because the switch is the whole process's; the other one, which uses the engine too, waits for it.
+// One test, because the switch is global to the process. The other test, which also uses the
+// engine, waits for it.
 #[test]
 fn every_seeded_bug_is_found_and_nothing_else() {
     let _alone = alone();
-    // A bug shows as a panic, and would print hundreds of them.
+    // A detected bug panics. The default hook would print hundreds of messages.
     std::panic::set_hook(Box::new(|_| {}));
     let mut missed = Vec::new();
     for mutant in Mutant::ALL {

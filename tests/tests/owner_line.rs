@@ -1,5 +1,5 @@
-//! Callers of one owner who wait together while the claim is handed from caller to caller, on real threads. The model
-//! checker looks at the same more closely: `crates/registry-core/tests/slots_shuttle.rs`.
+//! Callers of one owner that wait together while the claim is handed over, on real threads. The
+//! model checker covers the same in `crates/registry-core/tests/slots_shuttle.rs`.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -11,7 +11,7 @@ use std::time::Duration;
 use registry_core::{LockOptions, LockRegistry, MemoryBackend, Owner, Registry};
 use tokio::runtime::{Builder, Runtime};
 
-/// Wakes a thread, and gives it time to do what it wants before the one who wakes goes on.
+/// Wakes a thread, and gives it time to run before the waking thread continues.
 struct Patient(Thread);
 
 impl Wake for Patient {
@@ -21,12 +21,12 @@ impl Wake for Patient {
     }
 }
 
-/// The claim goes from one caller to the next, who lets go before the first has looked for the next one's friends in
-/// the line. A friend stays in line then, and gets its turn.
+/// The next caller releases before the previous holder has searched the queue for callers with the
+/// same owner. Such a caller then stays queued and is granted the lock later.
 #[test]
 fn a_friend_of_a_short_holder_gets_its_turn() {
     let runtime = Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
-    // Who is first at the line after the claim has passed is up to the machine.
+    // The scheduler decides which thread accesses the queue first after the hand-over.
     for _ in 0..10 {
         hand_over_to_a_short_holder(&runtime);
     }

@@ -1,4 +1,5 @@
-//! Backends that panic: the caller sees it, everybody else goes on, the registry keeps its janitor and its keeper.
+//! Backends that panic: the panic reaches the caller, other callers are not affected, and the
+//! background releaser and the lease renewer keep running.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -23,7 +24,7 @@ fn over(store: &MemoryBackend) -> (Registry, Arc<PanickingBackend>) {
     (registry, backend)
 }
 
-/// Runs `call` in a task of its own, which must panic.
+/// Runs `call` in its own task, which must panic.
 async fn panics<T: Send + 'static>(what: &str, call: impl Future<Output = T> + Send + 'static) {
     match tokio::spawn(call).await {
         Err(error) => assert!(error.is_panic(), "{what}"),
@@ -31,7 +32,7 @@ async fn panics<T: Send + 'static>(what: &str, call: impl Future<Output = T> + S
     }
 }
 
-/// The registry does all that it has to do: it takes turns, renews, gives back in the background, and ends.
+/// Checks that the registry still works: it queues, renews, releases in the background, and closes.
 async fn works(registry: Registry) {
     let minutes = Duration::from_secs(300);
     for key in ["k", "other"] {
@@ -55,7 +56,7 @@ async fn within_idle(registry: &Registry) {
 #[tokio::test(start_paused = true)]
 async fn a_panic_reaches_the_caller_and_harms_nobody_else() {
     for method in PanickingBackend::METHODS {
-        // These have no caller, or are below.
+        // No caller invokes these methods, or another test covers them.
         let without_a_caller =
             ["capabilities", "shard", "renewals_max", "first_look", "renews_together", "close"];
         if without_a_caller.contains(method) {
@@ -114,7 +115,7 @@ async fn a_panic_lets_the_next_in_line_go_on() {
             }
         });
         tokio::task::yield_now().await;
-        // Not the first one's terms, so that the claim is not handed over.
+        // Different options than the first holder's, so that the claim is not handed over.
         let options = LockOptions::new().lease(Duration::from_secs(20));
         backend.panic_once_in(method);
         begin.send(()).unwrap();

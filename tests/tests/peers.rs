@@ -1,5 +1,6 @@
-//! Locks in Redis that are shared with programs of others: Spring Integration and Redisson, played by `peers/peer.py` with the very
-//! scripts of the originals. Both sides exclude each other, hear of each other's releases, and outlive each other.
+//! Locks in Redis that are shared with Spring Integration and Redisson. `peers/peer.py` stands for
+//! both, with the scripts of the originals. Both sides exclude each other, receive each other's
+//! release messages, and continue after each other's crash.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 #![expect(clippy::print_stdout, reason = "the figures are worth a look")]
@@ -26,12 +27,12 @@ use tokio::time::{Instant, sleep};
 /// Long enough for any machine; reached only by a test that fails.
 const LONG: Duration = Duration::from_secs(300);
 
-/// What every wake-up must be below, more often than not.
+/// The limit for the median wake-up.
 const WAKE_LIMIT: Duration = Duration::from_millis(50);
-/// How much slower than a message alone it may be, on machines that are too slow for that.
+/// On slow machines the limit is this multiple of the time of a bare message.
 const WAKE_TIMES_BARE: u32 = 10;
 
-// ---- The peers: what they leave in the server is what the originals leave.
+// ---- The peers leave the same records in the server as the originals.
 
 #[tokio::test]
 async fn the_spring_peer_writes_and_says_what_spring_does() {
@@ -71,11 +72,11 @@ async fn the_redisson_peer_writes_and_says_what_redisson_does() {
     peer.write_line("").unwrap();
     expect(&mut peer, "released").await;
     assert_eq!(heard(&mut ear).await, (topic.to_owned(), "0".to_owned()));
-    // Not even the latch of the release.
+    // The latch of the release is gone too.
     assert_eq!(number(&server, &["DBSIZE"]).await, 0);
 }
 
-// ---- Two at a time, step by step.
+// ---- Two processes, step by step.
 
 #[tokio::test]
 async fn whoever_holds_a_lock_keeps_the_other_side_out() {
@@ -100,7 +101,7 @@ async fn whoever_holds_a_lock_keeps_the_other_side_out() {
     }
 }
 
-/// By itself it would look again ten minutes later.
+/// Without the message, the peer would poll ten minutes later.
 #[tokio::test]
 async fn a_waiting_peer_hears_of_our_release() {
     for (form, options) in [
@@ -121,7 +122,7 @@ async fn a_waiting_peer_hears_of_our_release() {
     }
 }
 
-/// Old and new versions of Spring do not hear of each other, but both hear of us.
+/// Old and new versions of Spring do not notify each other, but we notify both.
 #[tokio::test]
 async fn we_wake_old_and_new_versions_of_spring_at_once() {
     let server = server().await;
@@ -154,21 +155,22 @@ async fn a_peer_outlives_our_dead() {
     for form in [Form::Spring, Form::Redisson] {
         let server = server().await;
         let dead = registry(&server, form).await;
-        // As a process that stands still: it neither renews nor releases.
+        // Like a suspended process, it neither renews nor releases.
         let last = LockOptions::new().lease(Duration::from_secs(1)).renew(false);
         let guard = dead.obtain("orders/42").lock_with(last).await.unwrap().unwrap();
-        // It hears nothing, and looks again when its own lease would be over (Spring) or ours is (Redisson).
+        // It receives no message. It polls when its own lease would be over (Spring) or when ours
+        // is (Redisson).
         let mut peer = holder(&server, form, &["--lease-ms", "5000"]);
         expect(&mut peer, "held").await;
         assert!(!guard.is_held());
-        // And it does not take the peer's lock away.
+        // Its late release does not affect the peer's lock either.
         guard.unlock().await.unwrap_err();
         let ours = registry(&server, form).await;
         assert!(ours.obtain("orders/42").try_lock().await.unwrap().is_none(), "{form:?}");
     }
 }
 
-/// By an operator, or as Redisson's `forceUnlock` does it.
+/// By an operator, or by Redisson's `forceUnlock`.
 #[tokio::test]
 async fn a_lock_that_was_broken_from_outside_is_lost() {
     for form in [Form::Spring, Form::Redisson] {
@@ -186,7 +188,7 @@ async fn a_lock_that_was_broken_from_outside_is_lost() {
     }
 }
 
-// ---- Four at a time, a great many times.
+// ---- Four processes, many critical sections.
 
 #[tokio::test]
 async fn we_take_turns_with_spring() {
@@ -198,12 +200,12 @@ async fn we_take_turns_with_spring_before_6_5_3() {
     take_turns(&Servers::one().await, Form::Spring, &["--channel", "old"]).await;
 }
 
-/// A registry of Spring's default type says nothing when it releases, and looks ten times a second.
+/// A registry of Spring's default type publishes no releases and polls ten times a second.
 #[tokio::test]
 async fn we_get_in_beside_a_spring_that_says_nothing() {
     let crowd = share(&Servers::one().await, Form::Spring, &["--spin"], CROWD).await;
     crowd.nobody_starves();
-    // Its lease is a minute, and is not what ended our waits.
+    // The peer's lease is a minute, so its expiry has not ended our waits.
     assert!(crowd.longest_wait(Side::Ours) < Duration::from_secs(30));
 }
 
@@ -217,7 +219,7 @@ async fn we_take_turns_with_redisson_in_a_cluster() {
     take_turns(&Servers::cluster().await, Form::Redisson, &["--verb", "SPUBLISH"]).await;
 }
 
-/// As Redisson does where servers are older than 7, or where it is told to.
+/// Redisson uses `PUBLISH` with servers older than version 7, or if configured to.
 #[tokio::test]
 async fn we_take_turns_with_redisson_in_a_cluster_by_plain_messages() {
     take_turns(&Servers::cluster().await, Form::Redisson, &["--verb", "PUBLISH"]).await;
@@ -230,29 +232,29 @@ async fn take_turns(servers: &Servers, form: Form, options: &[&str]) {
     share(servers, form, options, PAIR).await.both_sides_hear_at_once();
 }
 
-/// Who shares a lock, and how.
+/// The number of processes that share a lock, and their timing.
 #[derive(Debug, Clone, Copy)]
 struct Crew {
-    /// Processes of each side.
+    /// The number of processes of each side.
     each: u32,
-    /// How many times each takes the lock.
+    /// The number of acquisitions of each process.
     sections: u32,
     hold_ms: u64,
     pause_ms: u64,
 }
 
-/// Somebody always waits; several of them race for each release.
+/// At least one process always waits; several race for each release.
 const CROWD: Crew = Crew { each: 2, sections: 500, hold_ms: 1, pause_ms: 4 };
-/// Whoever is outside is waiting again before the other leaves, and nobody else is there.
+/// Each process waits again before the other releases, and there is no third process.
 const PAIR: Crew = Crew { each: 1, sections: 200, hold_ms: 5, pause_ms: 4 };
 
-/// What processes of ours and of theirs have done with one lock.
+/// The sections that our and their processes have run under one lock.
 struct Shared {
     crew: Crew,
     key: String,
-    /// In the order in which they were inside.
+    /// In the order of the sections.
     sections: Vec<(Side, Section)>,
-    /// How long a message and two requests took at the same time.
+    /// The times of a message and two requests, measured during the same run.
     bare: Vec<Duration>,
 }
 
@@ -262,7 +264,7 @@ enum Side {
     Theirs,
 }
 
-/// Lets all do their sections, and checks what must be so in any case.
+/// Runs all processes to their end, and checks what must always hold.
 async fn share(servers: &Servers, form: Form, options: &[&str], crew: Crew) -> Shared {
     let folder = TempDir::new().unwrap();
     let counter = folder.path().join("counter");
@@ -292,7 +294,8 @@ async fn share(servers: &Servers, form: Form, options: &[&str], crew: Crew) -> S
         process.write_line("go").unwrap();
     }
     let mut bare = Vec::new();
-    // The first that fails ends it, or the others would wait for the lock that it has left behind.
+    // The first failure ends the test. The other processes could wait for a lock that the failed
+    // process left behind.
     let all_done = try_join_all(processes.iter().map(|(_, _, process)| done(process)));
     tokio::select! {
         all = all_done => drop(all.unwrap()),
@@ -313,14 +316,14 @@ async fn share(servers: &Servers, form: Form, options: &[&str], crew: Crew) -> S
     shared
 }
 
-/// Waits for the end of a process that is to end well.
+/// Waits for the end of a process that must succeed.
 async fn done(process: &HelperProcess) -> Result<(), String> {
     let status = process.wait_exit(LONG).await.map_err(|late| late.to_string())?;
     if status.success() { Ok(()) } else { Err(format!("{status}: {}", process.stderr())) }
 }
 
-/// What a hand-over costs without a lock, on this machine in its present state: a message that another connection hears, and a
-/// request after it.
+/// Measures a hand-over without a lock under the current load: a message that another connection
+/// receives, and a request after it.
 async fn tell_and_hear(server: &RedisServer, took: &mut Vec<Duration>) {
     let mut mouth = server.connect().await.unwrap();
     let mut ear = subscribed(server, "bare").await;
@@ -340,11 +343,11 @@ impl Shared {
         let events = events.flat_map(|(number, (_, section))| section.events(&self.key, number));
         let checked = check(&History::from_events(events).unwrap()).unwrap();
         let ours = (self.crew.each * self.crew.sections) as usize;
-        // Ours have tokens, and those rise.
+        // Our grants have tokens, and the tokens grow.
         assert_eq!((checked.grants, checked.tokens, checked.unknown), (2 * ours, ours, 0));
     }
 
-    /// While all were at work, each came in for more than a tenth of what would be just.
+    /// While all processes worked, each had more than a tenth of its fair share.
     fn nobody_starves(&self) {
         let shares = self.shares();
         let all: usize = shares.values().sum();
@@ -354,11 +357,12 @@ impl Shared {
         }
     }
 
-    /// Both sides often come in after the other, at once when they do, and no peer finds out by itself what it should have heard.
+    /// Both sides often take over from the other, and do so at once. No peer missed a message and
+    /// had to poll.
     fn both_sides_take_over_at_once(&self) {
         for side in [Side::Ours, Side::Theirs] {
             let takeovers = self.takeovers(side);
-            // Whoever hears nothing takes over a few times, by luck.
+            // A side without messages takes over only a few times, by chance.
             assert!(takeovers.len() > 100, "{side:?} took over {} times", takeovers.len());
             self.is_at_once(side, &takeovers);
         }
@@ -366,7 +370,7 @@ impl Shared {
         assert_eq!(fallbacks, 0);
     }
 
-    /// Whoever waits is inside at once after the first release since then.
+    /// A waiter enters at once after the first release since it began to wait.
     fn both_sides_hear_at_once(&self) {
         for side in [Side::Ours, Side::Theirs] {
             let wakes = self.wakes(side);
@@ -381,7 +385,7 @@ impl Shared {
         assert!(median < limit, "{side:?}: {median:?} is not below {limit:?}");
     }
 
-    /// How many sections each had while all four were at work.
+    /// The number of sections of each process while all four worked.
     fn shares(&self) -> BTreeMap<(Side, u32), usize> {
         let mut work: BTreeMap<(Side, u32), (u64, u64)> = BTreeMap::new();
         for (side, section) in &self.sections {
@@ -399,7 +403,8 @@ impl Shared {
         shares
     }
 
-    /// Of each time that `side` waited and came in after the other: how long after that had begun to release.
+    /// For each time that `side` waited and took over from the other side: the time since that side
+    /// began to release.
     fn takeovers(&self, side: Side) -> Vec<Duration> {
         let pairs = self.sections.windows(2);
         let takeovers = pairs.filter_map(|pair| {
@@ -410,12 +415,12 @@ impl Shared {
         takeovers.collect()
     }
 
-    /// Of each time that `side` waited: how long after the first release since then it came in.
+    /// For each time that `side` waited: the time from the first release since then to its entry.
     fn wakes(&self, side: Side) -> Vec<Duration> {
         let ends: Vec<u64> = self.sections.iter().map(|(_, section)| section.leaving).collect();
         let own = self.sections.iter().enumerate().filter(|(_, (of, _))| *of == side);
         let wakes = own.filter_map(|(number, (_, section))| {
-            // Releases come in the order of the sections, of which none overlap.
+            // Releases are in the order of the sections, because no sections overlap.
             let earlier = &ends[..number];
             let first = *earlier.get(earlier.partition_point(|end| *end < section.asked))?;
             Some(span(first, section.entered))
@@ -488,7 +493,7 @@ impl Servers {
     }
 }
 
-/// No server is restarted here, and the disk would be the slowest part of a hand-over.
+/// No server is restarted here, and disk writes would dominate a hand-over.
 const FORGETFUL: &[&str] = &["--appendonly", "no"];
 
 async fn server() -> RedisServer {
@@ -498,7 +503,7 @@ async fn server() -> RedisServer {
 fn namespace(form: Form) -> &'static str {
     match form {
         Form::Spring => "locks",
-        // The key is all of the name.
+        // The name consists of the key alone.
         Form::Redisson => "",
     }
 }
@@ -521,14 +526,14 @@ async fn registry(server: &RedisServer, form: Form) -> Registry {
     Registry::builder(Arc::new(RedisBackend::open(config).await.unwrap())).build().unwrap()
 }
 
-/// The program of our side.
+/// The command for a process of our side.
 fn ours(task: &Task) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_lock-sections"));
     command.arg(serde_json::to_string(task).unwrap());
     command
 }
 
-/// The program of theirs, for the same task.
+/// The command for a process of their side, for the same task.
 fn theirs(url: &str, task: &Task, options: &[&str]) -> Command {
     let mut command = peer(url, task.form, &task.key, options);
     command.arg("--on-cue").arg("--journal").arg(&task.journal);
@@ -543,14 +548,14 @@ fn theirs(url: &str, task: &Task, options: &[&str]) -> Command {
     command
 }
 
-/// A peer that takes the lock of "orders/42" and holds it until it is written to.
+/// Starts a peer that acquires the lock of "orders/42" and holds it until it receives a line.
 fn holder(server: &RedisServer, form: Form, options: &[&str]) -> HelperProcess {
     let mut command = peer(&server.url(), form, "orders/42", options);
     command.args(["--once", "hold"]);
     HelperProcess::spawn(command).unwrap()
 }
 
-/// A peer that tries once to take the lock of "orders/42".
+/// Starts a peer that tries once to acquire the lock of "orders/42".
 fn attempt(server: &RedisServer, form: Form) -> HelperProcess {
     let mut command = peer(&server.url(), form, "orders/42", &[]);
     command.args(["--once", "try"]);
@@ -560,7 +565,7 @@ fn attempt(server: &RedisServer, form: Form) -> HelperProcess {
 fn peer(url: &str, form: Form, key: &str, options: &[&str]) -> Command {
     let mut command = Command::new("python3");
     let program = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers/peer.py");
-    // It leaves no compiled files among the sources.
+    // `-B` prevents compiled files among the sources.
     command.arg("-B").arg(program).args(["--url", url, "--key", key]);
     command.args(match form {
         Form::Spring => ["--layout", "spring", "--namespace", namespace(form)],
@@ -583,7 +588,7 @@ async fn subscribed(server: &RedisServer, channel: &str) -> RedisConnection {
     ear
 }
 
-/// The next message: its channel and what it says.
+/// The next message: its channel and its payload.
 async fn heard(ear: &mut RedisConnection) -> (String, String) {
     let message = within(LONG, ear.next_reply()).await.unwrap();
     let [kind, channel, said] = message.items() else { panic!("{message:?}") };
@@ -591,7 +596,7 @@ async fn heard(ear: &mut RedisConnection) -> (String, String) {
     (channel.text().unwrap(), said.text().unwrap())
 }
 
-/// Until somebody listens to something.
+/// Waits until a client has subscribed to a channel.
 async fn until_heard(server: &RedisServer) {
     eventually(LONG, async || {
         !text(server, &["CLIENT", "LIST", "TYPE", "pubsub"]).await.is_empty()

@@ -1,5 +1,6 @@
-//! The rights that the book says a user of Redis needs are enough, and none of them is there for nothing. Real users of real servers; what was
-//! refused, the servers' own record tells (`ACL LOG`).
+//! The rights that the book lists for a user of Redis are sufficient, and each of them is
+//! necessary. The tests use real users on real servers. `ACL LOG` shows which commands were
+//! refused.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 #![expect(clippy::future_not_send, reason = "a test is one task")]
@@ -20,12 +21,12 @@ use tokio::time::{sleep, timeout};
 /// Long enough for any machine; reached only by a test that fails.
 const LONG: Duration = Duration::from_secs(240);
 
-/// How many users are at work at a time: they mostly wait.
+/// The number of users that work concurrently; they spend most of their time waiting.
 const AT_ONCE: usize = 12;
 
-/// What every registry of this test does.
+/// The rows of the table that every registry of this test needs.
 const COMMON: &[&str] = &["always", "news of losses", "`list`", "`doctor`"];
-/// For the servers; the rest of the rows is for the sentinels.
+/// The one row whose rights are for the sentinels. All other rows are for the servers.
 const SENTINELS_OWN: &str = "the sentinels' own user";
 
 #[tokio::test]
@@ -93,7 +94,7 @@ async fn a_quorum() {
     check(&rows, &servers, &[], None, config).await;
 }
 
-/// By servers that can do it: Redis since 7.2, all of Valkey.
+/// Only on servers that support it: Redis since 7.2, and all versions of Valkey.
 #[tokio::test]
 async fn what_must_be_on_disk() {
     let server = server().await;
@@ -151,7 +152,7 @@ fn no_right_is_unchecked() {
     assert_eq!(told, checked.into_iter().map(str::to_owned).collect());
 }
 
-/// The line that people copy is the rows for one server.
+/// The line for copying contains the rows for one server.
 #[test]
 fn the_line_to_copy_says_the_same() {
     let rows = [COMMON, &["layout `native`", "messages by `PUBLISH`"]].concat();
@@ -163,7 +164,7 @@ fn the_line_to_copy_says_the_same() {
     assert!(readme.lines().any(|other| other == line), "the crate's README says otherwise");
 }
 
-// ---- What users do.
+// ---- The work of the users.
 
 /// The keys of a lock.
 type Names = fn(&str) -> [String; 2];
@@ -191,7 +192,8 @@ async fn check(
         if denied.is_some() || !ours.capabilities().tells_losses {
             return Err(format!("{findings:?}").into());
         }
-        // Time for what happens by itself: channels are given up after a second, and connections are looked at each five.
+        // Covers the background work: channels are unsubscribed after a second, and connections are
+        // checked every five seconds.
         sleep(Duration::from_secs(7)).await;
         ours.close(Duration::from_secs(5)).await;
         theirs.close(Duration::from_secs(5)).await;
@@ -202,7 +204,7 @@ async fn check(
 
 async fn open(config: &RedisConfig) -> Result<Registry, Box<dyn Error>> {
     let mut backend = RedisBackend::open(config.clone()).await;
-    // Sentinels and clusters are asked with little patience, which a busy machine may exhaust.
+    // Sentinels and clusters are queried with a short timeout, which a busy machine may exceed.
     for _ in 0..10 {
         if !backend.as_ref().is_err_and(|error| error.kind() == BackendErrorKind::Transient) {
             break;
@@ -213,7 +215,7 @@ async fn open(config: &RedisConfig) -> Result<Registry, Box<dyn Error>> {
     Ok(builder.timeout(Duration::from_secs(30)).build()?)
 }
 
-/// All that can be done with a lock.
+/// Runs every operation of a lock.
 async fn visit(
     key: &str,
     ours: &Registry,
@@ -244,7 +246,7 @@ async fn visit(
     Ok(())
 }
 
-/// Renews while the lock's slot is on its way to another server.
+/// Renews while the slot of the lock migrates to another server.
 async fn renew_on_the_way(
     cluster: &RedisCluster,
     names: &[String; 2],
@@ -255,7 +257,7 @@ async fn renew_on_the_way(
     let other = if slot < 8_000 { 16_000 } else { 0 };
     let to = cluster.master_of(other).await?;
     assert_ne!(from, to);
-    // Servers that send each other keys at the same time wait for each other.
+    // Two servers that migrate keys to each other at the same time wait for each other.
     static SENDING: Mutex<()> = Mutex::const_new(());
     let _alone = SENDING.lock().await;
     let migration = cluster.begin_migration(slot, to).await?;
@@ -267,7 +269,7 @@ async fn renew_on_the_way(
     Ok(renewed?)
 }
 
-/// Does the same as many users: one has all rights, and each of the others lacks one.
+/// Runs the work as many users: one has all rights, and each of the others lacks one.
 async fn try_each(
     rights: &Rights,
     servers: &[&RedisServer],
@@ -296,7 +298,8 @@ async fn try_each(
     for server in servers {
         server.ask("CONFIG SET acllog-max-len 100000").await.unwrap();
     }
-    // A script that somebody has sent before is known to all, so whoever must not send it comes first, and alone.
+    // A script that one user has loaded is available to all. The user without `+eval` therefore
+    // runs first, and alone.
     users.sort_by_key(|(_, lacks)| lacks.is_none_or(|(_, right)| right != "+eval"));
     let patiently = async |(user, _): &(String, _)| {
         let worked = timeout(LONG, work(user.clone())).await;
@@ -316,7 +319,7 @@ async fn try_each(
                 let at = entry.iter().position(|field| field == name).unwrap();
                 entry[at + 1].clone()
             };
-            // To refuse the client's name does no harm.
+            // A refused client name has no effect.
             if field("object") != "client|setinfo" {
                 refused.entry(field("username")).or_default().insert(field("object"));
             }
@@ -333,7 +336,7 @@ async fn try_each(
     assert!(needless.is_empty(), "nobody misses {needless:?}");
 }
 
-// ---- What the book says.
+// ---- The content of the book.
 
 struct Rights {
     servers: Vec<String>,
@@ -341,7 +344,7 @@ struct Rights {
 }
 
 impl Rights {
-    /// Those of some rows of the book's table, for a namespace; each once.
+    /// The rights of some rows of the book's table, for a namespace, without duplicates.
     fn of(rows: &[&str], namespace: &str) -> Self {
         let told = told();
         let mut rights = Self { servers: Vec::new(), sentinels: Vec::new() };
@@ -359,13 +362,13 @@ impl Rights {
     }
 }
 
-/// The table of rights: what for, and which.
+/// The book's table of rights: the rights by purpose.
 fn told() -> BTreeMap<String, Vec<String>> {
     let book = book();
     let (_, table) = book.split_once("| for | rights |").unwrap();
     let rows = table.lines().skip(2).take_while(|line| line.starts_with('|'));
     let rows = rows.map(|row| {
-        // In a table, a bar that is none of its own is escaped.
+        // In a table, a `|` inside a cell is escaped.
         let row = row.replace("\\|", "\u{0}");
         let cells: Vec<&str> = row.split('|').map(str::trim).collect();
         let [_, what, rights, _] = cells[..] else { panic!("{row}") };

@@ -1,5 +1,6 @@
-//! A registry whose runtime has shut down is closed: for new calls, for calls that wait in another runtime, and for the count
-//! of what it holds. A registry whose runtime is not driven renews nothing and releases no dropped guard.
+//! A registry whose runtime has shut down is closed. This affects new calls, calls that wait in
+//! another runtime, and its count of held locks. A registry whose runtime is not driven renews
+//! nothing and releases no dropped guard.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -28,7 +29,7 @@ fn over(store: &MemoryBackend, home: &Runtime, lease: Duration) -> Registry {
     Registry::builder(Arc::new(store.clone())).lease(lease).build().unwrap()
 }
 
-/// Nobody is left to give the claim back, but the guard is gone, and so must be what it held in memory.
+/// No task can release the claim any more, but the dropped guard must still free its memory.
 #[test]
 fn a_guard_dropped_after_its_runtime_leaves_no_slot() {
     let (store, home) = (MemoryBackend::new(), runtime());
@@ -40,7 +41,7 @@ fn a_guard_dropped_after_its_runtime_leaves_no_slot() {
     assert_eq!(ours.slots(), 0, "slots");
 }
 
-/// The in-process store, with somebody to tell whether it is still there.
+/// The in-process store, with a reference count that shows whether it still exists.
 #[derive(Debug)]
 struct CountedBackend(MemoryBackend, #[expect(dead_code, reason = "it is only counted")] Arc<()>);
 
@@ -63,7 +64,8 @@ impl LockBackend for CountedBackend {
     }
 }
 
-/// A claim that is still on the keeper's schedule would keep the engine, the backend and its connections for ever.
+/// A claim still scheduled at the lease renewer would keep the engine, the backend and its
+/// connections alive for ever.
 #[test]
 fn a_registry_dropped_after_its_runtime_frees_its_backend() {
     let alive = Arc::new(());
@@ -80,14 +82,14 @@ fn a_registry_dropped_after_its_runtime_frees_its_backend() {
     assert_eq!(Arc::strong_count(&alive), 1, "the backend is never dropped");
 }
 
-/// What becomes of a caller in a runtime that lives on, when the runtime of its registry ends.
+/// Returns the result of a caller in a live runtime after the runtime of its registry has ended.
 fn waits_elsewhere(holder_is_local: bool) -> Result<LockGuard, LockError> {
     let store = MemoryBackend::new();
     let (home, elsewhere) = (runtime(), runtime());
     let ours = over(&store, &home, Duration::from_millis(500));
     let theirs = over(&store, &elsewhere, LONG);
     let holder = if holder_is_local { &ours } else { &theirs };
-    // Nobody lets it go while the other waits.
+    // The lock is not released while the caller waits.
     let guard = elsewhere.block_on(holder.obtain("k").lock()).unwrap();
     let lock = ours.obtain("k");
     let mut waiting = Box::pin(async move { lock.lock().await });

@@ -1,5 +1,5 @@
-//! No password is ever shown: not in `Debug`, not in `Display`, not in a chain of errors, not in a log line, however
-//! the URL that holds it is written or mangled, and wherever it comes from.
+//! No password is ever exposed: not in `Debug`, not in `Display`, not in a chain of errors, not in
+//! a log line. This holds however the URL is written or mangled, and for every source of it.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -14,17 +14,18 @@ use lock_registry::{
     ConfigError, LockRegistry, RegistryConfig, RoutingRegistry, connect, redact_url,
 };
 
-/// What must not be seen, in any spelling. Nothing else in this file or in any message holds it.
+/// The text that must not appear, in any spelling. Nothing else in this file or in a message
+/// contains it.
 const CANARY: &str = "canary";
 
 const URLS: u64 = 4_000;
 
-/// Everything that was logged by anything in this process.
+/// Everything that this process has logged.
 #[derive(Clone, Default)]
 struct Log(Arc<Mutex<Vec<u8>>>);
 
 impl Log {
-    /// Captures from here on whatever is traced, at the most talkative level.
+    /// Captures all events from now on, at the most verbose level.
     fn captured() -> &'static Self {
         static LOG: OnceLock<Log> = OnceLock::new();
         LOG.get_or_init(|| {
@@ -53,7 +54,7 @@ impl Write for Log {
     }
 }
 
-/// Everything that a person could be shown of an error.
+/// All representations of an error that may be displayed.
 fn told(error: &dyn Error) -> String {
     let mut text = format!("{error:?}\n{error:#?}");
     let mut next = Some(error);
@@ -68,7 +69,7 @@ fn shown(value: &impl Debug) -> String {
     format!("{value:?}\n{value:#?}")
 }
 
-/// What `outcome` shows, good or bad.
+/// The representations of `outcome`, success or error.
 fn outcome<T: Debug>(outcome: &Result<T, ConfigError>) -> String {
     match outcome {
         Ok(value) => shown(value),
@@ -81,7 +82,7 @@ fn assert_silent(given: &str, shown: &str) {
     assert!(!shown.to_lowercase().contains(CANARY), "{given:?} is shown as {shown}");
 }
 
-/// All that can be done with a URL without opening its store.
+/// Uses a URL in every way that does not open its store.
 fn use_url(url: &str) {
     assert_silent(url, &redact_url(url));
     let config = RegistryConfig::new().url(url);
@@ -97,7 +98,7 @@ fn use_url(url: &str) {
         assert_silent(url, &outcome(&config.check()));
     }
 
-    // Quoted as it should be, as people do it, and not at all.
+    // Quoted correctly, quoted carelessly, and not quoted.
     let escaped = url.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
     for toml in [
         format!("url = \"{escaped}\""),
@@ -137,7 +138,7 @@ const SCHEMES: &[&str] = &[
     "http",
 ];
 
-/// A password of the worst characters, with the canary somewhere in it.
+/// A password of problematic characters that contains the canary.
 fn password(random: &mut fastrand::Rng) -> String {
     const NASTY: &[&str] = &[
         "/",
@@ -195,7 +196,8 @@ fn password(random: &mut fastrand::Rng) -> String {
     text
 }
 
-/// A URL with a password where passwords stand, or where people put them by mistake. Nobody listens at its hosts.
+/// A URL with a password in its proper place, or where users put it by mistake. No server listens
+/// at its hosts.
 fn url(random: &mut fastrand::Rng) -> String {
     let scheme = random.choice(SCHEMES).unwrap();
     let password = password(random);
@@ -211,7 +213,8 @@ fn url(random: &mut fastrand::Rng) -> String {
         7 => {
             let name =
                 random.choice(["password", "pass", "pwd", "token", "auth", "sslkey"]).unwrap();
-            // In a query, an `&` begins another option, and nobody can know that it was not meant to.
+            // In a query an unescaped `&` begins another option, which cannot be distinguished from
+            // this one.
             format!("{scheme}://{host}{path}?{name}={}", password.replace('&', "%26"))
         }
         8 => format!("{scheme}:user:{password}@{host}{path}{query}"),
@@ -277,7 +280,7 @@ async fn connecting_in_vain_shows_and_logs_no_password() {
     assert_silent("the log", &Log::captured().text());
 }
 
-/// With a URL that is wrong in the environment and a right one in code, the wrong one is never mentioned.
+/// If the environment has an invalid URL and code a valid one, the invalid URL never appears.
 #[tokio::test]
 async fn an_overruled_url_is_not_shown() {
     let log = Log::captured();
@@ -302,7 +305,7 @@ async fn an_overruled_url_is_not_shown() {
     guard.unlock().await.unwrap();
     registry.close(Duration::from_secs(60)).await;
     assert_silent("the log", &log.text());
-    // The log is not silent about everything.
+    // The log does contain other events.
     assert!(log.text().contains("lock granted"), "nothing is captured");
 }
 
@@ -315,7 +318,7 @@ async fn stores_that_cannot_be_opened_say_so_without_the_environment() {
         let url = format!("sqlite:{}/{file}", folder.path().display());
         let connected = connect(&url).await;
         assert!(connected.is_err(), "{url} is a store");
-        // What is in the file is not ours to show.
+        // The content of the file is not ours to print.
         assert_silent(&url, &outcome(&connected));
     }
     assert_silent("the log", &log.text());

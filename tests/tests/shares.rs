@@ -1,4 +1,5 @@
-//! Processes that want the same key get fair shares of it, on stores that do not queue. Each process is a real one.
+//! Processes that compete for one key receive fair shares of it on stores without a queue. Each is
+//! a real process.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 #![expect(clippy::print_stdout, reason = "the figures are worth a look")]
@@ -17,12 +18,12 @@ use registry_testkit::redis::RedisServer;
 const LONG: Duration = Duration::from_secs(300);
 const URL_VARIABLE: &str = "LOCK_REGISTRY_TEST_URL";
 
-/// How long the processes contend.
+/// How long the processes compete.
 const SPAN: Duration = Duration::from_secs(8);
-/// How long a claim is handed over within a process that has met no other yet.
+/// How long a process hands a claim over locally before it has met another process.
 const HAND_OVER_SPAN: Duration = Duration::from_secs(1);
 
-/// What one process got.
+/// The result of one process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 struct Share {
     grants: u32,
@@ -33,14 +34,14 @@ struct Share {
 #[ignore = "started by the other tests, as another process"]
 fn the_other_process() {
     let Ok(url) = env::var(URL_VARIABLE) else { return };
-    // Whatever the test harness has written so far ends here.
+    // Ends the line that the test harness has begun.
     _ = writeln!(std::io::stdout());
     let runtime = tokio::runtime::Runtime::new().unwrap();
     runtime.block_on(async {
         let registry = lock_registry::connect(&url).await.unwrap();
         serve(Arc::new(registry), &HolderOptions::new("url")).await;
     });
-    // At once: the test program has nothing more to say, and nobody to say it to.
+    // Exits at once: the test harness must not print its summary.
     std::process::exit(0);
 }
 
@@ -62,7 +63,8 @@ async fn twenty_processes_share_a_key_in_the_layout_of_spring() {
     check(&shares, hold);
 }
 
-/// No process got more than four times the median, and none less than an eighth. The longest wait is below the bound.
+/// Checks that no process has more than four times the median of the grants, or less than an
+/// eighth. The longest wait must be below the bound.
 fn check(shares: &[Share], hold: Duration) {
     let mut sorted = shares.to_vec();
     sorted.sort_unstable();
@@ -77,7 +79,7 @@ fn check(shares: &[Share], hold: Duration) {
     }
 }
 
-/// What processes with so many tasks get of one key.
+/// Runs one process for each number of tasks, all on one key. Returns their shares.
 async fn shares(url: &str, tasks: &[u32], hold: Duration) -> Vec<Share> {
     let mut processes = join_all(tasks.iter().map(async |_| {
         let mut program = Command::new(env::current_exe().unwrap());

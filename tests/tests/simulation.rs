@@ -1,11 +1,11 @@
-//! A million grants in a thousand seeded trials, and none breaks a promise.
+//! A million grants in a thousand seeded trials; no trial violates a property.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use lock_registry_tests::sim::{run, weather};
 use registry_testkit::seed::{Seed, Seeds, replayed};
 
-/// Trials, and grants of each: more than a million together.
+/// The number of trials, and the grants of each. Together they exceed a million.
 const SEEDS: u64 = 1_200;
 const GRANTS: u64 = 900;
 
@@ -24,7 +24,7 @@ fn no_trial_breaks_a_promise() {
     let (grants, lost) = (grants.into_inner(), lost.into_inner());
     let (dropped, faults) = (dropped.into_inner(), faults.into_inner());
     println!("{seeds} seeds, {grants} grants, {lost} lost, {dropped} dropped, {faults} faults");
-    // A single seed is run to replay it; then these say nothing.
+    // For a single seed, which is replayed, the totals say nothing.
     if seeds == SEEDS {
         assert!(grants >= 1_000_000, "only {grants} grants");
         assert!(

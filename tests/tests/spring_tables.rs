@@ -1,5 +1,6 @@
-//! Locks in databases that are shared with Spring Integration's `JdbcLockRegistry`, played by `peers/peer.py` with the statements of the
-//! original, of version 7 and of version 6. Both sides exclude each other and outlive each other. Needs PostgreSQL and MariaDB.
+//! Locks in databases that are shared with Spring Integration's `JdbcLockRegistry`. `peers/peer.py`
+//! stands for Spring, with the original statements of versions 7 and 6. Both sides exclude each
+//! other and continue after each other's crash. Needs PostgreSQL and MariaDB.
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 #![expect(clippy::print_stdout, reason = "the figures are worth a look")]
@@ -25,7 +26,7 @@ const LONG: Duration = Duration::from_secs(300);
 
 const KEY: &str = "orders/42";
 
-/// A database, and whose table is in it.
+/// A database server.
 enum Server {
     Postgres(PostgresServer),
     MariaDb(MariaDbServer),
@@ -49,13 +50,13 @@ async fn servers() -> [Server; 2] {
 
 const GENERATIONS: [&str; 2] = ["v7", "v6"];
 
-/// Where ours find the locks. The lease is what Spring has as `timeToLive`.
+/// The URL of our registry. The lease corresponds to Spring's `timeToLive`.
 fn our_url(server: &Server, generation: &str, lease_ms: u64) -> String {
     let lease = format!("lease={lease_ms}ms&poll=20ms");
     format!("{}?layout=spring&spring={generation}&region=R&{lease}", server.url())
 }
 
-/// Ours come first, so they make the table.
+/// Opens our registry. It runs before the peers, so it creates the table.
 async fn registry(server: &Server, generation: &str, lease_ms: u64) -> Registry {
     lock_registry::connect(&our_url(server, generation, lease_ms)).await.unwrap()
 }
@@ -93,7 +94,7 @@ async fn a_held_lock_that_is_renewed_is_never_taken_by_spring() {
             let guard = ours.obtain(KEY).lock().await.unwrap();
             let mut waiting = peer(&server, generation, &["--lease-ms", "1000", "--once", "hold"]);
             expect(&mut waiting, "waiting").await;
-            // Three leases: a peer that had to wait for one of its own would be in by then.
+            // Three leases: a peer whose own lease ended its wait would hold the lock by then.
             let passed = tokio::time::timeout(Duration::from_secs(3), guard.lost()).await;
             assert!(passed.is_err(), "the lock was lost: {passed:?}");
             let mut other = peer(&server, generation, &["--lease-ms", "1000", "--once", "try"]);
@@ -122,13 +123,13 @@ async fn a_peer_outlives_our_dead() {
     for generation in GENERATIONS {
         for server in servers().await {
             let dead = registry(&server, generation, 1_000).await;
-            // As a process that stands still: it neither renews nor releases.
+            // Like a suspended process, it neither renews nor releases.
             let last = LockOptions::new().lease(Duration::from_secs(1)).renew(false);
             let guard = dead.obtain(KEY).lock_with(last).await.unwrap().unwrap();
             let mut peer = peer(&server, generation, &["--lease-ms", "1000", "--once", "hold"]);
             expect(&mut peer, "held").await;
             assert!(!guard.is_held());
-            // And it does not take the peer's lock away.
+            // Its late release does not affect the peer's lock either.
             guard.unlock().await.unwrap_err();
         }
     }
@@ -154,11 +155,11 @@ async fn we_take_turns_with_spring_6_in_mariadb() {
     take_turns(Server::MariaDb(MariaDbServer::start().await.unwrap()), "v6").await;
 }
 
-/// Processes of each side, and how many times each takes the lock.
+/// The number of processes of each side, and of the acquisitions of each process.
 const EACH: u32 = 2;
 const SECTIONS: u32 = 300;
 
-/// Two of ours and two of theirs increment a number in several steps, and nobody is inside with another.
+/// Two processes of each side increment a number in several steps, under mutual exclusion.
 async fn take_turns(server: Server, generation: &str) {
     let folder = TempDir::new().unwrap();
     let counter = folder.path().join("counter");
@@ -175,21 +176,22 @@ async fn take_turns(server: Server, generation: &str) {
             command.arg(serde_json::to_string(&task).unwrap());
             command
         } else {
-            // As often as ours look; it is an option of Spring's, too.
+            // The poll interval of our side; Spring has the same option.
             let mut command = peer_command(&server, generation, &["--on-cue", "--idle-ms", "20"]);
             command.arg("--journal").arg(&journal).arg("--counter").arg(&counter);
             command.args(["--sections", &SECTIONS.to_string()]);
             command
         };
         let mut process = HelperProcess::spawn(command).unwrap();
-        // One by one: the first makes the table.
+        // The processes start one by one: the first creates the table.
         expect(&mut process, "ready").await;
         processes.push((number < EACH, journal, process));
     }
     for (_, _, process) in &mut processes {
         process.write_line("go").unwrap();
     }
-    // The first that fails ends it, or the others would wait for the lock that it has left behind.
+    // The first failure ends the test. The other processes could wait for a lock that the failed
+    // process left behind.
     try_join_all(processes.iter().map(|(_, _, process)| done(process))).await.unwrap();
 
     let mut sections: Vec<(bool, Section)> = Vec::new();
@@ -200,7 +202,7 @@ async fn take_turns(server: Server, generation: &str) {
     sections.sort_by_key(|(_, section)| section.entered);
     let events = (0..).zip(&sections).flat_map(|(n, (_, section))| section.events(KEY, n));
     let checked = check(&History::from_events(events).unwrap()).unwrap();
-    // Ours have tokens, and those rise.
+    // Our grants have tokens, and the tokens grow.
     let ours = (EACH * SECTIONS) as usize;
     assert_eq!((checked.grants, checked.tokens, checked.unknown), (2 * ours, ours, 0));
     let count = fs::read_to_string(&counter).unwrap();
@@ -210,11 +212,11 @@ async fn take_turns(server: Server, generation: &str) {
     let (first, last) = (&sections[0].1, &sections[sections.len() - 1].1);
     let took = Duration::from_nanos(last.left - first.asked);
     println!("{generation}: {} sections in {took:?}, the side changed {changes} times", 2 * ours);
-    // Neither side waits for the other to be done.
+    // Neither side starves until the other has finished.
     assert!(changes > 20, "the side changed {changes} times");
 }
 
-/// Waits for the end of a process that is to end well.
+/// Waits for the end of a process that must succeed.
 async fn done(process: &HelperProcess) -> Result<(), String> {
     let status = process.wait_exit(LONG).await.map_err(|late| late.to_string())?;
     if status.success() { Ok(()) } else { Err(format!("{status}: {}", process.stderr())) }
@@ -231,7 +233,7 @@ fn peer(server: &Server, generation: &str, options: &[&str]) -> HelperProcess {
 fn peer_command(server: &Server, generation: &str, options: &[&str]) -> Command {
     let mut command = Command::new("python3");
     let program = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers/peer.py");
-    // It leaves no compiled files among the sources.
+    // `-B` prevents compiled files among the sources.
     command.arg("-B").arg(program).args(["--url", &server.url(), "--key", KEY]);
     command.args(["--layout", "spring", "--namespace", "R", "--generation", generation]);
     command.args(options);

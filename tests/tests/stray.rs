@@ -1,4 +1,5 @@
-//! Requests that failed for their caller may still arrive. Whatever they cause is ended by the janitor, not by the lease.
+//! A request that failed for its caller may still arrive. The background releaser releases its
+//! grant before the lease ends.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -14,13 +15,13 @@ use registry_core::{
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
-/// Fails the first acquire at once and delivers it later; answers all others after a while.
+/// Fails the first acquire at once and delivers it after 500 ms; delays the replies to all others.
 #[derive(Debug)]
 struct StrayBackend {
     inner: MemoryBackend,
     acquires: AtomicUsize,
     stray: Mutex<JoinSet<()>>,
-    /// The first acquire fails as over a connection that broke while idle.
+    /// The first acquire fails like a request on a connection that broke while idle.
     is_stale: bool,
 }
 
@@ -64,8 +65,8 @@ impl LockBackend for StrayBackend {
     }
 }
 
-/// The caller leaves while its second attempt is on its way. That one is granted and given back; the first one arrives
-/// afterwards and is granted once more.
+/// The caller ends while its second attempt is in flight. That attempt is granted and released; the
+/// first one arrives afterwards and is granted again.
 #[tokio::test(start_paused = true)]
 async fn a_stray_acquire_is_hunted_although_a_later_one_was_given_back() {
     let store = MemoryBackend::new();
@@ -75,12 +76,12 @@ async fn a_stray_acquire_is_hunted_although_a_later_one_was_given_back() {
     let cut_off = timeout(Duration::from_millis(50), lock.lock()).await;
     assert!(cut_off.is_err(), "the second attempt is answered after 100 ms");
     sleep(ARRIVES_AFTER).await;
-    // Far below the lease of 30 s, far above the pauses of the hunt.
+    // Far below the lease of 30 s, and far above the poll intervals of the search.
     let next = theirs.obtain("k").try_lock_for(Duration::from_secs(5)).await.unwrap();
     assert!(next.is_some(), "left to its lease, although the store answers");
 }
 
-/// The backend leaves the repetition to the engine, which counts the first request.
+/// The backend leaves the retry to the engine, which counts the first request.
 #[tokio::test(start_paused = true)]
 async fn a_single_try_survives_a_stale_connection_and_its_first_request_leaves_no_lock() {
     let store = MemoryBackend::new();

@@ -1,8 +1,10 @@
-//! The cancellation sweep: each operation is dropped after every possible number of polls, over the in-process store,
-//! over SQLite and behind faults. Whenever it was dropped, the key is free again: within a second where no reply was lost,
-//! within the lease in any case. Nobody who shares the lock or the registry suffers, and nothing is left behind.
+//! The cancellation sweep: each operation is dropped after every possible number of polls, over the
+//! in-process store, over SQLite and behind faults.
 //!
-//! The scenes are here; the stores, what befalls them and what is checked are in the folder `sweep`.
+//! After every drop the key becomes free again: within a second if no reply was lost, otherwise
+//! within the lease. Other callers of the lock and the registry are not affected, and nothing is
+//! left behind. The scenes are here. The stores, the faults and the checks are in the folder
+//! `sweep`.
 
 #![expect(
     clippy::unwrap_used,
@@ -62,15 +64,15 @@ swept! {
     lock_of_a_free_key;
     /// `lock` of a key that another process holds and frees after a while.
     lock_of_a_key_that_comes_free;
-    /// `lock` behind a local caller who passes it on.
+    /// `lock` behind a local caller that hands the claim over.
     lock_behind_a_local_holder;
-    /// `lock` behind a local caller who still contends with another process.
+    /// `lock` behind a local caller that still competes with another process.
     lock_behind_a_local_contender;
     /// `try_lock` of a free key.
     try_lock_of_a_free_key;
-    /// `try_lock_for` of a key that stays taken.
+    /// `try_lock_for` of a key that stays locked.
     try_lock_for_in_vain;
-    /// `try_lock_for` of a key that comes free in time.
+    /// `try_lock_for` of a key that is released in time.
     try_lock_for_with_success;
     /// `try_lock_for` behind a local holder, until the deadline.
     try_lock_for_behind_a_local_holder;
@@ -98,11 +100,11 @@ swept! {
     execute_locked;
     /// `close` of a registry without locks.
     close_at_rest;
-    /// `close` while a guard is let go.
+    /// `close` while a guard is released.
     close_while_a_guard_is_let_go;
-    /// `close` over guards that stay.
+    /// `close` while a guard is still held.
     close_over_a_guard_that_stays;
-    /// `close` while a caller contends.
+    /// `close` while a caller is acquiring.
     close_while_a_caller_contends;
 }
 
@@ -114,23 +116,23 @@ async fn locked(lock: &DistributedLock) -> LockGuard {
     lock.lock().await.unwrap()
 }
 
-/// Holds `guard` for a moment. Whether letting go succeeds is not asked: the store may be out of reach.
+/// Holds `guard` for 10 ms. The result of the release is ignored: the store may be unreachable.
 async fn hold(guard: LockGuard) {
     tokio::time::sleep(ms(10)).await;
     drop(guard.unlock().await);
 }
 
-/// Waits for the lock and holds it for a moment.
+/// Waits for the lock and holds it for 10 ms.
 async fn visit(lock: DistributedLock, options: LockOptions) {
     hold(lock.lock_with(options).await.unwrap().unwrap()).await;
 }
 
-/// Locks as `options` say, and bears that faults make it fail.
+/// Locks with `options`, and ignores failures caused by the faults.
 async fn attempt(lock: DistributedLock, options: LockOptions) -> Vec<LockGuard> {
     lock.lock_with(options).await.ok().flatten().into_iter().collect()
 }
 
-/// What one of our callers does who has no special wishes.
+/// Locks with the default options, and ignores failures caused by the faults.
 async fn attempt_plainly(lock: DistributedLock) -> Vec<LockGuard> {
     lock.lock().await.into_iter().collect()
 }
@@ -159,7 +161,7 @@ async fn lock_behind_a_local_contender(_: &World, stage: &Stage) -> Scene {
     scene
 }
 
-/// Lets the callers that were just spawned take their place.
+/// Lets the callers that were just spawned join the queue.
 async fn in_line() {
     for _ in 0..3 {
         tokio::task::yield_now().await;
@@ -188,7 +190,7 @@ async fn try_lock_for_with_success(_: &World, stage: &Stage) -> Scene {
 
 async fn try_lock_for_behind_a_local_holder(_: &World, stage: &Stage) -> Scene {
     let held = locked(&stage.ours.obtain(KEY)).await;
-    // The deadline and the end of the hold come together.
+    // The deadline and the end of the hold fall on the same instant.
     let options = LockOptions::new().wait(ms(10));
     Scene::of(attempt(stage.ours.obtain(KEY), options)).beside(hold(held))
 }
@@ -254,7 +256,7 @@ async fn unlock_of_a_lost_lock(_: &World, stage: &Stage) -> Scene {
 async fn renew(world: &World, stage: &Stage) -> Scene {
     let guard = Arc::new(locked(&stage.ours.obtain(KEY)).await);
     let renewed = Arc::clone(&guard);
-    // The lease that it has, or the limit of a world that sits out leases would be another.
+    // Renewing for a longer lease would invalidate the limit of worlds that wait for its end.
     let lease = world.lease();
     let swept = async move {
         drop(renewed.renew(lease).await);
@@ -300,7 +302,7 @@ async fn execute_locked(_: &World, stage: &Stage) -> Scene {
     })
 }
 
-/// `close`, dropped, and what is done after it.
+/// A scene that sweeps `close`.
 fn closing(stage: &Stage, limit: Duration) -> Scene {
     let registry = stage.ours.clone();
     let swept = async move {
@@ -322,7 +324,7 @@ async fn close_while_a_guard_is_let_go(_: &World, stage: &Stage) -> Scene {
 async fn close_over_a_guard_that_stays(_: &World, stage: &Stage) -> Scene {
     let held = locked(&stage.ours.obtain(KEY)).await;
     let stubborn = async move {
-        // Until it is told of the loss, or until nobody closes any more.
+        // Holds until the loss notification, or for 200 ms if `close` was dropped before it.
         drop(tokio::time::timeout(ms(200), held.lost()).await);
     };
     closing(stage, ms(20)).beside(stubborn)

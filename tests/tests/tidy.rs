@@ -1,5 +1,5 @@
-//! The workspace itself: who may depend on whom, what a published crate carries, which words are used, which links lead
-//! somewhere. Reads files and `cargo metadata`; runs nothing of the product.
+//! Checks of the workspace itself: dependencies between crates, package metadata, terminology and
+//! links. It reads files and `cargo metadata`, and runs none of the product code.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -7,14 +7,14 @@ use std::process::Command;
 
 use serde_json::Value;
 
-/// Crates that speak to one kind of store.
+/// The crates that each implement one kind of store.
 const BACKENDS: &[&str] = &["registry-jdbc", "registry-redis", "registry-zk", "registry-etcd"];
 
-/// Client libraries of stores. The engine must never see one.
+/// Client libraries of stores. The engine must never depend on one.
 const CLIENTS: &[&str] =
     &["sqlx", "redis", "zookeeper-client", "etcd-client", "tonic", "rusqlite", "tokio-postgres"];
 
-/// Not published: what tests, examples and benchmarks are made of.
+/// The unpublished packages: tests, examples and benchmarks.
 const UNPUBLISHED: &[&str] =
     &["registry-testkit", "lock-registry-examples", "lock-registry-tests", "lock-registry-benches"];
 
@@ -99,7 +99,7 @@ fn every_crate_takes_the_lints_of_the_workspace() {
     for package in packages().values() {
         let manifest = read(&package.folder.join("Cargo.toml"));
         let inherits = manifest.contains("[lints]\nworkspace = true");
-        // Programs to copy and benchmarks print, unwrap and measure.
+        // Examples and benchmarks may print, unwrap and measure.
         let relaxed = ["lock-registry-examples", "lock-registry-benches"].contains(&&*package.name);
         let forbids = manifest.contains("[lints.rust]\nunsafe_code = \"forbid\"");
         assert!(inherits || (relaxed && forbids), "{} goes without lints", package.name);
@@ -116,7 +116,7 @@ fn every_public_async_fn_says_what_dropping_its_future_does() {
         else {
             continue;
         };
-        // A program has no public functions, and a clause is dropped by nobody but its test.
+        // A program has no public functions, and only its test drops the future of a clause.
         let is_program = !package.folder.join("src/lib.rs").exists();
         if is_program || file.starts_with(package.folder.join("src/clauses")) {
             continue;
@@ -141,7 +141,7 @@ fn every_public_async_fn_says_what_dropping_its_future_does() {
     assert!(silent.is_empty(), "no `# Cancel safety`:\n{}", silent.join("\n"));
 }
 
-/// Words that would be a second name for something that has one. The glossary is in ARCHITECTURE.md.
+/// Second names for things that already have one. The glossary is in ARCHITECTURE.md.
 const SECOND_NAMES: &[(&str, &str)] = &[
     ("time-to-live", "lease"),
     ("ttl", "lease"),
@@ -161,7 +161,7 @@ const SECOND_NAMES: &[(&str, &str)] = &[
     ("reentrant lock", "re-entry"),
 ];
 
-/// Pages that translate from other worlds quote the words of those worlds.
+/// Pages for users of other libraries quote the terms of those libraries.
 const TRANSLATORS: &[&str] = &["book/src/spring.md", "ARCHITECTURE.md"];
 
 #[test]
@@ -185,7 +185,7 @@ fn each_thing_has_one_name_in_what_users_read() {
             if is_code && !line.starts_with("///") && !line.starts_with("//!") {
                 continue;
             }
-            // What stands in backticks is somebody's identifier.
+            // Text in backticks is an identifier.
             let prose: String =
                 line.split('`').step_by(2).collect::<Vec<_>>().join(" ").to_lowercase();
             for (second, first) in SECOND_NAMES {
@@ -200,7 +200,7 @@ fn each_thing_has_one_name_in_what_users_read() {
 
 #[test]
 fn nothing_names_a_machine_a_ticket_or_a_package_registry() {
-    // Put together here, so that this file does not name them either.
+    // Split, so that this file does not contain the names either.
     let hosts = [
         concat!("crates", ".io"),
         concat!("pypi", ".org"),
@@ -211,7 +211,7 @@ fn nothing_names_a_machine_a_ticket_or_a_package_registry() {
     let mut found = Vec::new();
     for file in files() {
         let path = relative(&file);
-        // Written by a tool.
+        // Cargo generates this file.
         if path == "Cargo.lock" {
             continue;
         }
@@ -331,7 +331,8 @@ fn readmes_show_programs_that_are_run() {
     }
 }
 
-/// Each README with Rust in it is compiled by the documentation tests, unless `readmes_show_programs_that_are_run` covers it.
+/// The documentation tests compile each README with Rust in it, unless
+/// `readmes_show_programs_that_are_run` covers it.
 #[test]
 fn every_readme_with_rust_is_compiled() {
     let sources: Vec<(PathBuf, String)> = files()
@@ -390,7 +391,7 @@ impl Package {
         Self {
             name: text(&json["name"]),
             folder: manifest.parent().expect("a manifest is in a folder").to_owned(),
-            // `publish = false` is an empty list of registries; anything goes is no list at all.
+            // `publish = false` is an empty list of registries here, and the default is null.
             published: json["publish"].is_null(),
             dependencies: dependencies
                 .iter()
@@ -404,7 +405,7 @@ impl Package {
     }
 }
 
-/// The workspace members that `package` depends on in this way.
+/// The workspace members that `package` depends on with this kind of dependency.
 fn ours(packages: &BTreeMap<String, Package>, package: &str, kind: &str) -> BTreeSet<String> {
     packages[package]
         .dependencies
@@ -421,7 +422,7 @@ fn root() -> PathBuf {
         .to_owned()
 }
 
-/// Every file that is tracked, or would be with the next commit.
+/// Every file that is tracked or would be added by the next commit.
 fn files() -> Vec<PathBuf> {
     let output = Command::new("git")
         .args(["ls-files", "--cached", "--others", "--exclude-standard", "-z"])
@@ -433,7 +434,7 @@ fn files() -> Vec<PathBuf> {
     let files: Vec<_> =
         names.split('\0').filter(|name| !name.is_empty()).map(|name| root().join(name)).collect();
     assert!(files.len() > 50, "only {} files: is this the workspace?", files.len());
-    // A file that was removed is tracked until the next commit.
+    // A deleted file stays tracked until the next commit.
     files.into_iter().filter(|file| file.exists()).collect()
 }
 
@@ -461,7 +462,7 @@ fn starts_a_path(line: &str, folder: &str) -> bool {
     })
 }
 
-/// `#` and a number, as trackers write it.
+/// Whether the line has `#` and a number, the form of a ticket reference.
 fn has_ticket(line: &str) -> bool {
     line.match_indices('#').any(|(at, _)| {
         let before = line[..at].chars().next_back();
@@ -473,7 +474,7 @@ fn has_ticket(line: &str) -> bool {
     })
 }
 
-/// The targets of Markdown links, code blocks left out.
+/// The targets of Markdown links outside of code blocks.
 fn links(text: &str) -> Vec<&str> {
     let mut links = Vec::new();
     let mut in_code = false;
@@ -493,7 +494,7 @@ fn links(text: &str) -> Vec<&str> {
     links
 }
 
-/// The anchors that headings get.
+/// The anchors of the headings.
 fn headings(text: &str) -> BTreeSet<String> {
     let titles = text
         .lines()

@@ -1,4 +1,5 @@
-//! A store in trouble is told as such, never as a lock that somebody has; also to those who stand in line behind the one who asks it.
+//! A store error is returned as an error, never as "busy". This includes callers queued behind
+//! another local caller.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -9,7 +10,7 @@ use registry_conformance::{Fault, Faults, FaultyBackend, Operation};
 use registry_core::{LockGuard, LockRegistry as _, MemoryBackend, Registry};
 use tokio::task::{JoinHandle, yield_now};
 
-/// Longer than anybody is ready to wait for an answer.
+/// Longer than any caller waits for a reply.
 const SILENT: Fault = Fault::DelayRequest(Duration::from_secs(100_000));
 const SECOND: Duration = Duration::from_secs(1);
 
@@ -19,7 +20,7 @@ fn faulty(store: &MemoryBackend, faults: Faults) -> Registry {
     Registry::builder(Arc::new(backend)).build().unwrap()
 }
 
-/// Somebody who is after the lock, and in front.
+/// Spawns a caller that acquires the lock and is first in the local queue.
 async fn after(registry: &Registry) -> JoinHandle<Option<LockGuard>> {
     let lock = registry.obtain("k");
     let caller = tokio::spawn(async move { lock.lock().await.ok() });
@@ -40,7 +41,8 @@ async fn who_waits_behind_a_caller_in_trouble_is_told_of_it() {
     }
 }
 
-/// The attempt is carried through and given back for as long as its lease, and nobody else contends meanwhile.
+/// For as long as its lease, the engine tries to complete and release the attempt. Meanwhile no
+/// other local caller competes.
 #[tokio::test(start_paused = true)]
 async fn who_comes_while_an_unanswered_attempt_is_given_back_is_told_of_the_trouble() {
     let silent =
@@ -56,7 +58,7 @@ async fn who_comes_while_an_unanswered_attempt_is_given_back_is_told_of_the_trou
 async fn who_waits_behind_a_release_that_is_not_answered_is_told_of_the_trouble() {
     let refuses = Faults::none().always(Operation::Release, Fault::Refuse);
     let backend = Arc::new(FaultyBackend::new(Arc::new(MemoryBackend::new()), refuses));
-    // Otherwise the lock would be handed over without the store.
+    // With hand-over, the lock would pass to the next caller without the store.
     let ours = Registry::builder(backend).handoff(0).build().unwrap();
     drop(ours.obtain("k").lock().await.unwrap());
     let error = ours.obtain("k").try_lock_for(SECOND).await.unwrap_err();
@@ -70,7 +72,7 @@ async fn trouble_that_is_over_is_forgotten() {
     let held = theirs.obtain("k").lock().await.unwrap();
     let ours = faulty(&store, Faults::none().at(Operation::Acquire, 1, Fault::Refuse));
     let front = after(&ours).await;
-    // The second attempt is answered: they have it.
+    // The second attempt receives a reply: the other process holds the lock.
     assert!(ours.obtain("k").try_lock_for(5 * SECOND).await.unwrap().is_none());
     held.unlock().await.unwrap();
     let guard = front.await.unwrap().unwrap();

@@ -1,6 +1,7 @@
-//! Locks in ZooKeeper that are shared with programs of others: Apache Curator itself (`peers/Curator.java`), and so Spring Integration; and kazoo
-//! itself (`peers/zoo.py`), as it is, told to wait for others too, and renamed. They exclude each other, take turns in the order of
-//! their arrival, and outlive each other. Needs ZooKeeper, Curator and a Java compiler.
+//! Locks in ZooKeeper that are shared with other programs. Apache Curator (`peers/Curator.java`)
+//! stands for Spring Integration too. kazoo (`peers/zoo.py`) runs unchanged, with additional names
+//! to wait for, and renamed. All sides exclude each other, are granted the lock in order of
+//! arrival, and continue after each other's crash. Needs ZooKeeper, Curator and a Java compiler.
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 #![expect(clippy::print_stdout, reason = "the figures are worth a look")]
@@ -25,20 +26,20 @@ use tempfile::TempDir;
 const LONG: Duration = Duration::from_secs(300);
 
 const KEY: &str = "orders";
-/// Where Spring Integration has the lock of that key.
+/// The path at which Spring Integration stores the lock of that key.
 const PATH: &str = "/SpringIntegration-LockRegistry/orders";
 
-/// Who takes part.
+/// The kinds of participants.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Who {
-    /// With the names of Curator.
+    /// Ours, with Curator's names.
     Ours,
-    /// With `naming=kazoo`.
+    /// Ours, with `naming=kazoo`.
     OursAsKazoo,
     Curator,
-    /// kazoo as it is.
+    /// kazoo unchanged.
     Kazoo,
-    /// kazoo that waits for Curator's names too.
+    /// kazoo that also waits for Curator's names.
     KazooPatterned,
     /// kazoo with Curator's names.
     KazooRenamed,
@@ -46,7 +47,7 @@ enum Who {
 
 use Who::{Curator, Kazoo, KazooPatterned, KazooRenamed, Ours, OursAsKazoo};
 
-// ---- Three at a time, a great many times.
+// ---- Three processes, many critical sections.
 
 #[tokio::test]
 async fn we_take_turns_with_curator() {
@@ -74,17 +75,17 @@ async fn curator_kazoo_and_we_take_turns() {
     take_turns(&[Ours, Curator, KazooRenamed]).await;
 }
 
-/// Of ours some may have gone over to the names of kazoo and others not yet.
+/// Some of our processes may already use kazoo's names while others do not.
 #[tokio::test]
 async fn ours_take_turns_under_either_name() {
     take_turns(&[Ours, OursAsKazoo, KazooPatterned]).await;
 }
 
-/// How many times each takes the lock.
+/// The number of acquisitions of each process.
 const SECTIONS: u32 = 300;
 
-/// Lets all do their sections at the same time, and checks that nobody was inside with another, and that all came in in the order in which they
-/// got in line.
+/// Runs all processes at the same time, and checks mutual exclusion and that grants are in the
+/// order of the queue.
 async fn take_turns(who: &[Who]) {
     let server = server().await;
     let folder = TempDir::new().unwrap();
@@ -104,7 +105,8 @@ async fn take_turns(who: &[Who]) {
     for (_, _, process) in &mut processes {
         process.write_line("go").unwrap();
     }
-    // The first that fails ends it, or the others would wait for the lock that it has left behind.
+    // The first failure ends the test. The other processes could wait for a lock that the failed
+    // process left behind.
     try_join_all(processes.iter().map(|(_, _, process)| done(process))).await.unwrap();
 
     let mut sections: Vec<(Who, Section)> = Vec::new();
@@ -120,13 +122,13 @@ async fn take_turns(who: &[Who]) {
     assert_eq!((checked.grants, checked.tokens, checked.unknown), (all, all, 0));
     let count = fs::read_to_string(&counter).unwrap();
     assert_eq!(count.trim(), all.to_string());
-    // The transaction of a node is when it got in line.
+    // The transaction id of a node is its position in the queue.
     let tokens: Vec<u64> = sections.iter().map(|(_, section)| section.token.unwrap()).collect();
     assert!(tokens.is_sorted_by(|one, next| one < next), "not in the order of arrival");
     changes_hands(&sections);
 }
 
-/// Somebody always waits, so hardly anybody comes in twice in a row.
+/// Another process always waits, so a process is rarely granted the lock twice in a row.
 fn changes_hands(sections: &[(Who, Section)]) {
     let mut takeovers: BTreeMap<(Who, Who), usize> = BTreeMap::new();
     for pair in sections.windows(2) {
@@ -139,15 +141,15 @@ fn changes_hands(sections: &[(Who, Section)]) {
     assert!(all * 2 > sections.len(), "{all} of {}", sections.len());
 }
 
-/// Waits for the end of a process that is to end well.
+/// Waits for the end of a process that must succeed.
 async fn done(process: &HelperProcess) -> Result<(), String> {
     let status = process.wait_exit(LONG).await.map_err(|late| late.to_string())?;
     if status.success() { Ok(()) } else { Err(format!("{status}: {}", process.stderr())) }
 }
 
-// ---- Two at a time, step by step.
+// ---- Two processes, step by step.
 
-/// What each waits for, and what not: the table in the book.
+/// Which participants each one waits for: the table in the book.
 #[tokio::test]
 async fn who_waits_for_whom() {
     let server = server().await;
@@ -175,7 +177,7 @@ async fn who_has_it_is_told_whoever_it_is() {
     let server = server().await;
     let ours = registry(&server, Ours, "").await;
     let lock = ours.obtain(KEY);
-    // Curator writes the address of its host.
+    // Curator stores the address of its host.
     for (who, label) in [(Curator, None), (KazooRenamed, Some("peer")), (Kazoo, Some("peer"))] {
         let held = Held::by(&server, who).await;
         let holder = lock.holder().await.unwrap().unwrap();
@@ -200,7 +202,7 @@ async fn the_dead_are_outlived_by_their_session() {
         let guard = within(LONG, ours.obtain(KEY).lock()).await.unwrap();
         guard.unlock().await.unwrap();
     }
-    // And ours by theirs.
+    // The reverse: one of our processes dies, and the peers acquire its lock.
     let folder = TempDir::new().unwrap();
     let (journal, counter) = (folder.path().join("journal"), folder.path().join("counter"));
     fs::write(&counter, "0").unwrap();
@@ -230,12 +232,12 @@ async fn a_lock_that_was_broken_goes_to_the_next_in_line_whoever_it_is() {
     within(LONG, guard.lost()).await;
     guard.unlock().await.unwrap_err();
     assert!(!gets_in(&server, Ours).await);
-    // Curator is asked by nobody whether it still has it, and releases what it has.
+    // No client notifies Curator of the loss, so it releases the node that it believes to hold.
     peer.write_line("").unwrap();
     expect(&mut peer, "released").await;
 }
 
-/// Somebody who has the lock.
+/// A process that holds the lock.
 enum Held {
     Here { guard: LockGuard, _registry: Registry },
     There(HelperProcess),
@@ -268,7 +270,7 @@ impl Held {
     }
 }
 
-/// Whether somebody who asks once gets the lock; if so, it is given back.
+/// Whether a participant that tries once is granted the lock. If so, the lock is released.
 async fn gets_in(server: &ZooKeeperServer, who: Who) -> bool {
     if matches!(who, Ours | OursAsKazoo) {
         let ours = registry(server, who, "").await;
@@ -298,7 +300,7 @@ async fn registry(server: &ZooKeeperServer, who: Who, options: &str) -> Registry
     lock_registry::connect(&our_url(server, who, options)).await.unwrap()
 }
 
-/// The program of `who` for a task, of which the URL is that of the server.
+/// The command of `who` for a task whose URL is the server's.
 fn program(who: Who, mut task: Task) -> Command {
     if matches!(who, Ours | OursAsKazoo) {
         let naming = if who == OursAsKazoo { "kazoo" } else { "curator" };
@@ -330,17 +332,17 @@ fn peer(server: &ZooKeeperServer, who: Who, session_ms: u32, options: &[&str]) -
     HelperProcess::spawn(command).unwrap()
 }
 
-/// A peer that takes the lock at [`PATH`].
+/// The command of a peer that acquires the lock at [`PATH`].
 fn theirs(who: Who, url: &str, session_ms: u32) -> Command {
     let peers = Path::new(env!("CARGO_MANIFEST_DIR")).join("peers");
     let session_ms = session_ms.to_string();
     let layout = match who {
         Curator => {
-            // What `curator-recipes.jar` needs it names in its manifest.
+            // The manifest of `curator-recipes.jar` names its dependencies.
             const CLASSES: &str =
                 "/usr/share/java/curator-recipes.jar:/usr/share/java/slf4j-nop.jar";
             let mut command = Command::new("java");
-            // Started often, and of no long life.
+            // The process is short-lived and is started often.
             command.args(["-Xmx64m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1"]);
             command.args(["-cp", CLASSES]).arg(peers.join("Curator.java"));
             command.args(["--url", url, "--path", PATH, "--session-ms", &session_ms]);
@@ -352,7 +354,7 @@ fn theirs(who: Who, url: &str, session_ms: u32) -> Command {
         Ours | OursAsKazoo => unreachable!("ours is no peer"),
     };
     let mut command = Command::new("python3");
-    // It leaves no compiled files among the sources.
+    // `-B` prevents compiled files among the sources.
     command.arg("-B").arg(peers.join("peer.py"));
     command.args(["--url", url, "--layout", layout, "--key", PATH, "--lease-ms", &session_ms]);
     command

@@ -1,5 +1,5 @@
-//! The least that locks of several processes need in PostgreSQL: a row per lock that ends by itself, and a message to those who wait. Two round trips,
-//! no token, no label.
+//! The minimum that locks between processes need in PostgreSQL: one expiring row per lock, and a
+//! notification to waiters. It takes two round trips and has no token and no label.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ const RELEASE: &str = "\
     UPDATE bare SET owner = NULL WHERE key = $1 AND owner = $2 \
     RETURNING pg_notify('bare', '') IS NULL, set_config('synchronous_commit', 'off', true)";
 
-/// Who waits without an end looks by itself once in a while, because messages may be lost.
+/// The interval at which a waiter polls, because notifications may be lost.
 const POLL: Duration = Duration::from_millis(100);
 
 /// One lock of one process.
@@ -26,7 +26,7 @@ pub struct Bare {
     key: String,
     owner: i32,
     statements: PgConnection,
-    /// `None` for one who only polls.
+    /// `None` for a client that only polls.
     messages: Option<PgListener>,
 }
 
@@ -46,7 +46,7 @@ impl Bare {
 
     pub async fn lock(&mut self) {
         loop {
-            // What was said before this attempt says nothing about it.
+            // Notifications from before this attempt say nothing about its result.
             while self
                 .messages
                 .as_mut()

@@ -1,4 +1,5 @@
-//! The least that locks of several processes need: one key per lock that ends by itself, and a message to those who wait.
+//! The minimum that locks between processes need: one expiring key per lock, and a message to
+//! waiters.
 
 use std::pin::pin;
 use std::time::Duration;
@@ -11,12 +12,12 @@ use redis::aio::{MultiplexedConnection, PubSub};
 const RELEASE: &str = "if redis.call('GET', KEYS[1]) == ARGV[1] then \
     redis.call('DEL', KEYS[1]) redis.call('PUBLISH', KEYS[1], '') return 1 end return 0";
 
-/// For each key how long the lease is from now on, unless somebody else has it.
+/// Returns the lease of each key from now on, or -1 if another client holds the key.
 const RENEW: &str = "local left = {} for i, key in ipairs(KEYS) do \
     if redis.call('GET', key) == ARGV[1] then redis.call('PEXPIRE', key, ARGV[2]) left[i] = ARGV[2] else left[i] = -1 end \
     end return left";
 
-/// Who waits without an end looks by itself once in a while, because messages may be lost.
+/// The interval at which a waiter polls, because messages may be lost.
 const POLL: Duration = Duration::from_millis(100);
 
 /// One lock of one process.
@@ -44,7 +45,7 @@ impl Bare {
     pub async fn lock(&mut self) {
         let mut messages = self.messages.on_message();
         loop {
-            // What was said before this attempt says nothing about it.
+            // Messages from before this attempt say nothing about its result.
             while messages.next().now_or_never().is_some() {}
             let mut set = redis::cmd("SET");
             set.arg(&self.key).arg(&self.id).arg("NX").arg("PX").arg(30_000);
@@ -63,7 +64,7 @@ impl Bare {
     }
 }
 
-/// Takes `keys` and renews them every third of `lease`, a hundred by one script.
+/// Acquires `keys` and renews them every third of `lease`, 100 keys per script.
 pub async fn hold(connection: &MultiplexedConnection, keys: &[String], lease: Duration) -> ! {
     let lease_ms = lease.as_millis() as u64;
     for keys in keys.chunks(100) {

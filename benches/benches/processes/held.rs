@@ -1,4 +1,4 @@
-//! Many locks held by one process, which renews them.
+//! Measures many locks that one process holds and renews.
 
 use std::time::Duration;
 
@@ -14,20 +14,20 @@ use crate::{bare_redis, order};
 
 const LEASE: Duration = Duration::from_secs(3);
 
-/// What one process cost while it held its locks.
+/// The cost of one process while it held its locks.
 #[derive(Default)]
 struct Cost {
     client_percent: f64,
     server_percent: f64,
     connections: f64,
-    /// Of another client's command, in milliseconds.
+    /// The longest latency of another client's command, in milliseconds.
     longest_stall: f64,
     p999: f64,
     bytes_per_lock: f64,
 }
 
 pub async fn bench_redis(in_earnest: bool) {
-    // A disk would be most of the time.
+    // Disk writes would dominate the time.
     let server = RedisServer::start(&["--appendonly", "no"]).await.unwrap();
     let (rounds, count, time) = if in_earnest { (3, 10_000, 6_000) } else { (1, 100, 100) };
     let time = Duration::from_millis(time);
@@ -80,7 +80,8 @@ async fn round(server: &RedisServer, name: &str, count: usize, time: Duration) -
         drop(line);
         Some(child)
     };
-    // Quiet first: who asks all the time is most of the server's work.
+    // The idle phase comes first: a client that pings without a pause causes most of the server's
+    // work.
     tokio::time::sleep(time / 6).await;
     let server_pid = info_number(server, "server", "process_id").await;
     let used = || (ran(server_pid), child.as_ref().map_or(Duration::ZERO, |child| ran(child.id())));
@@ -106,14 +107,14 @@ async fn round(server: &RedisServer, name: &str, count: usize, time: Duration) -
     cost
 }
 
-/// Counts the statements that a renewal of all takes.
+/// Counts the statements that one renewal of all locks takes.
 pub async fn bench_postgres(in_earnest: bool) {
     let store = Store::postgres().await;
     let (count, periods) = if in_earnest { (10_000_u32, 6) } else { (100, 1) };
     let url = store.url();
     let mut child = start_child(&["held", "ours", &url, &count.to_string()]);
     child.expect_line(|line| line.starts_with("held"), LIMIT).await.unwrap();
-    // The first period is that of the grants, which came one after the other.
+    // Skips the first period: its renewals are spread out, as the grants were.
     tokio::time::sleep(LEASE / 3 * 2).await;
     store.count_requests().await;
     tokio::time::sleep(LEASE / 3 * periods).await;
@@ -146,7 +147,7 @@ pub async fn child(arguments: &[&str]) {
     let before = resident();
     let mut guards = Vec::with_capacity(keys.len());
     for keys in keys.chunks(100) {
-        // The lock is let go of at once; who holds a guard needs no more.
+        // Only the guards are needed to hold; each lock handle is dropped at once.
         let taken = keys.iter().map(async |key| registry.obtain(key).lock().await.unwrap());
         guards.extend(join_all(taken).await);
     }
@@ -157,7 +158,7 @@ pub async fn child(arguments: &[&str]) {
     order().await;
 }
 
-/// Makes everything that is made when somebody waits for the first time.
+/// Waits for a lock once, so that everything that the first wait creates exists.
 async fn wait_once(registry: &Registry, other: Registry) {
     let held = other.obtain("warm").lock().await.unwrap();
     let waiting = registry.obtain("warm");

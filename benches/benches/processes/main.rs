@@ -1,6 +1,8 @@
-//! What several processes on one key, and many locks held by one process, cost; each next to the least that the job needs.
+//! Measures several processes on one key, and many locks held by one process, each next to the
+//! minimum that the job needs.
 //!
-//! The processes are this program itself with another argument. Everybody's moments are of the one clock that all processes share.
+//! The processes are this program itself with another argument. All timestamps are from the
+//! monotonic clock, which the processes share.
 
 mod turns;
 mod held;
@@ -25,7 +27,7 @@ fn main() {
             ["child", "turns", ref rest @ ..] => turns::child(rest).await,
             ["child", "held", ref rest @ ..] => held::child(rest).await,
             _ => {
-                // `cargo test` wants to see that it works, not how fast.
+                // `cargo test` only verifies that the benchmark works, not how fast it is.
                 let in_earnest = words.contains(&"--bench");
                 let wanted = |name: &str| {
                     let named: Vec<_> =
@@ -49,13 +51,13 @@ fn main() {
     });
 }
 
-/// Nanoseconds, the same in all processes.
+/// The monotonic clock in nanoseconds, which is the same in all processes.
 fn now() -> u64 {
     let now = clock_gettime(ClockId::CLOCK_MONOTONIC).unwrap();
     u64::try_from(now.tv_sec() * 1_000_000_000 + now.tv_nsec()).unwrap()
 }
 
-/// What the parent says next.
+/// Reads the next line from the parent process.
 async fn order() -> String {
     let line = tokio::task::spawn_blocking(|| {
         let mut line = String::new();

@@ -1,4 +1,4 @@
-//! What the system and the server tell of the cost.
+//! Reads the costs that the operating system and the server report.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -9,17 +9,17 @@ use std::time::{Duration, Instant};
 use registry_testkit::process::HelperProcess;
 use registry_testkit::redis::RedisServer;
 
-/// How long a child may take for anything beside the time that it is given.
+/// The time limit of a child process, on top of its measured time.
 pub const LIMIT: Duration = Duration::from_secs(60);
 
-/// This program again, with these arguments.
+/// Starts this program again as a child process with these arguments.
 pub fn child(arguments: &[&str]) -> HelperProcess {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.arg("child").args(arguments);
     HelperProcess::spawn(command).unwrap()
 }
 
-/// The time that all threads of a process have run.
+/// The CPU time of all threads of a process.
 pub fn ran(process: u32) -> Duration {
     let threads = fs::read_dir(format!("/proc/{process}/task")).unwrap().flatten();
     let ran = threads.filter_map(|thread| {
@@ -29,7 +29,7 @@ pub fn ran(process: u32) -> Duration {
     Duration::from_nanos(ran.sum())
 }
 
-/// The memory of this process that is there, in bytes.
+/// The resident memory of this process, in bytes.
 pub fn resident() -> u64 {
     let text = fs::read_to_string("/proc/self/smaps_rollup").unwrap();
     let line = text.lines().find_map(|line| line.strip_prefix("Rss:")).unwrap();
@@ -46,7 +46,8 @@ pub async fn info_number(server: &RedisServer, section: &str, name: &str) -> u32
     fields.filter(|field| field.0 == name).find_map(|field| field.1.parse().ok()).unwrap()
 }
 
-/// How many commands of these names there were since the last `CONFIG RESETSTAT`. What scripts call counts as well.
+/// The number of calls of these commands since the last `CONFIG RESETSTAT`, including calls from
+/// scripts.
 pub async fn calls(server: &RedisServer, names: &[&str]) -> u64 {
     let info = info(server, "commandstats").await;
     let calls = |line: &str| -> Option<u64> {
@@ -56,7 +57,7 @@ pub async fn calls(server: &RedisServer, names: &[&str]) -> u64 {
     info.lines().filter_map(calls).sum()
 }
 
-/// The times that a server takes to answer one who asks without a pause.
+/// Pings a server without a pause for `time`. Returns the latency of each reply.
 pub fn pings(addr: SocketAddr, time: Duration) -> Vec<Duration> {
     let mut stream = TcpStream::connect(addr).unwrap();
     stream.set_nodelay(true).unwrap();
@@ -72,7 +73,7 @@ pub fn pings(addr: SocketAddr, time: Duration) -> Vec<Duration> {
     times
 }
 
-/// The value below which this part of the values is. Nothing is zero.
+/// The `part` quantile of the values, or zero without values.
 pub fn quantile(values: impl IntoIterator<Item = f64>, part: f64) -> f64 {
     let mut values: Vec<f64> = values.into_iter().collect();
     values.sort_by(f64::total_cmp);

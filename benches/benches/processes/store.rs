@@ -1,4 +1,4 @@
-//! The servers that locks are kept in here, and what they tell of the questions that they were asked.
+//! The servers that keep the locks here, and their counts of requests.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ pub enum Store {
 
 impl Store {
     pub async fn redis() -> Self {
-        // A disk would be most of the time.
+        // Disk writes would dominate the time.
         Self::Redis(RedisServer::start(&["--appendonly", "no"]).await.unwrap())
     }
 
@@ -36,7 +36,7 @@ impl Store {
         }
     }
 
-    /// What a request is called there.
+    /// What this store calls a request.
     pub const fn requests_name(&self) -> &'static str {
         match self {
             Self::Redis(_) => "commands",
@@ -51,7 +51,7 @@ impl Store {
         }
     }
 
-    /// Forgets all locks.
+    /// Deletes all locks.
     pub async fn clear(&self) {
         match self {
             Self::Redis(server) => _ = server.ask("FLUSHALL").await.unwrap(),
@@ -64,7 +64,7 @@ impl Store {
         }
     }
 
-    /// Counts requests from here on.
+    /// Resets the request count.
     pub async fn count_requests(&self) {
         match self {
             Self::Redis(server) => _ = server.ask("CONFIG RESETSTAT").await.unwrap(),
@@ -74,11 +74,11 @@ impl Store {
         }
     }
 
-    /// What clients have sent since.
+    /// The number of requests from clients since `count_requests`.
     pub async fn requests(&self, contestant: &str) -> u64 {
         match self {
             Self::Redis(server) => {
-                // None of these is ever called by a script of the same contestant.
+                // No script of the same contestant ever calls one of these.
                 let mut names = vec!["eval", "evalsha", "subscribe", "unsubscribe", "ping"];
                 if contestant == "bare" {
                     names.push("set");
@@ -93,7 +93,7 @@ impl Store {
     }
 }
 
-/// Our store behind a URL.
+/// Opens the store of this library at a URL.
 pub async fn open(url: &str) -> Arc<dyn LockBackend> {
     if url.starts_with("redis:") {
         Arc::new(RedisBackend::open(RedisConfig::from_url(url).unwrap()).await.unwrap())

@@ -1,4 +1,4 @@
-//! Processes that take turns on one key. Each holder works for 2 ms.
+//! Processes that compete for one key. Each holder works for 2 ms.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,18 +17,18 @@ const WORK: Duration = Duration::from_millis(2);
 struct Setting {
     title: &'static str,
     processes: usize,
-    /// Tasks of each process.
+    /// The number of tasks of each process.
     tasks: usize,
-    /// How soon whoever is done asks again.
+    /// How soon a process asks again after its release.
     again: Again,
-    /// How often a process may pass the lock on among its own.
+    /// The maximum number of consecutive hand-overs inside one process.
     handoffs: u32,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Again {
     AtOnce,
-    /// After half a millisecond to one and a half, which is before the next one is done.
+    /// After 0.5 to 1.5 ms, which is before the next holder finishes its 2 ms of work.
     Soon,
 }
 
@@ -58,7 +58,7 @@ const SETTINGS: [Setting; 5] = [
     },
 ];
 
-/// One turn of one process: three moments.
+/// One tenure of one process, with three timestamps.
 struct Turn {
     process: usize,
     asked: u64,
@@ -71,14 +71,14 @@ struct Round {
     turns: Vec<Turn>,
     time: Duration,
     requests: u64,
-    /// Of all who asked, in milliseconds.
+    /// Over all requests, in milliseconds.
     longest_wait: f64,
 }
 
 pub async fn bench(store: &Store, in_earnest: bool) {
     let (rounds, time) = if in_earnest { (5, 4_000) } else { (1, 100) };
     let time = Duration::from_millis(time);
-    // The check of the check: who excludes nobody is found out.
+    // Tests the check itself: a contestant without mutual exclusion must be detected.
     let broken = round(store, "broken", &SETTINGS[0], Duration::from_millis(100)).await;
     assert!(broken.overlaps() > 0, "turns that overlap were not noticed");
     for setting in &SETTINGS {
@@ -101,7 +101,7 @@ pub async fn bench(store: &Store, in_earnest: bool) {
     }
 }
 
-/// Lets the processes of `setting` take turns.
+/// Lets the processes of `setting` compete for the key for `time`.
 async fn round(store: &Store, contestant: &str, setting: &Setting, time: Duration) -> Round {
     store.clear().await;
     let (url, tasks, handoffs) =
@@ -113,7 +113,7 @@ async fn round(store: &Store, contestant: &str, setting: &Setting, time: Duratio
         child.expect_line(|line| line == "ready", LIMIT).await.unwrap();
     }
     store.count_requests().await;
-    // All of them have the same end, so that whoever starts late has no longer.
+    // All processes stop at the same time, so a late start does not shift the end.
     let end = now() + time.as_nanos() as u64;
     for child in &mut children {
         child.write_line(&end.to_string()).unwrap();
@@ -134,18 +134,19 @@ async fn round(store: &Store, contestant: &str, setting: &Setting, time: Duratio
     }
     turns.sort_by_key(|turn| turn.granted);
     let longest_wait = quantile(turns.iter().map(|turn| ms(turn.granted - turn.asked)), 1.0);
-    // From then on there are fewer and fewer.
+    // After `end` fewer and fewer processes compete.
     turns.retain(|turn| turn.granted < end);
     Round { turns, time, requests, longest_wait }
 }
 
 impl Round {
-    /// Grants while somebody else still worked.
+    /// The number of grants before the previous holder has released.
     fn overlaps(&self) -> usize {
         self.pairs().filter(|[before, after]| after.granted < before.released).count()
     }
 
-    /// From each release to the next grant in another process that was waiting by then, in milliseconds.
+    /// The time from each release to the next grant in another process that already waited, in
+    /// milliseconds.
     fn hand_overs(&self) -> Vec<f64> {
         let between = self.pairs().filter(|[before, after]| {
             before.process != after.process && after.asked < before.released
@@ -166,7 +167,8 @@ fn ms(nanos: u64) -> f64 {
     nanos as f64 / 1e6
 }
 
-/// Prints the medians over the rounds, and their ratios to the reference. Returns the median and the p99 of the hand-over.
+/// Prints the medians over the rounds and their ratios to the reference. Returns the median and the
+/// p99 of the hand-over.
 fn print(store: &Store, name: &str, rounds: &[Round], reference: Option<[f64; 2]>) -> [f64; 2] {
     let over = |figure: &dyn Fn(&Round) -> f64| median(rounds.iter().map(figure));
     let middle = over(&|round| quantile(round.hand_overs(), 0.5));
@@ -194,7 +196,7 @@ fn print(store: &Store, name: &str, rounds: &[Round], reference: Option<[f64; 2]
     [middle, p99]
 }
 
-/// One of the processes.
+/// One of the competing processes.
 pub async fn child(arguments: &[&str]) {
     let [contestant, url, tasks, again, handoffs] = arguments[..] else {
         panic!("turns CONTESTANT URL TASKS AGAIN HANDOFFS")
@@ -212,7 +214,7 @@ pub async fn child(arguments: &[&str]) {
             while now() < end {
                 turns.push(contestant.turn().await);
                 if pause {
-                    // From the clock, because nothing better is needed.
+                    // The clock is random enough here.
                     tokio::time::sleep(Duration::from_micros(500 + now() % 1_000)).await;
                 }
             }
@@ -224,7 +226,7 @@ pub async fn child(arguments: &[&str]) {
         println!("{asked} {granted} {released}");
     }
     println!("done");
-    // Whatever is done on the way out is not measured.
+    // The exit of the process is not part of the measurement.
     order().await;
 }
 
@@ -232,7 +234,7 @@ enum Contestant {
     Ours(DistributedLock, #[expect(dead_code, reason = "it lives as long as its locks")] Registry),
     BareRedis(Mutex<bare_redis::Bare>),
     BarePostgres(Mutex<bare_postgres::Bare>),
-    /// Excludes nobody.
+    /// Has no mutual exclusion.
     Broken,
 }
 
@@ -257,7 +259,7 @@ impl Contestant {
         }
     }
 
-    /// When it was asked for, when it was granted, and when it was given back.
+    /// Locks and unlocks once. Returns the times of the request, the grant and the release.
     async fn turn(&self) -> [u64; 3] {
         let work = async || {
             let granted = now();

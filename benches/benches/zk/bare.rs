@@ -1,4 +1,5 @@
-//! The least that a fair lock in ZooKeeper needs: a node in line, a look at the line, a watch on the one before, and the end of the node.
+//! The minimum that a fair lock in ZooKeeper needs: create a sequential node, list the queue, watch
+//! the predecessor, delete the node.
 
 use zookeeper_client::{Acls, Client, CreateMode};
 
@@ -21,7 +22,7 @@ impl Bare {
         Self { client, directory: directory.to_owned(), node: None }
     }
 
-    /// Each request waits for the answer to the one before.
+    /// Acquires the lock. Each request waits for the reply to the previous one.
     pub async fn lock(&mut self) {
         let options = CreateMode::EphemeralSequential.with_acls(Acls::anyone_all());
         let prefix = format!("{}/{NAME}", self.directory);
@@ -30,7 +31,7 @@ impl Bare {
         self.wait(&format!("{NAME}{number}"), children).await;
     }
 
-    /// The first two are sent together.
+    /// Acquires the lock. The create and list requests are sent together.
     pub async fn lock_at_once(&mut self) {
         let options = CreateMode::EphemeralSequential.with_acls(Acls::anyone_all());
         let prefix = format!("{}/{NAME}", self.directory);
@@ -60,7 +61,8 @@ impl Bare {
         self.client.delete(&node, None).await.unwrap();
     }
 
-    /// What a hand-over cannot do without: a write, which goes to the disk, and then a look at the line.
+    /// The two requests that every hand-over needs: a write, which goes to disk, and then a list of
+    /// the queue.
     pub async fn two_round_trips(&self) {
         self.client.set_data(&self.directory, b"", None).await.unwrap();
         self.client.list_children(&self.directory).await.unwrap();

@@ -1,8 +1,9 @@
-//! What a lock in ZooKeeper costs, next to the three requests that it cannot do without, to the lock of the client library, and to Apache
-//! Curator's; and how long it takes from one process to the next.
+//! Measures a lock in ZooKeeper and its hand-over between processes. The references are the three
+//! requests that a lock needs, the client library's own lock, and Apache Curator's.
 //!
-//! The processes are this program itself with another argument, and Curator as `tests/peers/Curator.java` runs it. They may run on all processors:
-//! server and Curator have many threads, whose work for one request overlaps.
+//! The processes are this program itself with another argument, and Curator as
+//! `tests/peers/Curator.java` runs it. They may run on all processors: the server and Curator have
+//! many threads, and their work for one request overlaps.
 
 mod bare;
 mod turns;
@@ -22,7 +23,7 @@ use zookeeper_client::{Acls, Client, CreateMode, LockOptions, LockPrefix};
 
 use bare::Bare;
 
-/// How long anything may take beside what is measured.
+/// The time limit of every step, on top of the measured time.
 const LIMIT: Duration = Duration::from_secs(120);
 const SESSION: Duration = Duration::from_secs(30);
 
@@ -36,7 +37,7 @@ fn main() {
             turns::child(rest).await;
             return;
         }
-        // `cargo test` wants to see that it works, not how fast.
+        // `cargo test` only verifies that the benchmark works, not how fast it is.
         let in_earnest = words.contains(&"--bench");
         let server = ZooKeeperServer::start().await.unwrap();
         pairs(&server, in_earnest).await;
@@ -115,12 +116,13 @@ async fn lock_of_the_client(client: Client, pairs: usize) {
         let options = options.with_ancestor_options(directory.clone()).unwrap();
         let prefix = LockPrefix::new_curator("/theirs/orders", "lock-").unwrap();
         let lock = client.lock(prefix, b"", options).await.unwrap();
-        // What it does by itself when it is dropped nobody can wait for; it does it nevertheless.
+        // Dropping the lock deletes the node too, but in the background, where it cannot be
+        // awaited.
         client.delete(lock.lock_path(), None).await.unwrap();
     }
 }
 
-/// Curator, warmed up.
+/// Starts Curator and warms it up.
 async fn curator(url: &str, warm: usize) -> HelperProcess {
     const CLASSES: &str = "/usr/share/java/curator-recipes.jar:/usr/share/java/slf4j-nop.jar";
     let program = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/peers/Curator.java");

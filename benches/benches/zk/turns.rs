@@ -1,4 +1,4 @@
-//! How long it takes from a release in one process to the grant in the next.
+//! Measures the time from a release in one process to the grant in the next.
 
 use std::io::BufRead;
 use std::process::Command;
@@ -12,10 +12,10 @@ use registry_testkit::zookeeper::ZooKeeperServer;
 use crate::bare::Bare;
 use crate::{LIMIT, ours};
 
-/// How long a holder works.
+/// The time that a holder works.
 const WORK: Duration = Duration::from_millis(2);
 
-/// Two processes that always want the lock.
+/// Runs two processes that compete for the lock all the time.
 pub async fn bench(server: &ZooKeeperServer, in_earnest: bool) {
     let (rounds, turns) = if in_earnest { (5, 500) } else { (1, 5) };
     let servers = server.addr().to_string();
@@ -27,7 +27,7 @@ pub async fn bench(server: &ZooKeeperServer, in_earnest: bool) {
         }
         let bare = Bare::connect(&servers, "/bare").await;
         for _ in 0..turns {
-            // As idle as all is before a release.
+            // The connection is idle before a measured release too.
             tokio::time::sleep(WORK).await;
             let asked = Instant::now();
             bare.two_round_trips().await;
@@ -48,7 +48,7 @@ pub async fn bench(server: &ZooKeeperServer, in_earnest: bool) {
     );
 }
 
-/// The times between a release and the next grant, where that was to the other process.
+/// The times between a release and the next grant, where the grant was in the other process.
 async fn between(servers: &str, contestant: &str, turns: usize) -> Vec<u64> {
     let mut children: Vec<_> = (0..2)
         .map(|_| {
@@ -63,7 +63,7 @@ async fn between(servers: &str, contestant: &str, turns: usize) -> Vec<u64> {
     for child in &mut children {
         child.write_line("go").unwrap();
     }
-    // Of both, in the order of their grants.
+    // The grants of both processes, sorted by time.
     let mut all: Vec<(u64, u64, usize)> = Vec::new();
     for (number, child) in children.iter_mut().enumerate() {
         child.expect_line(|line| line == "done", LIMIT).await.unwrap();
@@ -79,7 +79,7 @@ async fn between(servers: &str, contestant: &str, turns: usize) -> Vec<u64> {
     other.map(|pair| pair[1].0 - pair[0].1).collect()
 }
 
-/// Takes the lock so many times, and says when it was granted and when it was given back.
+/// Acquires the lock `turns` times and prints when it was granted and released.
 pub async fn child(arguments: &[&str]) {
     let [contestant, servers, turns] = arguments[..] else { panic!("CONTESTANT SERVERS TURNS") };
     let turns: usize = turns.parse().unwrap();
@@ -112,13 +112,13 @@ pub async fn child(arguments: &[&str]) {
     println!("done");
 }
 
-/// Says so, and waits for a word.
+/// Prints `ready` and waits for a line from the parent process.
 fn ready() {
     println!("ready");
     std::io::stdin().lock().read_line(&mut String::new()).unwrap();
 }
 
-/// Nanoseconds, the same in all processes.
+/// The monotonic clock in nanoseconds, which is the same in all processes.
 fn now() -> u64 {
     let now = clock_gettime(ClockId::CLOCK_MONOTONIC).unwrap();
     u64::try_from(now.tv_sec() * 1_000_000_000 + now.tv_nsec()).unwrap()

@@ -1,4 +1,4 @@
-//! Those who compete, each as its own documentation has it used.
+//! The contestants, each used as its own documentation recommends.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -20,7 +20,7 @@ pub enum Kind {
     Ours,
     Rslock,
     DistributedLock,
-    /// Excludes nobody, to see that this is noticed.
+    /// Has no mutual exclusion, which proves that overlaps are detected.
     Broken,
 }
 
@@ -32,7 +32,7 @@ pub enum Contestant {
     Broken,
 }
 
-/// What one task works with.
+/// The state of one task.
 pub enum Mine {
     Bare(Bare, String, String),
     Ours(OurLock),
@@ -85,11 +85,11 @@ impl Contestant {
     }
 }
 
-/// Ids for those who bring none.
+/// Ids for contestants that have none of their own.
 static NEXT: AtomicU64 = AtomicU64::new(0);
 
 impl Mine {
-    /// Does `work` while the lock is held.
+    /// Runs `work` while the lock is held.
     pub async fn section(&self, work: impl FnOnce()) {
         match self {
             Self::Bare(bare, key, id) => {
@@ -110,7 +110,7 @@ impl Mine {
                 guard.release().await;
             }
             Self::DistributedLock(lock) => {
-                // It gives up after a while even without a limit.
+                // This library gives up after a while even without a limit.
                 let handle = loop {
                     match lock.acquire(None).await {
                         Ok(handle) => break handle,
@@ -129,8 +129,8 @@ impl Mine {
     }
 }
 
-/// The least that a correct lock must do: a grant that ends by itself, with a number that grows, and a release by the holder alone, which
-/// tells those who wait.
+/// The minimum that a correct lock must do. A grant expires and has a growing number. Only the
+/// holder can release it, and the release notifies waiters.
 #[derive(Clone)]
 pub struct Bare {
     connection: MultiplexedConnection,

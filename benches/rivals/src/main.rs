@@ -1,8 +1,10 @@
-//! 64 tasks of one process on Redis, with this library and with others, in turns and in the same run.
+//! Runs 64 tasks of one process on Redis, with this library and with others, alternately in the
+//! same run.
 //!
-//! `bare` is no library: it does the least that a correct lock must do, two scripts over one connection that is shared, and every
-//! task asks for itself. All contestants run on the same runtime against the same server, which is wiped in between, and every section
-//! checks that it is alone. Takes the seconds that each may have per round, and the number of rounds.
+//! `bare` is no library. It does the minimum that a correct lock must do: two scripts over one
+//! shared connection, and each task sends its own requests. All contestants run on the same runtime
+//! against the same server, which is flushed between runs. Every critical section asserts mutual
+//! exclusion. Arguments: seconds per contestant and round, number of rounds.
 
 mod contestant;
 
@@ -26,7 +28,7 @@ fn main() {
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     runtime.block_on(async {
-        // A disk would be most of the time.
+        // Disk writes would dominate the time.
         let server = RedisServer::start(&["--appendonly", "no"]).await.unwrap();
         let broken = run(&server, Kind::Broken, true, Duration::from_millis(200)).await;
         assert!(broken.overlaps > 0, "sections that overlap were not noticed");
@@ -49,16 +51,16 @@ struct Outcome {
     sections: f64,
     least: u64,
     most: u64,
-    /// Commands that the server was sent.
+    /// The number of commands that the server received.
     requests: f64,
     overlaps: u64,
 }
 
-/// Lets all tasks take and give back as often as they can.
+/// Lets all tasks acquire and release as often as they can.
 async fn run(server: &RedisServer, kind: Kind, one_key: bool, time: Duration) -> Outcome {
     server.ask("FLUSHALL").await.unwrap();
     let contestant = Arc::new(Contestant::new(kind, server).await);
-    // Whatever is made at the first use is made before.
+    // Everything that the first use creates exists before the measurement.
     contestant.section("warm", || {}).await;
     server.ask("CONFIG RESETSTAT").await.unwrap();
     let overlaps = Arc::new(AtomicU64::new(0));
@@ -92,7 +94,7 @@ async fn run(server: &RedisServer, kind: Kind, one_key: bool, time: Duration) ->
     tokio::time::sleep_until(end.into()).await;
     let shares: Vec<u64> = counts.iter().map(|count| count.load(Ordering::Relaxed)).collect();
     let requests = requests(server).await;
-    // Whoever is in line may have to wait for long.
+    // A task that is still queued may have to wait for long.
     let _late =
         tokio::time::timeout(GRACE, async { while tasks.join_next().await.is_some() {} }).await;
     tasks.shutdown().await;
@@ -107,10 +109,10 @@ async fn run(server: &RedisServer, kind: Kind, one_key: bool, time: Duration) ->
     }
 }
 
-/// How long those who are in line at the end are waited for.
+/// The time limit for tasks that are still queued at the end.
 const GRACE: Duration = Duration::from_secs(1);
 
-/// What clients have sent; what scripts do counts with them.
+/// The number of commands from clients and from their scripts.
 async fn requests(server: &RedisServer) -> f64 {
     let info = server.ask_args(&["INFO", "commandstats"]).await.unwrap().text().unwrap_or_default();
     let calls = |line: &str| -> Option<f64> {
@@ -142,7 +144,7 @@ fn print(results: &[Vec<Outcome>; KINDS.len()]) {
             median(outcomes.iter().map(|outcome| outcome.requests).collect()),
         );
     }
-    // How much single rounds differ says how far the ratios can be trusted.
+    // The spread of single rounds shows how far the ratios can be trusted.
     for (kind, outcomes) in KINDS.iter().zip(results) {
         let rounds: Vec<String> =
             outcomes.iter().map(|outcome| format!("{:.0}", outcome.sections)).collect();

@@ -1,5 +1,5 @@
-//! Where options come from and which source wins. What options there are stands in `layer`, what a URL means in
-//! `store_url`; `connect` opens the result.
+//! Merges the options of all sources by precedence. The options are in `layer`, the meaning of URLs
+//! is in `store_url`, and `connect` opens the result.
 
 use std::fmt;
 use std::sync::Arc;
@@ -13,60 +13,116 @@ use crate::layout::Layout;
 use crate::scheme;
 use crate::store_url::{Store, UrlText};
 
-/// A lock store and how to use it, put together from several sources.
+/// The configuration of a registry: its lock store and options, merged from several sources.
 ///
-/// When an option is set by more than one source, the strongest wins: methods of this type, then the command line
-/// ([`with_argument`](Self::with_argument)), then `LOCK_REGISTRY_*` variables, then the configuration file, then the query of the
-/// store URL, then the default. The URL itself is chosen in the same way,
-/// and only the query of the chosen URL counts.
+/// If several sources set an option, the strongest source wins. From strongest to weakest:
+/// - methods of this type,
+/// - the command line ([`with_argument`](Self::with_argument)),
+/// - `LOCK_REGISTRY_*` variables,
+/// - the configuration file,
+/// - the query of the store URL,
+/// - the default.
 ///
-/// | option | value | default |
-/// |---|---|---|
-/// | `url` | where the locks live | none: one must be given |
-/// | `namespace` | locks of different namespaces never meet | the store's own |
-/// | `lease` | how long a key stays taken if its holder dies, `100ms` (etcd: `2s`) to `1day` (ZooKeeper: half of the granted session; `mode=session` and `mode=row`: `1m`). In ZooKeeper the key is free when the session ends, after twice as long | `30s`; ZooKeeper half of the granted session, at most `30s` |
-/// | `renew` | whether a held lock's lease is renewed | `true` |
-/// | `poll` | the pause between two attempts of a waiter that no wake-up ends earlier, `1ms` to `1h`; longer while the store confirms its wake-ups | `250ms`; in a database with `layout=spring` `100ms`; ZooKeeper `2s` |
-/// | `handoff` | how often in a row a lock may pass within this process before others get their turn, `0` (never) to `256` | `32`, and up to 64 within 20 ms of the grant |
-/// | `timeout` | how long one operation of the store may stay unanswered, `10ms` to `1h` | `3s` |
-/// | `label` | what others see when they ask who holds a lock | nothing |
-/// | `layout` | how the store lays out its records: `native`, or that of a peer, `spring` (Redis, PostgreSQL, MariaDB, MySQL), `redisson` (Redis), `curator` (ZooKeeper) or `etcdctl` (etcd) | `native` |
-/// | `busy_timeout` | SQL stores: how long a statement waits for other writers, `0s` (servers: `10ms`) to `1h`; MariaDB and MySQL round up to seconds | `2.5s`, servers `1s`; at most five sixths of a `timeout` that is set |
-/// | `purge_after` | SQL stores: how long rows of free keys are kept, `0s` (servers: `1m`, and twice the longest wait for an answer) to `366days` | `1h` |
-/// | `pool` | PostgreSQL, MariaDB, MySQL: how many connections there are for statements, besides one each for renewals, releases and (PostgreSQL) wake-ups | `4` |
-/// | `mode` | PostgreSQL, MariaDB, MySQL: what a lock is: `lease`, a row; `session`, an advisory or named lock that ends with the connection of its holder; `row`, a row that a transaction locks | `lease` |
-/// | `row_locks` | the same with `mode=row`: how many locks may be held at once, each by a connection of its own, `1` to `10000` | `16` |
-/// | `schema` | PostgreSQL only: where the tables are | as the `search_path` says |
-/// | `table_prefix` | PostgreSQL, MariaDB, MySQL: how the names of the tables begin | `lock_registry` |
-/// | `create_schema` | PostgreSQL, MariaDB, MySQL: whether missing tables are made | `true` |
-/// | `spring` | PostgreSQL, MariaDB, MySQL with `layout=spring`: `v7`, or `v6` for Spring Integration 6 and before, where `lease` must be given and be the peers' `timeToLive` | `v7` |
-/// | `region` | the same: the region of Spring's table, in a namespace's stead | `DEFAULT` |
-/// | `prefix` | the same: what stands before `LOCK` in the name of Spring's table | `INT_` |
-/// | `prepared` | PostgreSQL only: whether the server keeps statements prepared; `false` behind a pooler in transaction mode | `true` |
-/// | `listen` | PostgreSQL only: the URL of a connection, past a pooler, that receives release notifications; or `off`; never shown | that of the store; with `prepared=false` `off` |
-/// | `sslmode` | PostgreSQL, MariaDB, MySQL: `disable`, `prefer`, `require`, `verify-ca` or `verify-full` | `prefer`; with `ca` `verify-full` |
-/// | `connect_timeout` | Redis, ZooKeeper, etcd, PostgreSQL, MariaDB, MySQL: how long one connection attempt may take, and how long [`connect`](RegistryConfig::connect) repeats attempts that fail, `10ms` to `1h` | `2s`; ZooKeeper `5s` for an attempt |
-/// | `token_memory` | Redis only: how long the newest token of a key is remembered after its last grant, `10ms` to `366days` | `1day` |
-/// | `publish` | Redis only: how releases are told, `plain` by `PUBLISH`, `sharded` by `SPUBLISH`, or `auto` | `auto` |
-/// | `replicas` | Redis but for quorums: how many replicas must have a grant before it counts | `0` |
-/// | `fsync` | Redis but for quorums: whether a grant must be on disk, there too, before it counts | `false` |
-/// | `replica_timeout` | Redis but for quorums: how long replicas and disks may take, `10ms` to less than `timeout` | `1s`; at most five sixths of a `timeout` that is set |
-/// | `restart_guard` | Redis quorums only: how long a master has no vote after its start, `0s` to `366days` | `0s` |
-/// | `db` | Redis at a socket only: the number of the database | `0` |
-/// | `sentinel_password`, `sentinel_user` | Redis under sentinels only: the sentinels' own login; never shown | none |
-/// | `session` | ZooKeeper only: how long the servers keep the session, and its locks, after the last word of this process, `400ms` to `1day`; they may grant less | twice the `lease`, or `30s` |
-/// | `sessions` | ZooKeeper only: the limit of sessions, each with a connection, `1` to `32`. One holds nodes with 512 KiB of paths, about 5,000 short keys | `8` |
-/// | `root` | ZooKeeper only: the node below the chroot that keys are below | `/lock-registry`; with `layout=curator` `/SpringIntegration-LockRegistry` |
-/// | `naming` | ZooKeeper only: what the nodes of locks are called, as by `curator` or by `kazoo` | `curator` |
-/// | `acl` | ZooKeeper only: who may touch nodes: `open`, `creator`, or a list such as `world:anyone:r,digest:USER:HASH:cdrwa`, which is never shown | `open` |
-/// | `auth` | ZooKeeper only: a login by another scheme than that of user and password in the URL, `SCHEME:CREDENTIALS`; never shown | none |
-/// | `ca` | encrypted Redis, ZooKeeper and etcd, PostgreSQL, MariaDB, MySQL: a file (PEM) with the certificate authorities that are trusted | those of the host |
-/// | `cert`, `key` | encrypted Redis, ZooKeeper and etcd, PostgreSQL, MariaDB, MySQL: files (PEM) with the certificate that tells the servers who we are, and its private key; `key` is never shown | none |
+/// The URL itself is chosen in the same way. Only the query of the chosen URL counts.
 ///
-/// Every option has the same name and form everywhere: `lease=30s` in a URL, `lease = "30s"` in TOML,
-/// `LOCK_REGISTRY_LEASE=30s` in the environment. A name that is none of these is an error wherever it stands.
+/// # Options
+/// All stores:
+/// - `url`: the location of the lock store. Required.
+/// - `namespace`: locks in different namespaces are independent. Default: the store's own.
+/// - `lease`: how long a key stays locked after its holder dies. `100ms` (etcd: `2s`) to `1day`; at
+///   most half of the granted session in ZooKeeper, and `1m` with `mode=session` and `mode=row`. In
+///   ZooKeeper the key is free when the session ends, after twice as long. Default: `30s`; in
+///   ZooKeeper half of the granted session, at most `30s`.
+/// - `renew`: whether the lease of a held lock is renewed. Default: `true`.
+/// - `poll`: the pause between two attempts of a waiter, unless a notification ends it. `1ms` to
+///   `1h`; longer while the store confirms its notifications. Default: `250ms`; with
+///   `layout=spring` in a database `100ms`; in ZooKeeper `2s`.
+/// - `handoff`: maximum number of consecutive hand-overs of a lock within this process, before
+///   other processes can acquire it. `0` (none) to `256`. Default: `32`, and up to 64 within 20 ms
+///   of the grant.
+/// - `timeout`: how long the store may take to answer one operation. `10ms` to `1h`. Default: `3s`.
+/// - `label`: text shown to other clients that ask for the holder of a lock. Default: none.
+/// - `layout`: the format of the store's records: `native`, or that of a peer. Peers are `spring`
+///   (Redis, PostgreSQL, MariaDB, MySQL), `redisson` (Redis), `curator` (ZooKeeper) and `etcdctl`
+///   (etcd). Default: `native`.
 ///
-/// Neither `Debug` nor any error shows a user name, a password or a URL that cannot be understood.
+/// SQL stores:
+/// - `busy_timeout`: how long a statement waits for other writers. `0s` (servers: `10ms`) to `1h`;
+///   MariaDB and MySQL round up to seconds. Default: `2.5s`, servers `1s`; at most five sixths of a
+///   `timeout` that is set.
+/// - `purge_after`: how long rows of free keys are kept. `0s` to `366days`; for servers at least
+///   `1m`, and twice the longest wait for a response. Default: `1h`.
+///
+/// PostgreSQL, MariaDB and MySQL:
+/// - `pool`: number of connections for statements. Renewals, releases and (PostgreSQL)
+///   notifications have one further connection each. Default: `4`.
+/// - `mode`: the kind of lock. `lease` is a row. `session` is an advisory or named lock that ends
+///   with the connection of its holder. `row` is a row that a transaction locks. Default: `lease`.
+/// - `row_locks`: with `mode=row`, how many locks can be held at once, each by its own connection.
+///   `1` to `10000`. Default: `16`.
+/// - `table_prefix`: prefix of the table names. Default: `lock_registry`.
+/// - `create_schema`: whether missing tables are created. Default: `true`.
+/// - `spring`: with `layout=spring`, the version of Spring Integration: `v7`, or `v6` for version 6
+///   and earlier. `v6` requires `lease`, with the value of the peers' `timeToLive`. Default: `v7`.
+/// - `region`: with `layout=spring`, the region of Spring's table, which replaces the namespace.
+///   Default: `DEFAULT`.
+/// - `prefix`: with `layout=spring`, the prefix of `LOCK` in the name of Spring's table. Default:
+///   `INT_`.
+/// - `sslmode`: `disable`, `prefer`, `require`, `verify-ca` or `verify-full`. Default: `prefer`;
+///   with `ca` `verify-full`.
+///
+/// PostgreSQL only:
+/// - `schema`: the schema of the tables. Default: from the `search_path`.
+/// - `prepared`: whether the server keeps prepared statements. Set `false` behind a pooler in
+///   transaction mode. Default: `true`.
+/// - `listen`: the URL of a direct connection, past any pooler, that receives release
+///   notifications; or `off`. Never shown. Default: the store's URL; with `prepared=false` `off`.
+///
+/// All servers (Redis, ZooKeeper, etcd, PostgreSQL, MariaDB, MySQL):
+/// - `connect_timeout`: how long one connection attempt may take, and how long
+///   [`connect`](RegistryConfig::connect) repeats failed attempts. `10ms` to `1h`. Default: `2s`;
+///   in ZooKeeper `5s` for an attempt.
+///
+/// Redis only:
+/// - `token_memory`: how long the newest token of a key is kept after its last grant. `10ms` to
+///   `366days`. Default: `1day`.
+/// - `publish`: how releases are published: `plain` by `PUBLISH`, `sharded` by `SPUBLISH`, or
+///   `auto`. Default: `auto`.
+/// - `replicas`: not for quorums; how many replicas must have a grant before it counts. Default:
+///   `0`.
+/// - `fsync`: not for quorums; whether a grant must be on disk before it counts, also on replicas.
+///   Default: `false`.
+/// - `replica_timeout`: not for quorums; how long replicas and disks may take. `10ms` to less than
+///   `timeout`. Default: `1s`; at most five sixths of a `timeout` that is set.
+/// - `restart_guard`: quorums only; how long a master has no vote after its start. `0s` to
+///   `366days`. Default: `0s`.
+/// - `db`: sockets only; the database number. Default: `0`.
+/// - `sentinel_password`, `sentinel_user`: sentinels only; the login at the sentinels. Never shown.
+///   Default: none.
+///
+/// ZooKeeper only:
+/// - `session`: how long the servers keep the session and its locks after the last message of this
+///   process. `400ms` to `1day`; the servers may grant less. Default: twice the `lease`, or `30s`.
+/// - `sessions`: the limit of sessions, each with a connection. `1` to `32`. One session holds
+///   nodes with 512 KiB of paths, about 5,000 short keys. Default: `8`.
+/// - `root`: the parent node of all keys, below the chroot. Default: `/lock-registry`; with
+///   `layout=curator` `/SpringIntegration-LockRegistry`.
+/// - `naming`: the names of lock nodes, as in `curator` or in `kazoo`. Default: `curator`.
+/// - `acl`: the rights to nodes: `open`, `creator`, or a list such as
+///   `world:anyone:r,digest:USER:HASH:cdrwa`, which is never shown. Default: `open`.
+/// - `auth`: a login `SCHEME:CREDENTIALS`, for schemes other than user and password in the URL.
+///   Never shown. Default: none.
+///
+/// PostgreSQL, MariaDB and MySQL, and encrypted Redis, ZooKeeper and etcd:
+/// - `ca`: a PEM file with the trusted certificate authorities. Required for encrypted ZooKeeper.
+///   Default for other stores: those of the host.
+/// - `cert`, `key`: PEM files with this client's certificate and its private key. `key` is never
+///   shown. Default: none.
+///
+/// Every option has the same name and form in each source: `lease=30s` in a URL, `lease = "30s"` in
+/// TOML, `LOCK_REGISTRY_LEASE=30s` in the environment. Any other name is an error in every source.
+///
+/// `Debug` and errors never show a user name, a password or a URL that cannot be parsed.
 ///
 /// # Examples
 /// ```
@@ -91,44 +147,45 @@ pub struct RegistryConfig {
     file: Layer,
     observers: Vec<Arc<dyn Observer>>,
     connect_within: Option<Duration>,
-    /// What was wrong in a section that was read as part of something larger; told by `check`, where nobody can
-    /// print the surrounding text, which may hold a password.
+    /// The first error of a deserialized section. `check` returns it, because a deserializer's
+    /// error would quote the surrounding text, which may contain a password.
     #[cfg(feature = "config")]
     pub(crate) deferred: Option<ConfigError>,
 }
 
 impl RegistryConfig {
-    /// The longest namespace, in bytes.
+    /// Maximum length of a namespace in bytes.
     pub const NAMESPACE_BYTES_MAX: usize = 255;
 
-    /// A configuration in which nothing is set yet.
+    /// Returns a configuration without any option.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// A configuration with this store URL. Its options are weaker than those of any other source.
+    /// Returns a configuration with this store URL. The options in its query are weaker than those
+    /// of any other source.
     ///
     /// # Errors
-    /// [`ConfigError`] when the URL is wrong or its store is not built in.
+    /// [`ConfigError`] if the URL is invalid or its store is not built in.
     pub fn from_url(url: &str) -> Result<Self, ConfigError> {
         let config = Self::new().url(url);
         config.check()?;
         Ok(config)
     }
 
-    /// Sets the store URL. It is looked at when the configuration is checked or connected.
+    /// Sets the store URL. It is parsed when the configuration is checked or connected.
     pub fn url(mut self, url: impl Into<String>) -> Self {
         self.code.url = Some(UrlText::new(url));
         self
     }
 
-    /// Keeps these locks apart from those of other namespaces in the same store.
+    /// Separates these locks from those of other namespaces in the same store.
     pub fn namespace(mut self, namespace: impl Into<String>) -> Self {
         self.code.namespace = Some(namespace.into());
         self
     }
 
-    /// Sets how long a key stays taken if its holder dies.
+    /// Sets how long a key stays locked after its holder dies.
     pub fn lease(mut self, lease: Duration) -> Self {
         self.code.lease = Some(lease);
         self
@@ -140,41 +197,44 @@ impl RegistryConfig {
         self
     }
 
-    /// Sets the pause between two attempts of a waiter that no wake-up ends earlier.
+    /// Sets the pause between two attempts of a waiter, unless a notification ends it.
     pub fn poll(mut self, poll: Duration) -> Self {
         self.code.poll = Some(poll);
         self
     }
 
-    /// Sets how often in a row a lock may pass within this process; zero is never.
+    /// Sets the maximum number of consecutive hand-overs of a lock within this process. Zero
+    /// disables hand-over.
     pub fn handoff(mut self, handoff: u32) -> Self {
         self.code.handoff = Some(handoff);
         self
     }
 
-    /// Sets how long one operation of the store may stay unanswered.
+    /// Sets how long the store may take to answer one operation.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.code.timeout = Some(timeout);
         self
     }
 
-    /// Sets what others see when they ask who holds a lock. Must hold no secret.
+    /// Sets the text shown to other clients that ask for the holder of a lock. It must not contain
+    /// a secret.
     pub fn label(mut self, label: impl Into<String>) -> Self {
         self.code.label = Some(label.into());
         self
     }
 
-    /// Sets how the store lays out its records.
+    /// Sets the format of the store's records.
     pub fn layout(mut self, layout: Layout) -> Self {
         self.code.layout = Some(layout);
         self
     }
 
-    /// Sets one option from text that stands on the program's command line, where it is called `--NAME` with dashes. Errors
-    /// and [`settings`](Self::settings) name it so.
+    /// Sets one option from text of the program's command line. Errors and
+    /// [`settings`](Self::settings) call it `--NAME`, with dashes.
     ///
     /// # Errors
-    /// [`ConfigError`] when there is no option `name`, it was set before, or the option cannot have this value.
+    /// [`ConfigError`] if the option `name` does not exist, is already set, or does not accept this
+    /// value.
     ///
     /// # Examples
     /// ```
@@ -187,8 +247,9 @@ impl RegistryConfig {
         Ok(self)
     }
 
-    /// Sets how long [`connect`](Self::connect) repeats connection attempts that fail, in place of the option `connect_timeout`. The
-    /// first attempt may take `connect_timeout` even if that is longer.
+    /// Sets how long [`connect`](Self::connect) repeats failed connection attempts, instead of the
+    /// option `connect_timeout`. The first attempt may take `connect_timeout` even if that is
+    /// longer.
     pub fn connect_within(mut self, limit: Duration) -> Self {
         self.connect_within = Some(limit);
         self
@@ -200,32 +261,34 @@ impl RegistryConfig {
         self
     }
 
-    /// Checks everything that can be checked without I/O: the URL, every value, every name.
+    /// Validates everything that needs no I/O: the URL, every value, every name.
     ///
     /// # Errors
-    /// [`ConfigError`] for the first thing that is wrong.
+    /// [`ConfigError`] for the first problem found.
     pub fn check(&self) -> Result<(), ConfigError> {
         self.resolve().map(drop)
     }
 
-    /// Opens the store. Everything is checked before any I/O.
+    /// Opens the store. Everything is validated before any I/O.
     ///
-    /// Repeats an attempt that failed with a transient error (connection refused, name not resolved, server starting) with
-    /// a growing pause until `connect_timeout`, or the time of [`connect_within`](Self::connect_within), is over. An error that
-    /// a repetition cannot mend, such as a wrong password, is returned at once.
+    /// Repeats an attempt that fails with a transient error: connection refused, name not resolved,
+    /// or server starting. The pause grows with each attempt, until `connect_timeout` or the time
+    /// of [`connect_within`](Self::connect_within) is over. Any other error, such as a wrong
+    /// password, is returned at once.
     ///
     /// # Errors
-    /// [`ConfigError`] when something is wrong with the configuration or the store cannot be opened.
+    /// [`ConfigError`] if the configuration is invalid or the store cannot be opened.
     ///
     /// # Cancel safety
-    /// Dropping the future closes what was opened so far; a database file that was made stays.
+    /// Dropping the future closes everything opened so far. A database file that was created
+    /// remains.
     pub async fn connect(self) -> Result<Registry, ConfigError> {
         let resolved = self.resolve()?;
         connect::open(resolved, self.observers, self.connect_within).await
     }
 
-    /// The options that are set, with the source that won. Free of secrets: the URL is shown as by
-    /// [`redact_url`](crate::redact_url).
+    /// Returns the options that are set, each with the source that won. Contains no secrets: the
+    /// URL is shown as by [`redact_url`](crate::redact_url).
     ///
     /// # Errors
     /// As [`RegistryConfig::check`].
@@ -240,7 +303,7 @@ impl RegistryConfig {
         Ok(settings.collect())
     }
 
-    /// The sources, strongest first.
+    /// Returns the options of each source, strongest first.
     fn layers(&self) -> Result<[(Origin, Layer); 5], ConfigError> {
         let mut url = Layer::default();
         if let Some(text) = self.chosen_url() {
@@ -263,7 +326,7 @@ impl RegistryConfig {
             .find_map(|layer| layer.url.as_ref())
     }
 
-    /// Checks everything and lets the strongest source of each option win.
+    /// Validates the configuration and merges the sources by precedence.
     fn resolve(&self) -> Result<Resolved, ConfigError> {
         #[cfg(feature = "config")]
         if let Some(error) = &self.deferred {
@@ -294,7 +357,7 @@ impl RegistryConfig {
         Ok(Resolved { store, options })
     }
 
-    /// The layer of a source that is read from text.
+    /// Returns the options of a source that is read from text.
     #[cfg(feature = "config")]
     pub(crate) fn layer_mut(&mut self, origin: Origin) -> &mut Layer {
         match origin {
@@ -326,28 +389,28 @@ impl fmt::Debug for RegistryConfig {
     }
 }
 
-/// One option that is set: its value as text, and where it comes from.
+/// One option that is set: its value as text, and its source.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Setting {
     /// The option's name.
     pub name: &'static str,
-    /// Its value, free of secrets.
+    /// The option's value, without secrets.
     pub value: String,
     /// The source that won.
     pub origin: Origin,
 }
 
-/// A configuration that has been checked.
+/// A validated configuration.
 #[derive(Debug)]
 pub(crate) struct Resolved {
     pub(crate) store: Store,
-    /// What is not set here is left to the store and the engine.
+    /// Options that are not set here have the default of the store or the engine.
     pub(crate) options: Layer,
 }
 
 impl Layer {
-    /// This layer, completed with what only `weaker` sets.
+    /// Returns this layer, completed with the options that only `weaker` sets.
     fn or(self, weaker: Self) -> Self {
         Self {
             url: self.url.or(weaker.url),

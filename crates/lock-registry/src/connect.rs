@@ -1,4 +1,4 @@
-//! From a checked configuration to an open registry.
+//! Opens a registry from a validated configuration. Called by `RegistryConfig::connect`.
 
 #[cfg(feature = "etcd")]
 mod etcd;
@@ -37,37 +37,48 @@ use crate::layout::Layout;
 use crate::memory;
 use crate::store_url::Store;
 
-/// Opens the store at `url`; everything about it is said in the URL.
+/// Opens the registry of the store at `url`.
 ///
-/// | URL | store |
-/// |---|---|
-/// | `memory:` | this process, a store of its own |
-/// | `memory:NAME` | this process, the same store for everybody who names it |
-/// | `sqlite:PATH`, `sqlite:///PATH` | the processes of this host, one file; feature `sqlite` |
-/// | `postgres://[USER[:PASSWORD]@]HOST[:PORT]/DATABASE` | all hosts that reach this PostgreSQL database; feature `postgres`, encrypted `postgres-tls` |
-/// | `mysql://[USER[:PASSWORD]@]HOST[:PORT]/DATABASE`, `mariadb://…` | all hosts that reach this MariaDB or MySQL database; feature `mysql`, encrypted `mysql-tls` |
-/// | `redis://[[USER]:PASSWORD@]HOST[:PORT][/DATABASE]` | all hosts that reach this Redis or Valkey server; feature `redis` |
-/// | `redis+unix://[[USER]:PASSWORD@]/PATH[?db=DATABASE]` | the processes that reach its socket |
-/// | `redis+sentinel://[[USER]:PASSWORD@]HOST[:PORT],…/SERVICE[/DATABASE]` | all hosts that reach the master that these sentinels name |
-/// | `redis+cluster://[[USER]:PASSWORD@]HOST[:PORT],…` | all hosts that reach the cluster that these are some members of |
-/// | `redis+quorum://[[USER]:PASSWORD@]HOST[:PORT],…[/DATABASE]` | all hosts that reach most of these masters, three or more, which know nothing of each other |
-/// | `rediss://…`, `rediss+sentinel://…`, `rediss+cluster://…`, `rediss+quorum://…` | the same over encrypted connections; feature `redis-tls` |
-/// | `zk://[USER:PASSWORD@]HOST[:PORT],…[/CHROOT]` | all hosts that reach this ZooKeeper; feature `zk` |
-/// | `zks://…` | the same over encrypted connections; feature `zk-tls` |
-/// | `etcd://[USER:PASSWORD@]HOST[:PORT],…` | all hosts that reach the etcd cluster that these are members of; feature `etcd` |
-/// | `etcds://…` | the same over encrypted connections; feature `etcd-tls` |
-/// | `pass-through:` | none: callers of this registry take turns, nobody else is kept out; for tests, or to turn locking off |
+/// Stores in this process:
+/// - `memory:`: a separate store for each registry.
+/// - `memory:NAME`: one store for all registries that use this name.
+/// - `pass-through:`: no store. Callers of this registry acquire a lock one after the other; other
+///   registries are not excluded. For tests, or to turn locking off.
 ///
-/// Options follow as a query: `sqlite:locks.db?lease=10s&label=worker%201`. Special characters are percent-encoded. See
-/// [`RegistryConfig`] for the options, and for other places to set them.
+/// Stores of this host:
+/// - `sqlite:PATH`, `sqlite:///PATH`: one file, for all processes of this host. Feature `sqlite`.
+/// - `redis+unix://[[USER]:PASSWORD@]/PATH[?db=DATABASE]`: the Redis server at this socket, for all
+///   processes that reach it. Feature `redis`.
+///
+/// Stores for all hosts that reach them:
+/// - `postgres://[USER[:PASSWORD]@]HOST[:PORT]/DATABASE`: a PostgreSQL database. Feature
+///   `postgres`, with encryption `postgres-tls`.
+/// - `mysql://[USER[:PASSWORD]@]HOST[:PORT]/DATABASE`, `mariadb://…`: a MariaDB or MySQL database.
+///   Feature `mysql`, with encryption `mysql-tls`.
+/// - `redis://[[USER]:PASSWORD@]HOST[:PORT][/DATABASE]`: a Redis or Valkey server. Feature `redis`.
+/// - `redis+sentinel://[[USER]:PASSWORD@]HOST[:PORT],…/SERVICE[/DATABASE]`: the master that these
+///   sentinels name. Feature `redis`.
+/// - `redis+cluster://[[USER]:PASSWORD@]HOST[:PORT],…`: the cluster of these members, not
+///   necessarily all of them. Feature `redis`.
+/// - `redis+quorum://[[USER]:PASSWORD@]HOST[:PORT],…[/DATABASE]`: a majority of these independent
+///   masters, three or more. Feature `redis`.
+/// - `rediss://…`, `rediss+sentinel://…`, `rediss+cluster://…`, `rediss+quorum://…`: the same over
+///   encrypted connections. Feature `redis-tls`.
+/// - `zk://[USER:PASSWORD@]HOST[:PORT],…[/CHROOT]`: a ZooKeeper ensemble. Feature `zk`.
+/// - `zks://…`: the same over encrypted connections. Feature `zk-tls`.
+/// - `etcd://[USER:PASSWORD@]HOST[:PORT],…`: the etcd cluster of these members. Feature `etcd`.
+/// - `etcds://…`: the same over encrypted connections. Feature `etcd-tls`.
+///
+/// Options follow as a query: `sqlite:locks.db?lease=10s&label=worker%201`. Special characters are
+/// percent-encoded. See [`RegistryConfig`] for the options and their other sources.
 ///
 /// # Errors
-/// [`ConfigError`] when the URL is wrong, its store is not built in, or the store cannot be opened. Everything that can be
-/// checked is checked before any I/O. No error shows a password. [`ConfigError::NoRuntime`] outside a tokio runtime that has
-/// time enabled.
+/// [`ConfigError`] if the URL is invalid, its store is not built in, or the store cannot be opened.
+/// [`ConfigError::NoRuntime`] outside a tokio runtime that has time enabled. Everything is
+/// validated before any I/O where possible. No error shows a password.
 ///
 /// # Cancel safety
-/// Dropping the future closes what was opened so far; a database file that was made stays.
+/// Dropping the future closes everything opened so far. A database file that was created remains.
 ///
 /// # Examples
 /// ```
@@ -84,7 +95,7 @@ pub async fn connect(url: &str) -> Result<Registry, ConfigError> {
     RegistryConfig::new().url(url).connect().await
 }
 
-/// Refuses what the store itself would refuse before it sends anything. Files that options name are not looked at.
+/// Runs the store's own validation without I/O. Does not read files that options name.
 #[cfg_attr(
     not(any(
         feature = "postgres",
@@ -120,7 +131,8 @@ pub(crate) fn check(store: &Store, options: &Layer) -> Result<(), ConfigError> {
     checked.map_err(|error| ConfigError::Invalid(error.to_string()))
 }
 
-/// Opens what `resolved` describes, repeating failed attempts for `limit` or else for `connect_timeout`.
+/// Opens the registry that `resolved` describes. Repeats failed attempts for `limit`, by default
+/// for `connect_timeout`.
 pub(crate) async fn open(
     resolved: Resolved,
     observers: Vec<Arc<dyn Observer>>,
@@ -153,10 +165,11 @@ pub(crate) async fn open(
     if let Some(poll) = options.poll {
         builder = builder.poll(poll);
     } else if is_database && options.layout == Some(Layout::Spring) {
-        // Its peers tell nobody of a release, and look as often themselves.
+        // Spring's peers publish no release, and poll at the same interval.
         builder = builder.poll(SPRING_POLL);
     } else if is_zookeeper {
-        // Those who wait are told in turn, over a session that does not forget; so a look of their own is a mere precaution.
+        // The session notifies each waiter when its predecessor ends, so polling is only a
+        // precaution.
         builder = builder.poll(ZOOKEEPER_POLL);
     }
     if let Some(handoff) = options.handoff {
@@ -174,7 +187,8 @@ pub(crate) async fn open(
     builder.build()
 }
 
-/// Opens the backend of `store`, repeating an attempt that failed with a transient error until `limit` is over.
+/// Opens the backend of `store`. Repeats an attempt that failed with a transient error until
+/// `limit` is over.
 async fn backend_within(
     limit: Duration,
     store: &Store,
@@ -182,7 +196,7 @@ async fn backend_within(
 ) -> Result<Arc<dyn LockBackend>, ConfigError> {
     let deadline = Instant::now() + limit.min(LockOptions::WAIT_MAX);
     let mut pause = RETRY_PAUSE;
-    // Ends: the pause only grows, up to RETRY_PAUSE_MAX, and the deadline is fixed.
+    // Terminates: the deadline is fixed, and the pause is never zero.
     loop {
         let source = match backend(store.clone(), options).await {
             Ok(backend) => return Ok(backend),
@@ -203,7 +217,8 @@ async fn backend_within(
     }
 }
 
-/// The first host of `store` whose name has no address. Client libraries report that as a lost connection.
+/// Returns the first host of `store` whose name cannot be resolved. Client libraries report that as
+/// a lost connection.
 async fn unresolved_host(store: &Store) -> Option<String> {
     for (host, port) in store.hosts() {
         let (host, port) = (host.clone(), *port);
@@ -217,11 +232,11 @@ async fn unresolved_host(store: &Store) -> Option<String> {
     None
 }
 
-/// How long connecting is repeated where neither the options nor the caller say so.
+/// Default time for which failed connection attempts are repeated.
 const CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
 const RETRY_PAUSE: Duration = Duration::from_millis(50);
 const RETRY_PAUSE_MAX: Duration = Duration::from_secs(1);
-/// How long an error message may wait for the resolver.
+/// Maximum time that an error message waits for the resolver.
 const RESOLVE_LIMIT: Duration = Duration::from_secs(2);
 
 async fn backend(store: Store, options: &Layer) -> Result<Arc<dyn LockBackend>, BackendError> {
@@ -260,7 +275,7 @@ async fn backend(store: Store, options: &Layer) -> Result<Arc<dyn LockBackend>, 
     })
 }
 
-/// The table of Spring's that locks are shared with, if they are.
+/// Returns the table of Spring Integration to use, if the layout is `spring`.
 #[cfg(any(feature = "postgres", feature = "mysql"))]
 fn spring_table(options: &Layer) -> Option<registry_jdbc::SpringTable> {
     if options.layout != Some(Layout::Spring) {
@@ -279,7 +294,7 @@ fn spring_table(options: &Layer) -> Option<registry_jdbc::SpringTable> {
     Some(table)
 }
 
-/// `idleBetweenTries`, unless it is set there.
+/// The default of Spring's `idleBetweenTries`.
 const SPRING_POLL: Duration = Duration::from_millis(100);
 
 const ZOOKEEPER_POLL: Duration = Duration::from_secs(2);
@@ -295,7 +310,7 @@ fn sqlite_config(path: std::path::PathBuf, options: &Layer) -> registry_jdbc::Sq
     }
     match (options.busy_timeout, options.timeout) {
         (Some(busy_timeout), _) => config = config.with_busy_timeout(busy_timeout),
-        // A statement that outlives the engine's patience is of no use to anybody.
+        // The engine ignores the result of a statement that takes longer than its time-out.
         (None, Some(timeout)) => {
             let shorter = config.busy_timeout.min(timeout * 5 / 6);
             config = config.with_busy_timeout(shorter);

@@ -8,21 +8,23 @@ use crate::config::RegistryConfig;
 use crate::layer::{Origin, VARIABLE_PREFIX};
 
 impl RegistryConfig {
-    /// Adds the options that `LOCK_REGISTRY_*` variables of this process set. Code and the command line override them; they
-    /// override the configuration file and the URL. Ignores the same variables as [`with_vars`](Self::with_vars).
+    /// Adds the options of this process's `LOCK_REGISTRY_*` variables. Code and the command line
+    /// override them; they override the configuration file and the URL. Ignores the same variables
+    /// as [`with_vars`](Self::with_vars).
     ///
     /// # Errors
-    /// [`ConfigError`] when a variable of this prefix is unknown, is not UTF-8 or has a value that its option cannot have.
+    /// [`ConfigError`] if a variable with this prefix is unknown, is not UTF-8, or has a value that
+    /// its option does not accept.
     pub fn with_env(self) -> Result<Self, ConfigError> {
         self.with_vars(std::env::vars_os())
     }
 
-    /// Adds the options that `variables` set. Ignores:
+    /// Adds the options of `variables`. Ignores:
     ///
     /// - variables without the prefix `LOCK_REGISTRY_`;
     /// - `LOCK_REGISTRY_LOG`, the log filter of the `lockreg` command;
-    /// - the variables that Kubernetes sets in every pod for a Service named `lock-registry` or `lock-registry-…`:
-    ///   `*_SERVICE_HOST`, `*_SERVICE_PORT*`, `*_PORT` and `*_PORT_*`.
+    /// - the variables that Kubernetes sets in every pod for a Service named `lock-registry` or
+    ///   `lock-registry-…`: `*_SERVICE_HOST`, `*_SERVICE_PORT*`, `*_PORT` and `*_PORT_*`.
     ///
     /// # Errors
     /// As [`RegistryConfig::with_env`].
@@ -61,10 +63,10 @@ impl RegistryConfig {
     }
 }
 
-/// Variables of our prefix that are no options.
+/// Variables with the prefix that are not options.
 const RESERVED: &[&str] = &["LOCK_REGISTRY_LOG"];
 
-/// Whether Kubernetes sets `variable` for a Service. No option has such a name.
+/// Returns whether Kubernetes sets `variable` for a Service. No option has such a name.
 ///
 /// Source: "Discovering services" in the Kubernetes documentation of Services.
 fn is_service_link(variable: &str) -> bool {

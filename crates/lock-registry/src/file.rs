@@ -1,6 +1,8 @@
-//! Options from TOML, and from a section of whatever file an application already has. Feature `config`.
+//! Options from TOML, or from a section of an application's own configuration file. Feature
+//! `config`.
 //!
-//! No parser's own message is passed on where it could quote the text that it read: the URL in it may hold a password.
+//! A parser's message is never returned where it could quote its input: a URL in it may contain a
+//! password.
 
 use std::fmt;
 
@@ -11,14 +13,15 @@ use crate::config::RegistryConfig;
 use crate::layer::{Layer, Origin};
 
 impl RegistryConfig {
-    /// Adds the options that `text`, a TOML document, sets. They are weaker than code and environment, and stronger than
-    /// the query of the store URL.
+    /// Adds the options of `text`, a TOML document. They are weaker than code, command line and
+    /// environment, and stronger than the query of the store URL.
     ///
-    /// The options stand at the top, or in a table `[lock-registry]`; if there is such a table, nothing else in the document
-    /// is looked at.
+    /// The options are at the top level or in a table `[lock-registry]`. If that table exists, the
+    /// rest of the document is ignored.
     ///
     /// # Errors
-    /// [`ConfigError`] when the text is not TOML, or an option is unknown or has a value that it cannot have.
+    /// [`ConfigError`] if the text is not TOML, or an option is unknown or does not accept its
+    /// value.
     ///
     /// # Examples
     /// ```
@@ -67,11 +70,12 @@ fn unreadable(text: &str, error: &toml::de::Error) -> ConfigError {
     ConfigError::Invalid(format!("{} is not TOML: look at line {line}", Origin::File))
 }
 
-/// What stands behind the name of an option.
+/// Value of an option.
 enum Value {
-    /// Text, or a number or truth value written as text: each option is read by one function only.
+    /// Text. Numbers and booleans are converted to text, so that one function per option parses
+    /// every source.
     Text(String),
-    /// A list, a table, a date: nothing that any option could be.
+    /// A list, a table or a date, which no option accepts.
     Other,
 }
 
@@ -80,7 +84,7 @@ impl Value {
         match self {
             Self::Text(text) => layer.read(Origin::File, name, &text),
             Self::Other => {
-                // An unknown name is the more helpful complaint.
+                // If the name is unknown too, that error is more helpful.
                 layer.clone().read(Origin::File, name, "")
                     .err()
                     .filter(|error| matches!(error, ConfigError::Unknown { .. }))
@@ -96,10 +100,11 @@ impl Value {
     }
 }
 
-/// Reads a section of a larger configuration, in any format.
+/// Deserializes a section of a larger configuration, in any format.
 ///
-/// Wrong names and values are not reported here but by [`RegistryConfig::check`] and [`RegistryConfig::connect`]: a format's
-/// own error message would quote the text around the mistake, and a password may stand in it.
+/// Wrong names and values are not reported here, but by [`RegistryConfig::check`] and
+/// [`RegistryConfig::connect`]. The format's own error message would quote the text around the
+/// mistake, which may contain a password.
 impl<'de> Deserialize<'de> for RegistryConfig {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         deserializer.deserialize_map(Section)

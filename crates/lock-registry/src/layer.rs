@@ -1,5 +1,5 @@
-//! The options of all stores: one table of names, one function to read each from text. How values are written stands in `value`,
-//! what fits what in `check`; where the text comes from is decided in `config`.
+//! The options of all stores: a table of names, with a parser and a formatter for each. Value
+//! formats are in `value`, validity in `check`, and the precedence of sources in `config`.
 
 mod check;
 
@@ -17,7 +17,8 @@ use crate::value::{HIDDEN, Problem, Secret, choice, count, duration, path, shown
 pub(crate) use check::SERVERS_MIN;
 use check::Stores;
 
-/// What one source (the URL, a file, the environment, code) says. What it does not say is left to the next source.
+/// The options of one source: URL, file, environment, command line or code. The next source
+/// supplies options that are not set.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Layer {
     pub(crate) url: Option<UrlText>,
@@ -58,31 +59,31 @@ pub(crate) struct Layer {
     pub(crate) sessions: Option<u32>,
     pub(crate) root: Option<String>,
     pub(crate) naming: Option<Naming>,
-    /// It may hold hashes of passwords.
+    /// May contain password hashes.
     pub(crate) acl: Option<Secret>,
-    /// A scheme and what it takes.
+    /// `SCHEME:CREDENTIALS`.
     pub(crate) auth: Option<Secret>,
     pub(crate) ca: Option<PathBuf>,
     pub(crate) cert: Option<PathBuf>,
-    /// Shown to nobody: whoever takes it for the key itself should not find that in a log.
+    /// Never shown: a user may pass the key itself instead of its path.
     pub(crate) key: Option<Secret>,
 }
 
-/// What a lock in a database server is.
+/// The kind of lock in a database server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Mode {
-    /// A row with the end of a lease.
+    /// A row with a lease.
     Lease,
-    /// Something that ends with the one connection of a registry.
+    /// A lock that ends with the registry's connection.
     Session,
-    /// A row, locked in a transaction that ends with the lock.
+    /// A row lock of a transaction that lasts as long as the lock.
     Row,
 }
 
 const MODE: [(&str, Mode); 3] =
     [("lease", Mode::Lease), ("session", Mode::Session), ("row", Mode::Row)];
 
-/// By which command those who wait are told of a release.
+/// The command that publishes a release to waiters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Publish {
     Auto,
@@ -93,7 +94,7 @@ pub(crate) enum Publish {
 const PUBLISH: [(&str, Publish); 3] =
     [("auto", Publish::Auto), ("plain", Publish::Plain), ("sharded", Publish::Sharded)];
 
-/// Whether connections to databases are encrypted, in PostgreSQL's words.
+/// Encryption of database connections, in PostgreSQL's terms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SslMode {
     Disable,
@@ -111,17 +112,17 @@ const SSL_MODE: [(&str, SslMode); 5] = [
     ("verify-full", SslMode::VerifyFull),
 ];
 
-/// Whose table it is, in the layout of Spring Integration in a database.
+/// Version of Spring Integration's lock table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum SpringVersion {
-    /// 6 and before.
+    /// Version 6 and earlier.
     V6,
     V7,
 }
 
 const SPRING: [(&str, SpringVersion); 2] = [("v6", SpringVersion::V6), ("v7", SpringVersion::V7)];
 
-/// What the nodes of those are called who contend, in ZooKeeper.
+/// Names of lock nodes in ZooKeeper.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Naming {
     Curator,
@@ -130,10 +131,10 @@ pub(crate) enum Naming {
 
 const NAMING: [(&str, Naming); 2] = [("curator", Naming::Curator), ("kazoo", Naming::Kazoo)];
 
-/// In the place of a URL to listen at.
+/// Replaces the URL of option `listen`.
 pub(crate) const NO_LISTEN: &str = "off";
 
-/// One option: its name, the stores that know it, how it is read and shown, and to whom.
+/// One option: its name, its stores, its parser, its formatter, and whether its value is shown.
 pub(crate) struct OptionRow {
     pub(crate) name: &'static str,
     stores: Stores,
@@ -142,11 +143,11 @@ pub(crate) struct OptionRow {
     show: Show,
 }
 
-/// What people are told of a value.
+/// Whether messages show a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Told {
     Always,
-    /// Unless it is none: then it may be what belongs into the file that it should name.
+    /// Shown if it is a valid path. Otherwise it may be the contents of the file.
     Path,
     Never,
 }
@@ -157,7 +158,7 @@ use Stores::{
 };
 use Told::{Always, Never, Path};
 
-/// Every option there is, in the order in which people want to read them. `url` is the one that no URL can hold.
+/// All options, in the order of `settings`. A URL can hold all of them except `url`.
 #[rustfmt::skip]
 pub(crate) static OPTIONS: &[OptionRow] = &[
     row("url",               All,             Never,  |l, t| put(&mut l.url, Ok(UrlText::new(t))),                  |l| l.url.as_ref().map(ToString::to_string)),
@@ -262,28 +263,29 @@ impl OptionRow {
         OPTIONS.iter().find(|row| row.name == name)
     }
 
-    /// Whether `value` says something about the option that anybody may see.
+    /// Returns whether `value` can be shown.
     pub(crate) fn is_harmless(&self, value: &str) -> bool {
-        // Plain, because a text can be anything; readable, because it may be no value at all but what is left of a password.
+        // A plain but invalid value may be the rest of a password, so the value must also parse.
         let plain = |c: char| c.is_alphanumeric() || "-._/ ".contains(c);
         self.told != Never
             && value.chars().all(plain)
             && (self.read)(&mut Layer::default(), value).is_ok()
     }
 
-    /// The option's value in `layer`, free of secrets; `None` if `layer` does not set it.
+    /// Returns the option's value in `layer` without secrets, or `None` if `layer` does not set it.
     pub(crate) fn shown_in(&self, layer: &Layer) -> Option<String> {
         (self.show)(layer)
     }
 }
 
-/// Where the value of an option comes from, strongest first.
+/// Source of an option's value, strongest first.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Origin {
     /// A method of [`RegistryConfig`](crate::RegistryConfig).
     Code,
-    /// The program's command line: [`RegistryConfig::with_argument`](crate::RegistryConfig::with_argument).
+    /// The program's command line, by
+    /// [`RegistryConfig::with_argument`](crate::RegistryConfig::with_argument).
     CommandLine,
     /// A `LOCK_REGISTRY_*` variable.
     Environment,
@@ -306,7 +308,7 @@ impl fmt::Display for Origin {
 }
 
 impl Origin {
-    /// What people call `option` in a message.
+    /// Returns the name of `option` in messages.
     fn names(self, option: &str) -> String {
         match self {
             Self::CommandLine => format!("--{}", option.replace('_', "-")),
@@ -316,7 +318,7 @@ impl Origin {
     }
 }
 
-/// The environment variable that sets `option`.
+/// Returns the environment variable that sets `option`.
 pub(crate) fn variable(option: &str) -> String {
     format!("{VARIABLE_PREFIX}{}", option.to_ascii_uppercase())
 }
@@ -324,7 +326,7 @@ pub(crate) fn variable(option: &str) -> String {
 pub(crate) const VARIABLE_PREFIX: &str = "LOCK_REGISTRY_";
 
 impl Layer {
-    /// Reads one option of `origin` from text. In a URL there is no `url`.
+    /// Parses one option of `origin` from text. A URL cannot contain the option `url`.
     pub(crate) fn read(
         &mut self,
         origin: Origin,
@@ -339,10 +341,10 @@ impl Layer {
         }
     }
 
-    /// Reads one option from the environment variable of this name, prefix and all.
+    /// Parses one option from an environment variable, named with its prefix.
     #[cfg(feature = "config")]
     pub(crate) fn read_variable(&mut self, name: &str, value: &str) -> Result<(), ConfigError> {
-        // Compared as a whole: a variable in lower case would count for one program and not for the next.
+        // Case-sensitive, so that all programs ignore a variable in lower case alike.
         match OPTIONS.iter().find(|row| variable(row.name) == name) {
             Some(row) => self.read_row(row, Origin::Environment, value),
             None => Err(unknown_variable(name)),
@@ -361,7 +363,8 @@ impl Layer {
             return Err(wrong("is given twice"));
         }
         (row.read)(self, value).map_err(|Problem(problem)| match origin {
-            // Part of a password that was not percent-encoded can stand anywhere in a URL. A number that has lost its unit helps.
+            // A value in a URL may be part of a password that was not percent-encoded. A plain
+            // number is shown, because it is likely a time without a unit.
             Origin::Url if value.parse::<f64>().is_err() => {
                 wrong(&format!("has a value {problem}"))
             }
@@ -396,7 +399,8 @@ fn unknown_variable(name: &str) -> ConfigError {
     ConfigError::unknown("variable", name, place, near.as_deref(), names.join(", "))
 }
 
-/// `name` if it looks like one. A password with an unescaped `?` and `=` does not.
+/// Returns `name` if it looks like an option. Part of a password with an unescaped `?` and `=` is
+/// not returned.
 fn printable_name(name: &str) -> &str {
     let plain =
         name.len() <= 40 && name.chars().all(|c| c.is_ascii_alphanumeric() || "_-.".contains(c));

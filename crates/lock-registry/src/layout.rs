@@ -1,4 +1,4 @@
-//! How records are laid out, by a name that holds for all stores.
+//! Names of record formats, common to all stores.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,24 +7,28 @@ use registry_core::ConfigError;
 
 use crate::value::{Problem, choice};
 
-/// How a store lays out its records, and so which other programs contend for the same locks.
+/// The format of a store's records, which determines the other programs that share its locks.
 ///
-/// Every store has [`Native`](Self::Native). Layouts of peers, programs in other languages, come with the stores that these share.
+/// Every store supports [`Native`](Self::Native). Each other layout is that of a peer, a program in
+/// another language, and is supported by the stores that the peer uses.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Layout {
-    /// This project's own.
+    /// This project's own layout.
     #[default]
     Native,
-    /// That of Spring Integration: in Redis, but for quorums, of its `RedisLockRegistry`, whose registry key is the namespace; in PostgreSQL,
-    /// MariaDB and MySQL of its `JdbcLockRegistry`.
+    /// The layout of Spring Integration. In Redis (not quorums), that of `RedisLockRegistry`, with
+    /// the namespace as its registry key. In PostgreSQL, MariaDB and MySQL, that of
+    /// `JdbcLockRegistry`.
     Spring,
-    /// That of Apache Curator's `InterProcessMutex`, which Spring Integration's `ZookeeperLockRegistry` uses, whose root the option `root` names. For
-    /// ZooKeeper.
+    /// The layout of Apache Curator's `InterProcessMutex`, which Spring Integration's
+    /// `ZookeeperLockRegistry` uses. The option `root` names its root. For ZooKeeper.
     Curator,
-    /// That of Redisson's `RLock`, whose name is the key, after the namespace and a colon if there is one. For Redis, but for quorums.
+    /// The layout of Redisson's `RLock`. The lock's name is the key, prefixed with the namespace
+    /// and a colon if there is one. For Redis, not for quorums.
     Redisson,
-    /// That of `etcdctl lock` and of Go's `concurrency.Mutex`, whose name is the key, after the namespace and a slash if there is one. For etcd.
+    /// The layout of `etcdctl lock` and of Go's `concurrency.Mutex`. The lock's name is the key,
+    /// prefixed with the namespace and a slash if there is one. For etcd.
     Etcdctl,
 }
 
@@ -36,7 +40,7 @@ const LAYOUTS: [(&str, Layout); 5] = [
     ("etcdctl", Layout::Etcdctl),
 ];
 
-/// Reads the name of a layout.
+/// Parses the name of a layout.
 pub(crate) fn layout(text: &str) -> Result<Layout, Problem> {
     choice(text, "layout", &LAYOUTS)
 }

@@ -1,4 +1,4 @@
-// Its examples need the feature that is on unless it is turned off.
+// The README's examples need the default feature `config`.
 #![cfg_attr(feature = "config", doc = include_str!("../README.md"))]
 #![cfg_attr(
     not(feature = "config"),
@@ -7,7 +7,7 @@
 )]
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
-// What is said, and where.
+// Options and their sources.
 mod config;
 #[cfg(feature = "config")]
 mod environment;
@@ -17,13 +17,13 @@ mod layer;
 mod layout;
 mod value;
 mod nearest;
-// What a URL means.
+// Store URLs.
 mod scheme;
 mod store_url;
-// From there to a registry.
+// From a configuration to a registry.
 mod connect;
 mod memory;
-// Around it.
+// Integrations.
 #[cfg(feature = "tower")]
 pub mod tower;
 
@@ -34,7 +34,7 @@ pub use layout::Layout;
 pub use store_url::redact_url;
 pub use value::parse_duration;
 
-/// The facade for threads that are not async. Feature `blocking`.
+/// Blocking facade for threads without async. Feature `blocking`.
 #[cfg(feature = "blocking")]
 pub use registry_core::blocking;
 pub use registry_core::observe;

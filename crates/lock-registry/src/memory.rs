@@ -1,4 +1,4 @@
-//! The in-process stores that have a name: one per name and namespace, for as long as the process lives.
+//! Named in-process stores: one per name and namespace, until the process ends.
 
 use std::collections::HashMap;
 use std::sync::{LazyLock, Mutex, PoisonError};
@@ -7,7 +7,8 @@ use registry_core::MemoryBackend;
 
 type Stores = HashMap<(String, Option<String>), MemoryBackend>;
 
-/// The store of this name and namespace; made on first use. It is never dropped, so that its tokens only grow.
+/// Returns the store of this name and namespace, created on first use. It is never dropped, so that
+/// its tokens only grow.
 pub(crate) fn named(name: String, namespace: Option<String>) -> MemoryBackend {
     static STORES: LazyLock<Mutex<Stores>> = LazyLock::new(Mutex::default);
 

@@ -1,6 +1,6 @@
-//! Suggests the known name that a misspelt one probably stands for.
+//! Suggests a known name for a misspelt one.
 
-/// Returns the name of `known` that is most similar to `given`, if one is similar enough to be meant.
+/// Returns the name of `known` that is most similar to `given`, if it is similar enough.
 pub(crate) fn nearest<'a>(given: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     let given = given.to_lowercase();
     known
@@ -10,14 +10,14 @@ pub(crate) fn nearest<'a>(given: &str, known: impl Iterator<Item = &'a str>) -> 
         .map(|(name, _)| name)
 }
 
-/// Orders candidates: spelling first, a common beginning second.
+/// Returns the similarity of two names. Spelling counts most, then a common prefix.
 fn similarity(given: &str, known: &str) -> f64 {
     let known = known.to_lowercase();
     strsim::normalized_damerau_levenshtein(given, &known)
         + strsim::jaro_winkler(given, &known) / 2.0
 }
 
-/// Half of the letters agree, or `given` is an abbreviation: `ns` for `namespace`.
+/// Returns whether half of the letters agree, or `given` is an abbreviation (`ns` for `namespace`).
 fn is_similar(given: &str, known: &str) -> bool {
     let known = known.to_lowercase();
     strsim::normalized_damerau_levenshtein(given, &known) >= 0.5

@@ -1,4 +1,4 @@
-//! Which store URLs exist, which of them this build can open, and what to do about the others.
+//! The schemes of store URLs, and whether this build can open them.
 
 use registry_core::ConfigError;
 
@@ -8,19 +8,19 @@ use crate::nearest::nearest;
 #[derive(Debug)]
 pub(crate) struct Scheme {
     pub(crate) name: &'static str,
-    /// The Cargo feature that brings the store; none for stores that are always there.
+    /// The Cargo feature of the store. `None` if the store is always built in.
     feature: Option<Feature>,
 }
 
 #[derive(Debug)]
 struct Feature {
     name: &'static str,
-    /// Whether it is on in this build.
+    /// Whether this build has the feature.
     is_on: bool,
 }
 
 impl Scheme {
-    /// Finds the scheme and makes sure that this build can open it.
+    /// Returns the scheme `name`, or an error if it does not exist or this build cannot open it.
     pub(crate) fn find(name: &str) -> Result<&'static Self, ConfigError> {
         let Some(scheme) = SCHEMES.iter().find(|scheme| scheme.name == name) else {
             return Err(ConfigError::unknown(
@@ -40,12 +40,12 @@ impl Scheme {
     }
 }
 
-/// Whether `name` is one of ours, whatever this build can open.
+/// Returns whether `name` is a scheme, built in or not.
 pub(crate) fn is_known(name: &str) -> bool {
     SCHEMES.iter().any(|scheme| scheme.name == name)
 }
 
-/// Whether `name` is meant to be one of ours.
+/// Returns whether `name` is a scheme or a probable misspelling of one.
 pub(crate) fn is_like_known(name: &str) -> bool {
     SCHEMES.iter().any(|scheme| strsim::normalized_damerau_levenshtein(name, scheme.name) >= 0.7)
 }
@@ -59,7 +59,7 @@ impl Feature {
     }
 }
 
-/// All schemes, for messages.
+/// Returns the names of all schemes, for messages.
 pub(crate) fn known() -> String {
     SCHEMES.iter().map(|scheme| scheme.name).collect::<Vec<_>>().join(", ")
 }

@@ -1,7 +1,8 @@
-//! Store URLs: taken apart and checked, without any I/O. What a URL says about options is kept as text; `layer` reads it.
+//! Parses store URLs without I/O. Options remain text here; `layer` parses them.
 //!
-//! The parts are cut by hand: hosts may be lists, paths are opaque, and a general URL parser would normalise
-//! `.` and `..`, which changes what a path with symbolic links means.
+//! The URL is split here, not by a general URL parser: hosts can be lists, and paths are opaque. A
+//! general parser would normalise `.` and `..`, which changes the meaning of a path with symbolic
+//! links.
 
 mod database;
 mod etcd;
@@ -39,7 +40,7 @@ pub(crate) struct StoreUrl {
 /// A store that this build can open.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Store {
-    /// The in-process store; one of its own, or the one that the whole process knows by this name.
+    /// The in-process store: a new one, or the shared one of this name.
     Memory { name: Option<String> },
     /// The SQLite file at this path.
     Sqlite { path: PathBuf },
@@ -53,12 +54,12 @@ pub(crate) enum Store {
     Zk(ZkServers),
     /// The cluster of these members.
     Etcd(EtcdMembers),
-    /// No store: everybody is always granted.
+    /// No store: every claim is granted.
     PassThrough,
 }
 
 impl Store {
-    /// The scheme of its URLs, which is also how errors name it.
+    /// Returns the scheme of the store's URLs, which also names it in errors.
     pub(crate) fn scheme(&self) -> &'static str {
         match self {
             Self::Memory { .. } => "memory",
@@ -72,7 +73,7 @@ impl Store {
         }
     }
 
-    /// The hosts that the URL names, with their ports. Empty for a store that is reached by a path or without one.
+    /// Returns the hosts of the URL with their ports. Empty for a store without a host.
     pub(crate) fn hosts(&self) -> &[Host] {
         match self {
             Self::Memory { .. } | Self::Sqlite { .. } | Self::PassThrough => &[],
@@ -83,7 +84,8 @@ impl Store {
         }
     }
 
-    /// Where the store is, for messages: `HOST:PORT,HOST:PORT` or a path; empty for a store of this process.
+    /// Returns the store's address for messages: `HOST:PORT,HOST:PORT` or a path. Empty for a store
+    /// in this process.
     pub(crate) fn address(&self) -> String {
         let path = match self {
             Self::Sqlite { path } => Some(path),
@@ -93,7 +95,7 @@ impl Store {
             _ => None,
         };
         let host = |(host, port): &Host| {
-            // An IPv6 address is bracketed, as in a URL.
+            // Brackets an IPv6 address, as in a URL.
             if host.contains(':') { format!("[{host}]:{port}") } else { format!("{host}:{port}") }
         };
         path.map_or_else(
@@ -104,8 +106,8 @@ impl Store {
 }
 
 impl StoreUrl {
-    /// Takes `url` apart. No error repeats any of it but its scheme, the names of its options and the path of a file:
-    /// a password may stand anywhere else, most of all in a URL that is malformed.
+    /// Parses `url`. Errors show only its scheme, the names of its options and the path of a file.
+    /// Any other part may contain a password, above all in a malformed URL.
     pub(crate) fn parse(url: &str) -> Result<Self, ConfigError> {
         if url.is_empty() {
             return Err(invalid(
@@ -197,7 +199,7 @@ fn options(query: &str, scheme: &Scheme) -> Result<Vec<(String, Secret)>, Config
         .filter(|pair| !pair.is_empty())
         .map(|pair| match pair.split_once('=') {
             Some((name, value)) => Ok((text(name)?, Secret::new(text(value)?))),
-            // Not repeated: it may be the rest of a password that holds a `?`.
+            // Not shown: it may be the rest of a password that contains a `?`.
             None => Err(unusable(scheme, "has an option without a value; write `name=value`")),
         })
         .collect()

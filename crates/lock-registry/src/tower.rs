@@ -43,17 +43,18 @@ use registry_core::{LockError, LockOptions, LockRegistry};
 use tower_layer::Layer;
 use tower_service::Service;
 
-/// Runs each request under the lock whose key is made from the request.
+/// A layer that runs each request under a lock, whose key is computed from the request.
 ///
-/// Requests of one key run one after the other, in this process and in all others that use the same store. A request waits as
-/// long as [`LockLayer::wait`] allows, by default not at all; then it fails with [`LockServiceError::Busy`].
+/// Requests with the same key run one after the other, across all processes that use the same
+/// store. By default, a request does not wait for its lock and fails with
+/// [`LockServiceError::Busy`]. [`LockLayer::wait`] sets a time for which it waits first.
 ///
-/// The lock covers the inner service's future until it has given its response. A body that is streamed after that is not
-/// covered. If the lock is lost in the meantime, the inner future is dropped and the request fails with
-/// [`LockServiceError::Lock`].
+/// The lock covers the inner service's future until that returns its response, but not a body that
+/// is streamed afterwards. If the lock is lost before that, the inner future is dropped and the
+/// request fails with [`LockServiceError::Lock`].
 ///
-/// The futures of its services must be polled inside a tokio runtime that has time enabled: outside of one they panic before
-/// the inner service's future is polled.
+/// The futures of its services must be polled inside a tokio runtime that has time enabled.
+/// Otherwise they panic before the inner service's future is polled.
 #[derive(Clone)]
 pub struct LockLayer<K> {
     registry: Arc<dyn LockRegistry>,
@@ -62,19 +63,19 @@ pub struct LockLayer<K> {
 }
 
 impl<K> LockLayer<K> {
-    /// A layer that takes the lock of `key(&request)` in `registry`.
+    /// Returns a layer that acquires the lock of `key(&request)` in `registry`.
     pub fn new(registry: Arc<dyn LockRegistry>, key: K) -> Self {
         Self { registry, key, options: LockOptions::new().wait(Duration::ZERO) }
     }
 
-    /// Lets a request wait this long for its lock.
+    /// Sets how long a request waits for its lock.
     #[must_use]
     pub fn wait(mut self, wait: Duration) -> Self {
         self.options = self.options.wait(wait);
         self
     }
 
-    /// Sets all options of the lock. Without [`LockOptions::wait`] a request waits for ever.
+    /// Sets all options of the lock. Without [`LockOptions::wait`], a request waits forever.
     #[must_use]
     pub fn options(mut self, options: LockOptions) -> Self {
         self.options = options;
@@ -99,7 +100,7 @@ impl<S, K: Clone> Layer<S> for LockLayer<K> {
     }
 }
 
-/// The service that [`LockLayer`] makes of another one.
+/// The service that [`LockLayer`] creates around another one.
 #[derive(Clone)]
 pub struct LockService<S, K> {
     inner: S,
@@ -135,7 +136,7 @@ where
     fn call(&mut self, request: R) -> Self::Future {
         let lock = self.layer.registry.obtain(&(self.layer.key)(&request));
         let options = self.layer.options.clone();
-        // The instance that is ready goes with the request; the clone that stays must become ready by itself.
+        // The ready instance serves this request. The clone must become ready on its own.
         let clone = self.inner.clone();
         let mut inner = std::mem::replace(&mut self.inner, clone);
         Box::pin(async move {
@@ -143,26 +144,27 @@ where
                 return Err(LockServiceError::Busy { key: lock.key().to_owned() });
             };
             let response = guard.protect(inner.call(request)).await?;
-            // The work is done and was covered to its end, so its result stands. A release that fails is told to the
-            // registry's observers, and repeated in the background if that can help; the lease ends in any case.
+            // The request completed under the lock, so its response is valid. The engine reports a
+            // failed release to observers and retries it in the background if that can help. The
+            // lease ends in any case.
             let _ = guard.unlock().await;
             response.map_err(LockServiceError::Inner)
         })
     }
 }
 
-/// Why a request under a lock failed.
+/// Error of a request under a lock.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum LockServiceError<E> {
-    /// Others held the lock until the wait was over. The request was not started.
+    /// The lock was held elsewhere until the wait was over. The request was not started.
     #[non_exhaustive]
     Busy {
         /// The key.
         key: String,
     },
-    /// The lock could not be taken, and the request was not started; or it was lost ([`LockError::Lost`]), and the request
-    /// was stopped in the middle.
+    /// The lock could not be acquired, and the request was not started. Or the lock was lost
+    /// ([`LockError::Lost`]), and the request was stopped.
     Lock(LockError),
     /// The inner service failed.
     Inner(E),

@@ -1,4 +1,4 @@
-//! How the values of options are written, whatever source they come from.
+//! Parses and formats the values of options, for all sources.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -8,7 +8,7 @@ use registry_core::ConfigError;
 
 use crate::nearest::nearest;
 
-/// What is wrong with a value, as the rest of a sentence about it. Does not repeat it.
+/// Description of an invalid value, as the end of a sentence about it. Does not repeat the value.
 #[derive(Debug)]
 pub(crate) struct Problem(pub(crate) String);
 
@@ -30,15 +30,16 @@ pub(crate) fn count(text: &str) -> Result<u32, Problem> {
     })
 }
 
-/// A time as people write it.
+/// Formats a time for people.
 pub(crate) fn shown(span: Duration) -> String {
     humantime::format_duration(span).to_string()
 }
 
-/// Reads a time such as `30s`, `1500ms` or `1m 30s`, as every option, variable and command line of this project does.
+/// Parses a time such as `30s`, `1500ms` or `1m 30s`. All options, variables and command lines of
+/// this project use this format.
 ///
 /// # Errors
-/// [`ConfigError::Invalid`] when it has no unit, is negative or is not a time at all.
+/// [`ConfigError::Invalid`] if the text has no unit, is negative or is not a time.
 ///
 /// # Examples
 /// ```
@@ -52,10 +53,10 @@ pub fn parse_duration(text: &str) -> Result<Duration, ConfigError> {
     time(text).map_err(|problem| ConfigError::Invalid(format!("{text:?}, {problem}")))
 }
 
-/// Reads a time, or tells what is wrong with it.
+/// Parses a time, or returns what is wrong with it.
 fn time(text: &str) -> Result<Duration, &'static str> {
     let trimmed = text.trim();
-    // It reads a bare `0`, the one number that needs no unit.
+    // `humantime` accepts a bare `0`, the only number without a unit.
     humantime::parse_duration(trimmed).map_err(|_| {
         if trimmed.starts_with('-') {
             "which is negative; write a time such as `30s`, `1500ms` or `1m 30s`"
@@ -67,7 +68,7 @@ fn time(text: &str) -> Result<Duration, &'static str> {
     })
 }
 
-/// One of a few words. `what` is what all of them are called.
+/// Parses one of a few words. `what` names the set of words.
 pub(crate) fn choice<T: Copy>(text: &str, what: &str, words: &[(&str, T)]) -> Result<T, Problem> {
     if let Some((_, meant)) = words.iter().find(|(word, _)| *word == text) {
         return Ok(*meant);
@@ -78,7 +79,7 @@ pub(crate) fn choice<T: Copy>(text: &str, what: &str, words: &[(&str, T)]) -> Re
     Err(Problem(format!("which is no {what}{near} are {}", known.join(", "))))
 }
 
-/// The path of a file. What belongs into the file is refused.
+/// Parses the path of a file. Refuses text that looks like the contents of the file.
 pub(crate) fn path(text: &str) -> Result<PathBuf, Problem> {
     if text.is_empty() {
         return Err(Problem("which names no file".to_owned()));
@@ -92,7 +93,7 @@ pub(crate) fn path(text: &str) -> Result<PathBuf, Problem> {
     Ok(text.into())
 }
 
-/// A text that nobody is shown.
+/// A text that is never shown.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct Secret(String);
 
@@ -101,7 +102,7 @@ impl Secret {
         Self(text.into())
     }
 
-    /// The text, for those who need it.
+    /// Returns the secret text.
     pub(crate) fn told(&self) -> &str {
         &self.0
     }
@@ -113,5 +114,5 @@ impl fmt::Debug for Secret {
     }
 }
 
-/// What is shown in place of a secret.
+/// Replaces a secret in output.
 pub(crate) const HIDDEN: &str = "***";

@@ -1,4 +1,4 @@
-//! Which source of an option wins, what is refused, and that no secret is ever shown.
+//! Precedence of option sources, validation, and redaction of secrets.
 
 use std::time::Duration;
 
@@ -45,8 +45,8 @@ async fn values_from_code_are_checked_too() {
     }
 }
 
-/// What a store would refuse without asking its server is refused by the check too, so that a wrong configuration is told apart from a store
-/// that is not there.
+/// The check refuses everything that a store would refuse without a request to its server. This
+/// separates an invalid configuration from an unreachable store.
 #[cfg(all(
     feature = "postgres",
     feature = "mysql",

@@ -1,4 +1,5 @@
-//! An etcd cluster by its URL: real members, with and without users, and what is said when they cannot be reached.
+//! An etcd cluster by URL: real members, with and without users, and the errors if they cannot be
+//! reached.
 #![cfg(all(feature = "etcd", target_os = "linux"))]
 
 use std::time::Duration;
@@ -16,7 +17,7 @@ fn url(server: &EtcdServer, login: &str) -> String {
     format!("etcd://{login}{}", server.addr())
 }
 
-/// Why `url` cannot be opened. The password is nowhere in it.
+/// Returns the kind of the error that `url` causes. The error must not contain the password.
 async fn refused(url: &str) -> BackendErrorKind {
     let error = connect(url).await.expect_err("it cannot be opened");
     assert!(!error_text(&error).contains(CANARY), "{}", error_text(&error));
@@ -32,14 +33,14 @@ async fn a_cluster_excludes_two_registries_and_tells_who_holds() {
     let (one, other) = (connect(&url).await.unwrap(), connect(&url).await.unwrap());
     let capabilities = one.capabilities();
     assert_eq!((capabilities.class, capabilities.fair), (GuaranteeClass::A, true));
-    // What the check of the configuration lets through.
+    // Agrees with the minimum that the check of the configuration allows.
     assert_eq!(capabilities.lease_min, Duration::from_secs(2));
     let guard = one.obtain("orders/42").try_lock().await.unwrap().unwrap();
     assert!(other.obtain("orders/42").try_lock().await.unwrap().is_none());
     let holder = other.obtain("orders/42").holder().await.unwrap().unwrap();
     assert_eq!(holder.label.as_deref(), Some("worker 1"));
     assert!(holder.lease_left.is_some_and(|left| left > Duration::from_secs(30)), "{holder:?}");
-    // The end of the one before ends the wait long before the poll.
+    // The end of the preceding waiter ends the wait long before the poll.
     let waiter = tokio::spawn(async move {
         other.obtain("orders/42").lock().await.unwrap().unlock().await.unwrap();
     });
@@ -60,7 +61,7 @@ async fn a_guard_writes_only_while_it_holds_its_lock() {
     other.force_release("a/b").await.unwrap();
     let next = other.obtain("a/b").lock().await.unwrap();
     next.txn().put("account", "18").commit().await.unwrap();
-    // Whether it has heard of its loss or not.
+    // Refused whether the holder has detected the loss or not.
     let late = guard.txn().put("account", "19").delete_prefix("acc").commit().await;
     assert!(late.is_err(), "{late:?}");
     assert_eq!(server.ctl(&["get", "account", "--print-value-only"]).await.unwrap(), "18");
@@ -96,7 +97,7 @@ async fn members_that_are_gone_are_passed_over() {
     let mut gone = EtcdServer::start().await.unwrap();
     let server = EtcdServer::start().await.unwrap();
     gone.kill();
-    // So that each is the first one in some of the tries.
+    // Repeated, so that each member is tried first at times.
     for _ in 0..8 {
         let url = format!("etcd://{},{}", gone.addr(), server.addr());
         let registry = connect(&url).await.unwrap();
@@ -139,7 +140,8 @@ async fn connections_are_encrypted_and_verified() {
     assert_eq!(refused(&unknown).await, BackendErrorKind::Misconfigured);
     assert_ne!(refused(&format!("{encrypted}?ca={ca}")).await, BackendErrorKind::Protocol);
     assert_eq!(refused(&format!("etcd://{}", server.addr())).await, BackendErrorKind::Transient);
-    // It closes the connection without a word, as one that is just ending does.
+    // A member without encryption closes the connection without an answer, like one that is just
+    // stopping.
     let plain = EtcdServer::start().await.unwrap();
     let kind = refused(&format!("etcds://{}?ca={ca}", plain.addr())).await;
     assert_eq!(kind, BackendErrorKind::Transient);

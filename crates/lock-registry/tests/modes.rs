@@ -1,4 +1,5 @@
-//! What a lock in a database server is, by one word of the URL. Needs PostgreSQL and MariaDB.
+//! The kinds of locks in a database server, set by one option of the URL. Needs PostgreSQL and
+//! MariaDB.
 #![cfg(all(feature = "postgres", feature = "mysql", target_os = "linux"))]
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
 

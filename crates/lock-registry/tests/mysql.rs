@@ -1,4 +1,4 @@
-//! MariaDB servers by their URL: real servers, and what is said when they cannot be used.
+//! MariaDB servers by URL: real servers, and the errors if they cannot be used.
 #![cfg(all(feature = "mysql", target_os = "linux"))]
 
 use lock_registry::{
@@ -12,7 +12,7 @@ use sqlx::{Connection as _, MySqlConnection};
 
 const CANARY: &str = "canary";
 
-/// Why `url` cannot be opened. The password is nowhere in it.
+/// Returns the kind of the error that `url` causes. The error must not contain the password.
 async fn refused(url: &str) -> BackendErrorKind {
     let error = connect(url).await.expect_err("it cannot be opened");
     assert!(!error_text(&error).contains(CANARY), "{}", error_text(&error));

@@ -1,4 +1,4 @@
-//! PostgreSQL servers by their URL: real ones, and what is said when they cannot be reached.
+//! PostgreSQL servers by URL: real servers, and the errors if they cannot be reached.
 #![cfg(all(feature = "postgres", target_os = "linux"))]
 
 use std::time::Duration;
@@ -24,7 +24,7 @@ async fn a_database_excludes_two_registries_and_tells_who_holds() {
     assert_eq!(holder.label.as_deref(), Some("worker 1"));
     assert!(holder.lease_left.is_some_and(|left| left > Duration::from_secs(30)), "{holder:?}");
     assert_eq!(server.sql("SELECT count(*) FROM locks.app_locks").await.unwrap(), "1");
-    // The message of the release ends the wait long before the poll.
+    // The release notification ends the wait long before the poll.
     let waiter = tokio::spawn(async move {
         other.obtain("key").lock().await.unwrap().unlock().await.unwrap();
         other

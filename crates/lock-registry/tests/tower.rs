@@ -1,4 +1,4 @@
-//! What requests under a lock can rely on.
+//! Guarantees for requests under a lock.
 #![cfg(feature = "tower")]
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -18,7 +18,8 @@ use tower_service::Service;
 
 type Boxed<T, E> = Pin<Box<dyn Future<Output = Result<T, E>> + Send>>;
 
-/// Starts, tells so, waits to be let on, and counts how many run at once.
+/// A service that signals its start, waits for permission to continue, and counts concurrent
+/// requests.
 #[derive(Clone, Default)]
 struct Slow(Arc<Shared>);
 

@@ -1,4 +1,4 @@
-//! ZooKeeper by its URL: real servers, with and without logins, and what is said when they cannot be used.
+//! ZooKeeper by URL: real servers, with and without logins, and the errors if they cannot be used.
 #![cfg(feature = "zk")]
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -16,7 +16,7 @@ async fn server() -> ZooKeeperServer {
     ZooKeeperServer::start().await.expect("ZooKeeper starts")
 }
 
-/// Why `url` cannot be opened. The password is nowhere in it.
+/// Returns the error that `url` causes. It must not contain the password.
 async fn refused(url: &str) -> (BackendErrorKind, String) {
     let error = connect(url).await.expect_err("it cannot be opened");
     assert!(!error_text(&error).contains(CANARY), "{}", error_text(&error));
@@ -60,7 +60,7 @@ async fn namespaces_roots_and_layouts_keep_locks_apart() {
     for elsewhere in ["?namespace=shop", "?root=/elsewhere", "?layout=curator"] {
         locks_and_unlocks(&connect(&format!("{url}{elsewhere}")).await.unwrap()).await;
     }
-    // The defaults can be said.
+    // The defaults can also be given explicitly.
     for same in ["?namespace=default", "?root=/lock-registry", "/?layout=native&naming=kazoo"] {
         let same = connect(&format!("{url}{same}")).await.unwrap();
         assert!(same.obtain("key").try_lock().await.unwrap().is_none());
@@ -74,7 +74,7 @@ async fn a_chroot_must_be_there_and_keeps_everything_below_it() {
     let (kind, says) = refused(&format!("{}/app", server.url())).await;
     assert_eq!(kind, BackendErrorKind::Misconfigured, "{says}");
     assert!(says.contains("make it"), "{says}");
-    // As a lock of the layout of Curator makes it.
+    // A lock of the Curator layout creates the chroot's node.
     let outside = connect(&format!("{}?layout=curator&root=/", server.url())).await.unwrap();
     let parent = outside.obtain("app").lock().await.unwrap();
     let inside = connect(&format!("{}/app?root=/x", server.url())).await.unwrap();
@@ -134,7 +134,7 @@ async fn what_does_not_fit_is_refused_before_anything_is_sent() {
         ("namespace=", "is empty"),
         ("auth=canary", "SCHEME:CREDENTIALS"),
         ("acl=canary", "SCHEME:ID:RIGHTS"),
-        // Nobody could tell who the creator is.
+        // Without a login, the creator has no identity.
         ("acl=creator", "need a login"),
         ("ca=x.pem", "encrypted"),
         ("purge_after=1h", "for sqlite"),
@@ -162,7 +162,7 @@ mod encrypted {
         locks_and_unlocks(&connect(&ca(folder.ca_file())).await.unwrap()).await;
         let stranger = TlsFolder::new().unwrap();
         refused(&ca(stranger.ca_file())).await;
-        // In the clear it says nothing at all.
+        // Over an unencrypted connection the server does not answer.
         refused(&format!("zk://{}?connect_timeout=2s", server.addr())).await;
     }
 

@@ -1,4 +1,4 @@
-//! The command line: what can be said, how it is explained, what is refused while it is read.
+//! The command line: its options, its help texts, and the checks of its values.
 
 use std::ffi::OsString;
 use std::os::unix::ffi::OsStrExt as _;
@@ -9,10 +9,11 @@ use lock_registry::{Key, LockOptions, Reach, parse_duration};
 
 use crate::exit::{self, Failure};
 
-/// Runs commands under distributed locks, and looks after lock stores.
+/// Runs commands under distributed locks, and administers lock stores.
 ///
-/// Without --url and LOCK_REGISTRY_URL, locks live in an SQLite file of this user,
-/// $XDG_STATE_HOME/lock-registry/locks.db (by default under ~/.local/state), and exclude the processes of this host only.
+/// Without --url and LOCK_REGISTRY_URL, locks are in an SQLite file of this user,
+/// $XDG_STATE_HOME/lock-registry/locks.db (by default under ~/.local/state), and exclude only
+/// processes of this host.
 #[derive(Debug, Parser)]
 #[command(name = "lockreg", version, max_term_width = 100, after_help = EXIT_STATUS)]
 pub(crate) struct Cli {
@@ -26,7 +27,7 @@ const EXIT_STATUS: &str = "\
 Exit status:
   0    done; `run` ends with the status of its command instead
   1    `show`, `break`: the key is not locked; `doctor --strict`: there is a warning
-  64   the command line or a LOCK_REGISTRY_* variable is wrong; nothing was done
+  64   the command line or a LOCK_REGISTRY_* variable is wrong; no lock was changed
   69   the store cannot be reached or used
   70   a bug in lockreg
   71   the operating system refused to start a process or thread
@@ -40,33 +41,37 @@ Exit status:
 All options of a store can be set by environment variables too: LOCK_REGISTRY_URL, LOCK_REGISTRY_LEASE, …
 A URL with a password belongs there: others on this host can see the command line.";
 
-/// What every subcommand takes.
+/// Options of every subcommand.
 #[derive(Debug, Args)]
 pub(crate) struct Global {
-    /// The lock store, such as redis://HOST or sqlite:/var/lib/app/locks.db; overrides LOCK_REGISTRY_URL
+    /// The lock store, such as redis://HOST or sqlite:/var/lib/app/locks.db; overrides
+    /// LOCK_REGISTRY_URL
     #[arg(long, global = true, value_name = "URL", display_order = 100)]
     pub(crate) url: Option<String>,
-    /// Uses the SQLite file of this user, without the warning that it excludes this host only
+    /// Uses the SQLite file of this user, without the warning that it excludes only processes of
+    /// this host
     #[arg(long, global = true, conflicts_with = "url", display_order = 100)]
     pub(crate) local: bool,
     /// Fails with status 64 unless the store excludes at least: process, host or network
     #[arg(long, global = true, value_name = "REACH", display_order = 101)]
     pub(crate) require_reach: Option<RequiredReach>,
-    /// Keeps these locks apart from those of other namespaces
+    /// Separates these locks from those of other namespaces
     #[arg(long, global = true, value_name = "NAME", display_order = 101)]
     pub(crate) namespace: Option<String>,
     /// Prints JSON instead of text, one object or array per line
     #[arg(long, global = true, display_order = 102)]
     pub(crate) json: bool,
-    /// Prints no notices (waiting, not obtained, warnings); errors and lost locks are always printed
+    /// Prints no notices (waiting, not obtained, warnings); errors and lost locks are always
+    /// printed
     #[arg(short, long, global = true, display_order = 102)]
     pub(crate) quiet: bool,
-    /// Logs to stderr: -v warnings and worse, -vv grants and releases, -vvv everything; LOCK_REGISTRY_LOG says it in detail
+    /// Logs to stderr: -v warnings and worse, -vv grants and releases, -vvv everything;
+    /// LOCK_REGISTRY_LOG overrides this with detailed directives
     #[arg(short, long, global = true, action = clap::ArgAction::Count, display_order = 103)]
     pub(crate) verbose: u8,
 }
 
-/// What `--require-reach` takes: the reaches of `Capabilities`, by the names that JSON gives them.
+/// The values of `--require-reach`: the reaches of `Capabilities`, with their names in JSON.
 #[derive(Debug, Clone, Copy, ValueEnum)]
 pub(crate) enum RequiredReach {
     /// Tasks and threads of one process
@@ -104,21 +109,22 @@ pub(crate) enum Command {
 
 /// Runs a command while holding a lock
 ///
-/// Waits for the lock, for ever unless told otherwise, runs the command, and frees the lock when the command has ended.
-/// The command finds the key in LOCKREG_KEY and, if the store gives one, the fencing token in LOCKREG_FENCING_TOKEN.
+/// Waits for the lock, without a limit by default, runs the command, and releases the lock when the
+/// command has ended. The command finds the key in LOCKREG_KEY and, if the store has fencing, the
+/// fencing token in LOCKREG_FENCING_TOKEN.
 ///
-/// If the lock is lost while the command runs, the command gets SIGTERM and, after the grace time, SIGKILL; so do all
-/// processes that it started, unless they have left its process group. Signals are passed on to the command.
+/// If the lock is lost while the command runs, all processes of its process group get SIGTERM and,
+/// after the grace time, SIGKILL. Signals are passed on to the command.
 #[derive(Debug, Args)]
 #[command(override_usage = RUN_USAGE, after_help = RUN_EXAMPLES)]
 pub(crate) struct Run {
     #[command(flatten)]
     pub(crate) taking: Taking,
-    /// How long the command may take to end when it has to, before it is killed
+    /// How long the command has to end, after a signal or the loss of the lock, before it is killed
     #[arg(long, value_name = "TIME", default_value = "10s", value_parser = grace)]
     pub(crate) grace: Duration,
     /// The key of the lock; if it may begin with `-`, write `--` before it as well
-    // Required, but not always in this place: see `key_and_command`.
+    // Required, but it may also follow the first `--`: see `key_and_command`.
     pub(crate) key: Option<OsString>,
     /// The command and its arguments
     #[arg(last = true, required = true, value_name = "COMMAND")]
@@ -136,11 +142,12 @@ const RUN_USAGE: &str = "lockreg run [OPTIONS] <KEY> -- <COMMAND>...
        lockreg run [OPTIONS] -- <-KEY> <COMMAND>...";
 
 impl Run {
-    /// The key, and the command with its arguments.
+    /// Returns the key, and the command with its arguments.
     ///
-    /// Where no key stands before the first `--`, it stands behind it: if a second `--` follows it, or if it begins with `-`, as
-    /// no command does. Any other word there is the command of somebody who forgot the key. It must not become the key, with its
-    /// first argument as the command.
+    /// If no key precedes the first `--`, the key may follow it. This requires a second `--` after
+    /// the key, or a key that begins with `-`, as no command does. Any other word there is a
+    /// command whose key is missing. It must not be taken as the key, with its first argument as
+    /// the command.
     pub(crate) fn key_and_command(&self) -> Result<(&OsString, &[OsString]), Failure> {
         let found = match (&self.key, &*self.words) {
             (Some(key), command) => Some((key, command)),
@@ -159,11 +166,11 @@ impl Run {
     }
 }
 
-/// Holds a lock until stdin ends or a signal comes
+/// Holds a lock until stdin ends or a signal arrives
 ///
-/// Prints one line of JSON when the lock is held, {"key":…,"token":…,"valid_for_ms":…}, and one when it is lost,
-/// {"key":…,"lost":"reason"}. For scripts and for programs in any language. Status 0 also if a signal ended it while it
-/// held the lock.
+/// Prints one line of JSON when it holds the lock, {"key":…,"token":…,"valid_for_ms":…}, and one
+/// when the lock is lost, {"key":…,"lost":"reason"}. For scripts and for programs in any language.
+/// The status is also 0 if a signal ends it while it holds the lock.
 #[derive(Debug, Args)]
 #[command(after_help = HOLD_EXAMPLES)]
 pub(crate) struct Hold {
@@ -178,11 +185,12 @@ Examples:
   sleep 60 | lockreg hold orders/42
   lockreg hold --wait 5s --max-hold 10m orders/42";
 
-/// How a lock is acquired.
+/// Options for acquiring a lock.
 #[derive(Debug, Args)]
 pub(crate) struct Taking {
-    /// Gives up after this time, with status 75, or 69 if the store could not be reached. Connecting is repeated meanwhile; without this option
-    /// for `connect_timeout` [default: never]
+    /// Gives up after this time, with status 75, or 69 if the store could not be reached. Failed
+    /// attempts to connect are repeated for this time; without this option, for `connect_timeout`
+    /// [default: never]
     #[arg(long, value_name = "TIME", value_parser = wait, conflicts_with = "no_wait", allow_hyphen_values = true)]
     pub(crate) wait: Option<Duration>,
     /// Gives up at once if the lock is held, with status 75
@@ -191,13 +199,15 @@ pub(crate) struct Taking {
     /// The exit status if the lock was not obtained in time, 0 to 255
     #[arg(short = 'E', long, value_name = "STATUS", default_value_t = exit::NOT_OBTAINED)]
     pub(crate) conflict_exit_code: u8,
-    /// How long the key stays locked if this process dies; renewed while it lives, unless LOCK_REGISTRY_RENEW=false [default: 30s]
+    /// How long the key stays locked if this process dies; renewed while it lives, unless
+    /// LOCK_REGISTRY_RENEW=false [default: 30s; zk: 15s]
     #[arg(long, value_name = "TIME", allow_hyphen_values = true)]
     pub(crate) lease: Option<String>,
     /// Keeps the key locked for at least this time; lockreg ends when it is over
     #[arg(long, value_name = "TIME", value_parser = span, allow_hyphen_values = true)]
     pub(crate) min_hold: Option<Duration>,
-    /// Ends the lock after this time, as if it was lost: the command is stopped, and the status is 76
+    /// Ends the lock after this time, as if it were lost: the command is ended, and the status is
+    /// 76
     #[arg(long, value_name = "TIME", value_parser = span, allow_hyphen_values = true)]
     pub(crate) max_hold: Option<Duration>,
     /// What `show` and `list` print as the holder [default: host:pid]
@@ -206,12 +216,12 @@ pub(crate) struct Taking {
 }
 
 impl Taking {
-    /// How long to wait; `None` is for ever.
+    /// Returns how long to wait, or `None` for no limit.
     pub(crate) fn patience(&self) -> Option<Duration> {
         if self.no_wait { Some(Duration::ZERO) } else { self.wait }
     }
 
-    /// The options of the lock, without the wait, which starts before connecting.
+    /// Returns the options of the lock, without the wait, which starts before connecting.
     pub(crate) fn options(&self) -> LockOptions {
         let mut options = LockOptions::new();
         if let Some(min_hold) = self.min_hold {
@@ -224,7 +234,7 @@ impl Taking {
     }
 }
 
-/// Tells who holds a lock; status 1 if nobody does
+/// Prints the holder of a lock; status 1 if the key is not locked
 #[derive(Debug, Args)]
 pub(crate) struct Show {
     /// The key of the lock; if it may begin with `-`, write `--` before it
@@ -233,7 +243,8 @@ pub(crate) struct Show {
 
 /// Releases a lock by force
 ///
-/// The holder is notified at its next renewal at the latest; until then both may work. Status 1 if the key is not locked.
+/// The holder is notified at its next renewal at the latest; until then two holders may work.
+/// Status 1 if the key is not locked.
 #[derive(Debug, Args)]
 pub(crate) struct Break {
     /// The key of the lock; if it may begin with `-`, write `--` before it
@@ -243,7 +254,7 @@ pub(crate) struct Break {
     pub(crate) yes: bool,
 }
 
-/// Connects to the store, and prints its guarantees, its settings and what is set up wrong
+/// Connects to the store, and prints its guarantees, its settings and its problems
 #[derive(Debug, Args)]
 pub(crate) struct Doctor {
     /// Ends with status 1 if there is a warning
@@ -269,7 +280,7 @@ pub(crate) struct Man {
     pub(crate) command: Option<String>,
 }
 
-/// Prints the SQL that makes the tables of a store
+/// Prints the SQL that creates the tables of a store
 #[derive(Debug, Args)]
 pub(crate) struct Schema {
     /// The database
@@ -284,12 +295,12 @@ pub(crate) struct Bench {
     /// How long to measure, at most 1h
     #[arg(long = "for", value_name = "TIME", default_value = "3s", value_parser = measured)]
     pub(crate) time: Duration,
-    /// How many tasks of this process do so at once, each with a key of its own; at most 1024
+    /// How many tasks of this process measure at once, each with its own key; at most 1024
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=1024))]
     pub(crate) tasks: u16,
 }
 
-/// The key of a lock, checked before anything is opened.
+/// Parses the key of a lock. Called before the store is opened.
 pub(crate) fn key(given: &OsString) -> Result<Key, Failure> {
     let Some(text) = given.to_str() else {
         return Err(Failure::usage(format!(
@@ -338,7 +349,7 @@ mod tests {
         Cli::command().debug_assert();
     }
 
-    /// The key and the command that `words` after `lockreg run` mean, if they mean any.
+    /// Returns the key and the command in `words` after `lockreg run`, if the words are valid.
     fn meant(words: &[&str]) -> Option<(String, String)> {
         let cli = Cli::try_parse_from(["lockreg", "run"].iter().chain(words)).ok()?;
         let Command::Run(run) = cli.command else { panic!("{words:?} is no run") };

@@ -1,4 +1,5 @@
-//! `lockreg bench`: what a lock and unlock pair costs against a store, beside one plain round trip to it.
+//! `lockreg bench`: measures lock and unlock pairs against a store, and for comparison one round
+//! trip to it.
 
 use std::time::{Duration, Instant};
 
@@ -16,7 +17,7 @@ use crate::take::close;
 pub(crate) async fn bench(global: &Global, bench: &args::Bench, say: Say) -> Result<u8, Failure> {
     let registry = Store::choose(global)?.open(say).await?;
     let store = registry.capabilities().store;
-    // Nobody else has keys of this name, and two benchmarks do not meet.
+    // A random prefix, so that the keys differ from those of other users and of other benchmarks.
     let prefix = format!("lockreg-bench/{}", ClaimId::random());
     let trip = if registry.capabilities().inspect {
         Figures::of(round_trips(&registry, &prefix).await?)
@@ -64,7 +65,7 @@ pub(crate) async fn bench(global: &Global, bench: &args::Bench, say: Say) -> Res
     Ok(0)
 }
 
-/// Asks the store who holds a key that nobody holds: the cheapest question there is.
+/// Measures inspections of a key that is not locked, which need one round trip.
 async fn round_trips(registry: &Registry, prefix: &str) -> Result<Vec<Duration>, LockError> {
     let lock = registry.obtain(prefix);
     let mut spans = Vec::with_capacity(TRIPS);
@@ -83,7 +84,7 @@ async fn pairs(
 ) -> Result<Vec<Duration>, LockError> {
     let lock = registry.obtain(&key);
     let mut spans = Vec::new();
-    // One pair is always measured.
+    // Checked at the end of the loop, so that each task measures at least one pair.
     loop {
         let began = Instant::now();
         lock.lock().await?.unlock().await?;
@@ -94,7 +95,7 @@ async fn pairs(
     }
 }
 
-/// What is to be known of many spans.
+/// Statistics of many time spans.
 #[derive(Debug)]
 struct Figures {
     count: usize,
@@ -121,9 +122,9 @@ fn micros(span: Duration) -> String {
     format!("{:.1} µs", span.as_nanos() as f64 / 1_000.0)
 }
 
-/// How often the plain round trip is measured.
+/// The number of measured round trips.
 const TRIPS: usize = 200;
-/// How many pairs a task notes at the most: a gibibyte of figures helps nobody.
+/// The maximum number of pairs per task, which limits the memory of a task.
 const PAIRS_MAX: usize = 5_000_000;
 
 #[cfg(test)]

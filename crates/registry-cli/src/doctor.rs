@@ -1,4 +1,5 @@
-//! `lockreg doctor`: reaches the store, tells what it promises, how it is configured and what is wrong with it.
+//! `lockreg doctor`: connects to the store and prints its guarantees, its settings and its
+//! problems.
 
 use std::time::{Duration, Instant};
 
@@ -113,7 +114,7 @@ fn meaning(class: GuaranteeClass) -> &'static str {
     }
 }
 
-/// Where a setting comes from. This program sets only its defaults by code.
+/// Returns the origin of a setting as text. In this program, only the defaults are set by code.
 fn human_origin(origin: Origin) -> String {
     match origin {
         Origin::Code => "the default of lockreg".to_owned(),

@@ -1,4 +1,4 @@
-//! How `lockreg` ends: every failure, its exit status, and its text without secrets.
+//! The failures of `lockreg`: their exit statuses, and their texts without secrets.
 
 use std::error::Error as StdError;
 use std::fmt;
@@ -17,7 +17,7 @@ pub(crate) const LOST: u8 = 76;
 /// Wrong command line or variable: `EX_USAGE`.
 pub(crate) const USAGE: u8 = 64;
 const UNAVAILABLE: u8 = 69;
-/// A bug of ours: `EX_SOFTWARE`.
+/// A bug in `lockreg`: `EX_SOFTWARE`.
 pub(crate) const INTERNAL: u8 = 70;
 /// The operating system refused something that normally works: `EX_OSERR`.
 pub(crate) const OS: u8 = 71;
@@ -25,22 +25,22 @@ const OUTPUT: u8 = 74;
 const NOT_EXECUTABLE: u8 = 126;
 const NOT_FOUND: u8 = 127;
 
-/// The status of a process that signal `number` ended, as shells tell it.
+/// Returns the status that a shell reports for a process that signal `number` ended.
 pub(crate) fn by_signal(number: i32) -> u8 {
     u8::try_from(128 + number).unwrap_or(u8::MAX)
 }
 
-/// Why `lockreg` could not do what it was asked for.
+/// A reason why `lockreg` could not do what was requested.
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// The command line is wrong. Says what to do.
+    /// The command line is wrong. The text says how to correct it.
     Usage(String),
     Config(ConfigError),
     Lock(LockError),
-    /// The command of `run` is no program, or not for us.
+    /// The command of `run` is not a program, or this user may not execute it.
     NotExecutable(String),
     NotFound(String),
-    /// The folder of the default store cannot be made.
+    /// The folder of the default store cannot be created.
     Folder {
         folder: PathBuf,
         source: io::Error,
@@ -50,7 +50,7 @@ pub(crate) enum Failure {
         what: &'static str,
         source: io::Error,
     },
-    /// stdout is gone or full.
+    /// stdout is closed or full.
     Output(io::Error),
 }
 
@@ -63,12 +63,12 @@ impl Failure {
         move |source| Self::Os { what, source }
     }
 
-    /// The exit status that tells this failure from others.
+    /// Returns the exit status of this failure.
     pub(crate) fn status(&self) -> u8 {
         match self {
             Self::Usage(_) => USAGE,
             Self::Config(ConfigError::Open { .. } | ConfigError::NoRuntime) => UNAVAILABLE,
-            // What is wrong with a configuration is known before anything is touched.
+            // A configuration is checked before any access to the store.
             Self::Config(_) => USAGE,
             Self::Lock(LockError::InvalidKey(_) | LockError::InvalidOption(_)) => USAGE,
             Self::Lock(LockError::Lost { .. }) => LOST,
@@ -76,24 +76,24 @@ impl Failure {
             Self::NotExecutable(_) => NOT_EXECUTABLE,
             Self::NotFound(_) => NOT_FOUND,
             Self::Os { .. } => OS,
-            // Whoever reads our output has had enough: no failure of ours.
+            // The reader of stdout has closed it, which is not a failure.
             Self::Output(error) if error.kind() == io::ErrorKind::BrokenPipe => 0,
             Self::Output(_) => OUTPUT,
         }
     }
 
-    /// Whether there is anybody to tell.
+    /// Returns whether this failure is not reported.
     pub(crate) fn is_silent(&self) -> bool {
         self.status() == 0
     }
 
-    /// This failure and its causes, outermost first.
+    /// Returns the texts of this failure and its causes, outermost first.
     pub(crate) fn chain(&self) -> Vec<String> {
         causes(self)
     }
 }
 
-/// The texts of `error` and its causes. A cause that its parent has told already is not repeated.
+/// Returns the texts of `error` and its causes. Omits a cause whose text the previous one contains.
 pub(crate) fn causes(error: &dyn StdError) -> Vec<String> {
     let mut texts: Vec<String> = Vec::new();
     let mut next = Some(error);
@@ -122,7 +122,8 @@ impl fmt::Display for Failure {
                 let InvalidOption { option, given, problem, .. } = invalid;
                 write!(f, "--{} is {given}, which {problem}", option.replace('_', "-"))
             }
-            // The engine knows of one kind of lock for each store.
+            // The engine reports one store name for all lock modes, so the hint names the mode
+            // here.
             Self::Lock(LockError::Unsupported {
                 capability: "inspect",
                 store: store @ ("postgres" | "mysql"),

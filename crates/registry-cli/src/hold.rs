@@ -1,4 +1,5 @@
-//! `lockreg hold`: a lock for scripts and programs in any language, held for as long as their end of a pipe is open.
+//! `lockreg hold`: holds a lock for a script or a program in any language, until the stdin of
+//! `lockreg` ends.
 
 use std::io::{self, Read as _};
 use std::sync::Arc;
@@ -17,7 +18,7 @@ use crate::signals::{Signals, asks_to_end};
 use crate::store::Store;
 use crate::take::{Ear, Taken, Wait, close_after, take, warn_of_short_reach};
 
-/// `lockreg hold`, checked: nothing was touched yet.
+/// A checked `lockreg hold`, before any access to the store.
 #[derive(Debug)]
 pub(crate) struct Hold {
     key: Key,
@@ -45,7 +46,8 @@ impl Hold {
         Ok(Self { key, store, wait: Wait::of(&hold.taking) })
     }
 
-    /// Takes the lock, holds it until there is a reason not to, frees it. Answers the exit status.
+    /// Acquires the lock, holds it until a reason to stop, and releases it. Returns the exit
+    /// status.
     pub(crate) async fn carry_out(self, mut signals: Signals, say: Say) -> Result<u8, Failure> {
         let Self { key, store, wait } = self;
         let began = Instant::now();
@@ -79,12 +81,12 @@ async fn hold(guard: LockGuard, signals: &mut Signals, say: Say) -> Result<u8, F
             () = end_of_stdin() => {}
         }
     });
-    // Nobody who cannot read the line holds the lock.
+    // If the line cannot be written, the reader cannot know of the lock, so the lock is released.
     while !matches!(told, Some(Err(_))) {
         tokio::select! {
             biased;
             reason = guard.lost() => {
-                // Nothing is left to free; the engine knows.
+                // The engine knows of the loss, so the drop releases nothing.
                 drop(guard);
                 tell_lost(say, key, reason).await;
                 return Ok(exit::LOST);
@@ -94,7 +96,8 @@ async fn hold(guard: LockGuard, signals: &mut Signals, say: Say) -> Result<u8, F
         }
     }
     if told.is_none() {
-        // The line is for whoever reads it, even if they have closed our stdin already. That they ever do is not certain.
+        // The reader may still want the line, even if it has closed our stdin. The limit applies
+        // because it may never read.
         told = timeout(READ_LIMIT, telling).await.ok();
     }
     let released = guard.unlock().await;
@@ -109,7 +112,7 @@ async fn hold(guard: LockGuard, signals: &mut Signals, say: Say) -> Result<u8, F
     }
 }
 
-/// Tells on stdout that the lock was lost; on stderr, if nobody reads stdout.
+/// Prints the loss on stdout, or on stderr if no reader accepts it within [`READ_LIMIT`].
 async fn tell_lost(say: Say, key: String, reason: LostReason) {
     let line = line_on_stdout(Lost { key: key.clone(), lost: reason });
     if !matches!(timeout(READ_LIMIT, line).await, Ok(Ok(()))) {
@@ -121,10 +124,12 @@ async fn tell_lost(say: Say, key: String, reason: LostReason) {
     }
 }
 
-/// Prints `value` on stdout, and waits for that. Signals and the loss of the lock must be seen even if nobody reads.
+/// Prints `value` on stdout and waits for it asynchronously. Signals and a loss must be handled
+/// even if no process reads stdout.
 async fn line_on_stdout(value: impl Serialize + Send + 'static) -> Result<(), Failure> {
     let (tell, written) = oneshot::channel();
-    // A thread of its own, which dies with the process: the runtime would wait for one of its threads.
+    // A separate thread, which ends with the process. The runtime would wait for one of its own
+    // threads.
     std::thread::Builder::new()
         .name("stdout".to_owned())
         .spawn(move || {
@@ -134,17 +139,18 @@ async fn line_on_stdout(value: impl Serialize + Send + 'static) -> Result<(), Fa
     written.await.unwrap_or_else(|error| Err(Failure::Output(io::Error::other(error))))
 }
 
-/// How long whoever reads stdout has to read what they should know before we end.
+/// How long a reader of stdout has for the last line before `lockreg` ends.
 const READ_LIMIT: Duration = Duration::from_secs(1);
 
 async fn asked_to_end(signals: &mut Signals) {
     while !asks_to_end(signals.end().await) {}
 }
 
-/// Waits until whoever started us closes our stdin. What they write is thrown away.
+/// Waits until the other end of stdin is closed, and ignores the input.
 async fn end_of_stdin() {
     let (tell, ended) = oneshot::channel();
-    // A thread of its own, which dies with the process: the runtime would wait for one of its threads.
+    // A separate thread, which ends with the process. The runtime would wait for one of its own
+    // threads.
     let reader = std::thread::Builder::new().name("stdin".to_owned()).spawn(move || {
         let mut bin = [0; 4_096];
         let mut stdin = io::stdin().lock();

@@ -1,4 +1,4 @@
-//! `lockreg show`, `list` and `break`: who holds what, and ending it.
+//! `lockreg show`, `list` and `break`: print the holders of locks, and release locks by force.
 
 use lock_registry::LockRegistry;
 use serde_json::json;

@@ -1,4 +1,4 @@
-//! Logs for those who ask for them, on stderr.
+//! Writes the log to stderr, if it is enabled.
 
 use std::io::IsTerminal as _;
 
@@ -9,7 +9,8 @@ use crate::say::LogToStderr;
 
 const VARIABLE: &str = "LOCK_REGISTRY_LOG";
 
-/// Begins to log as `-v` and LOCK_REGISTRY_LOG say; the variable wins. Without either nothing is logged.
+/// Starts the log with the level of `-v` or the directives of LOCK_REGISTRY_LOG. The variable takes
+/// precedence. Without either, nothing is logged.
 pub(crate) fn start(verbose: u8) -> Result<(), Failure> {
     let directives = match std::env::var(VARIABLE) {
         Ok(directives) => directives,

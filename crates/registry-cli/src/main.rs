@@ -1,23 +1,24 @@
-//! `lockreg`: runs commands under distributed locks, and looks after lock stores. See the README for the contract.
+//! `lockreg`: runs commands under distributed locks, and administers lock stores. The README
+//! describes its interface.
 
 #[cfg(not(unix))]
 compile_error!("lockreg needs the process groups and signals of Unix");
 
-// What is asked for, and where.
+// The command line and the store.
 mod args;
 mod store;
-// Taking a lock and keeping it.
+// Acquiring and holding a lock.
 mod hold;
 mod run;
 mod signals;
 mod take;
-// Looking after a store.
+// Administering a store.
 mod bench;
 mod doctor;
 mod inspect;
 mod manual;
 mod schema;
-// What is told.
+// Output.
 mod exit;
 mod log;
 mod say;
@@ -39,7 +40,7 @@ use crate::signals::Signals;
 
 fn main() -> ExitCode {
     let mut arguments = std::env::args_os().skip(1);
-    // Roles that this program plays for itself.
+    // Hidden roles in which `lockreg` starts itself.
     match arguments.next().as_deref().and_then(|first| first.to_str()) {
         Some(run::exec::ROLE) => return run::exec::main(arguments).into(),
         Some(run::watchdog::ROLE) => return run::watchdog::main().into(),
@@ -51,7 +52,7 @@ fn main() -> ExitCode {
             .map_or_else(String::new, |place| format!(" in {}:{}", place.file(), place.line()));
         say::line_to_stderr(&format!("lockreg: error: internal error{place}; please report it"));
     }));
-    // A panic on the way must not look like a status of the command.
+    // A panic must not end with 101, which could be the status of the command.
     let status = std::panic::catch_unwind(lockreg).unwrap_or(exit::INTERNAL);
     say::flush_stderr();
     status.into()
@@ -94,12 +95,13 @@ fn carry_out(global: &Global, command: Command, say: Say) -> Result<u8, Failure>
 fn with_signals<F: Future<Output = Result<u8, Failure>>>(
     work: impl FnOnce(Signals) -> F,
 ) -> Result<u8, Failure> {
-    // Before the runtime, whose threads inherit what is blocked.
+    // Before the runtime starts, because its threads inherit the signal mask.
     let signals = Signals::catch().map_err(Failure::os("cannot catch signals"))?;
     block_on(work(signals))
 }
 
-/// Runs `work` on this thread, with others beside it that renew leases whatever `work` does.
+/// Runs `work` on this thread. Worker threads renew leases at the same time, even if `work` blocks
+/// this thread.
 fn block_on(work: impl Future<Output = Result<u8, Failure>>) -> Result<u8, Failure> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
@@ -107,12 +109,13 @@ fn block_on(work: impl Future<Output = Result<u8, Failure>>) -> Result<u8, Failu
         .build()
         .map_err(Failure::os("cannot start threads"))?;
     let done = runtime.block_on(work);
-    // Whatever still runs is of no use any more, and the exit status must not wait for it.
+    // Tasks that still run have no further use, and the exit status must not wait for them.
     runtime.shutdown_background();
     done
 }
 
-/// Help and version are asked for; everything else is a mistake on the command line.
+/// Prints help and version, which the user requested, to stdout. Every other error is a mistake on
+/// the command line.
 fn not_parsed(error: &clap::Error) -> u8 {
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
@@ -124,8 +127,8 @@ fn not_parsed(error: &clap::Error) -> u8 {
             exit::USAGE
         }
         _ => {
-            // A URL that stands where none belongs would be repeated by the message, in parts or in other spellings. So it is
-            // the message about a command line without it.
+            // The message would quote a misplaced URL in parts or in other spellings. It is
+            // therefore taken from a second parse without the secrets of URLs.
             let message = Cli::try_parse_from(std::env::args_os().map(without_url)).map_or_else(
                 |error| error.to_string(),
                 |_| "error: an argument is not UTF-8".to_owned(),
@@ -141,14 +144,14 @@ fn not_parsed(error: &clap::Error) -> u8 {
     }
 }
 
-/// Tells of a failure when nothing is known of the command line but its words.
+/// Reports a failure before the options are parsed. Looks for `--json` in the raw arguments.
 fn failed(failure: &Failure) -> u8 {
     let mut options = std::env::args_os().skip(1).take_while(|word| word != "--");
     Say::new(options.any(|word| word == "--json"), false).failure(failure);
     failure.status()
 }
 
-/// `argument`, without the secrets of a URL in it.
+/// Returns `argument` without the secrets of a URL that it contains.
 fn without_url(argument: OsString) -> OsString {
     let text = argument.to_string_lossy();
     if !text.contains([':', '@']) {

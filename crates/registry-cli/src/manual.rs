@@ -19,7 +19,7 @@ pub(crate) fn completions(completions: &Completions) -> Result<u8, Failure> {
 /// `lockreg man`.
 pub(crate) fn man(man: &Man) -> Result<u8, Failure> {
     let mut command = Cli::command();
-    // Gives each command its full name, `lockreg run`, and its global options.
+    // Sets the full name of each command, such as `lockreg run`, and its global options.
     command.build();
     let command = match &man.command {
         None => command,

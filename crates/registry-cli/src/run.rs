@@ -1,11 +1,12 @@
-//! `lockreg run`: a command under a lock, from the first check to the exit status.
+//! `lockreg run`: runs a command under a lock, from the checks to the exit status.
 
 mod command;
-// The processes: the command, what it is before it is the command, what ends it when we cannot.
+// Processes: the command, its state before it starts, and the watchdog that ends it without
+// `lockreg`.
 mod child;
 pub(crate) mod exec;
 pub(crate) mod watchdog;
-// Where it runs.
+// The terminal.
 pub(crate) mod terminal;
 
 use std::sync::Arc;
@@ -27,7 +28,7 @@ use crate::signals::{Signals, asks_to_end};
 use crate::store::Store;
 use crate::take::{Ear, Taken, Wait, close_after, take, warn_of_short_reach};
 
-/// `lockreg run`, checked: nothing was touched yet.
+/// A checked `lockreg run`, before any access to the store.
 #[derive(Debug)]
 pub(crate) struct Run {
     key: Key,
@@ -42,12 +43,13 @@ impl Run {
         let (key, command) = run.key_and_command()?;
         let key = args::key(key)?;
         let store = Store::choose(global)?.taking(&run.taking)?;
-        // Last: who gets everything else wrong gets 64, not the status of a command that was never meant to run.
+        // Checked last: any other mistake must exit with 64, and not with the status of a missing
+        // command.
         let program = Program::find(command.to_vec())?;
         Ok(Self { key, program, store, wait: Wait::of(&run.taking), grace: run.grace })
     }
 
-    /// Takes the lock, runs the command, frees the lock. Answers the exit status.
+    /// Acquires the lock, runs the command, and releases the lock. Returns the exit status.
     pub(crate) async fn carry_out(self, mut signals: Signals, say: Say) -> Result<u8, Failure> {
         let Self { key, program, store, wait, grace } = self;
         let began = Instant::now();
@@ -72,7 +74,7 @@ impl Run {
     }
 }
 
-/// A lock that is held, and the command to run under it.
+/// A held lock, and the command to run under it.
 struct Held<'a> {
     guard: LockGuard,
     program: &'a Program,
@@ -106,7 +108,8 @@ impl Held<'_> {
         let key = guard.key().to_owned();
         let released = guard.unlock().await;
         let (ending, lost) = ended?;
-        // A lock that is found to be lost only now was lost at some time since it was last renewed.
+        // A loss that is found only now occurred after the last renewal, while the command may have
+        // run.
         let lost = match (lost, &released) {
             (None, Err(LockError::Lost { reason, .. })) => {
                 tell_lost(say, &key, *reason);
@@ -132,22 +135,24 @@ impl Held<'_> {
         Ok(ending.status())
     }
 
-    /// Starts the command, watched over.
+    /// Starts the command under the watchdog.
     async fn start(&self) -> Result<(Running, Watchdog, Terminal), Failure> {
-        // We may have been stopped since the lock was granted.
+        // This process may have been stopped since the lock was granted.
         self.guard.protect(std::future::ready(())).await?;
         let terminal = Terminal::open();
         let mut watchdog = Watchdog::start().map_err(Failure::os("cannot start the watchdog"))?;
         let environment = vec![
             ("LOCKREG_KEY", Some(self.guard.key().to_owned())),
-            // Removed if there is none: that of a `lockreg` around us would be a wrong one.
+            // Removed if the store has no token, because the one of an outer `lockreg` would be
+            // wrong.
             ("LOCKREG_FENCING_TOKEN", self.guard.fencing_token().map(|token| token.to_string())),
         ];
         match Running::start(self.program, environment, terminal.is_ours_alone()).await {
             Ok(mut running) => {
                 watchdog.guard(running.group(), self.grace);
                 watchdog.held_for(self.guard.valid_for());
-                // We may have been stopped once more. From here on the watchdog sees to it.
+                // This process may have been stopped again. From here on, the watchdog covers this
+                // case.
                 if let Err(error) = self.guard.protect(std::future::ready(())).await {
                     watchdog.dismiss();
                     return Err(error.into());
@@ -163,7 +168,7 @@ impl Held<'_> {
     }
 }
 
-/// A command that runs under a lock, and everything that can happen meanwhile.
+/// A command that runs under a lock, and the handlers of all events until its end.
 struct Watch<'a> {
     guard: &'a LockGuard,
     running: Running,
@@ -175,20 +180,21 @@ struct Watch<'a> {
     pressure: Pressure,
 }
 
-/// What is done to make the command end.
+/// How the command is being ended.
 #[derive(Debug, Clone, Copy)]
 enum Pressure {
     None,
-    /// It was asked to, and will be killed at this moment.
+    /// It received a signal to end, and is killed at `kill_at`.
     Asked {
         kill_at: Instant,
     },
-    /// It was killed. What survives that is not ours to end.
+    /// It received SIGKILL. Processes that survive this cannot be ended.
     Killed,
 }
 
 impl Watch<'_> {
-    /// Waits until the command has ended; and, if it was asked to, all that it started.
+    /// Waits until the command has ended. If it was asked to end, also waits for all processes in
+    /// its group.
     async fn until_end(&mut self, ear: &Ear, signals: &mut Signals) -> Ending {
         let mut renewals = ear.renewals();
         let mut lost = Box::pin(self.guard.lost());
@@ -196,7 +202,8 @@ impl Watch<'_> {
             let pressure = self.pressure;
             tokio::select! {
                 biased;
-                // First, so that a process that was stopped does not let the command take one more step.
+                // The loss comes first, so that the command does not continue when this process was
+                // stopped beyond the lease.
                 reason = &mut lost, if self.lost.is_none() => self.on_lost(reason),
                 signal = signals.next() => self.on_signal(signal),
                 change = self.running.change() => match change {
@@ -207,7 +214,7 @@ impl Watch<'_> {
                 Ok(()) = renewals.changed() => self.watchdog.held_for(self.guard.valid_for()),
             }
         };
-        // Who leaves something running on purpose may; who was asked to end may not.
+        // A command may leave processes running on purpose, unless it was asked to end.
         while let Pressure::Asked { kill_at } = self.pressure
             && self.running.is_anybody_left()
         {
@@ -219,13 +226,13 @@ impl Watch<'_> {
             tokio::select! {
                 biased;
                 reason = &mut lost, if self.lost.is_none() => self.on_lost(reason),
-                // What does not end at one signal may at the next.
+                // A process that ignores one signal may end at another.
                 signal = signals.next() => {
                     if asks_to_end(signal) {
                         self.ask_to_end(signal);
                     }
                 }
-                // The watchdog would take silence for our end, and the lease for over.
+                // Without these messages, the watchdog would treat the lease as over.
                 Ok(()) = renewals.changed(), if self.lost.is_none() => {
                     self.watchdog.held_for(self.guard.valid_for());
                 }
@@ -237,7 +244,8 @@ impl Watch<'_> {
 
     fn on_lost(&mut self, reason: LostReason) {
         self.lost = Some(reason);
-        // First: every moment counts, and the watchdog must not be called off before.
+        // The signal comes first, to save time. `mine` must not reach the watchdog before the
+        // signal is sent.
         self.ask_to_end(Signal::SIGTERM);
         self.watchdog.mine();
         tell_lost(self.say, self.guard.key(), reason);
@@ -252,7 +260,8 @@ impl Watch<'_> {
                 self.go_on();
             }
             Signal::SIGWINCH => self.running.signal_all(signal),
-            // For the command, which must know it; what it started may not, and would die of it.
+            // Only for the command, which handles it. The processes that it started may not handle
+            // it and would end.
             signal => self.running.signal(signal),
         }
     }
@@ -273,7 +282,7 @@ impl Watch<'_> {
         }
     }
 
-    /// Lets a stopped command go on, if the lock was not lost in the meantime.
+    /// Continues a stopped command, unless the lock was lost in the meantime.
     fn go_on(&self) {
         if self.guard.is_held() {
             self.terminal.give(self.running.group());
@@ -310,5 +319,6 @@ async fn time_to_kill(pressure: Pressure) {
     }
 }
 
-/// How often it is looked whether all of a group have ended. Nobody tells us of the end of our child's children.
+/// How often the group is checked for remaining processes. There is no notification of the end of
+/// grandchildren.
 const LOOK: Duration = Duration::from_millis(20);

@@ -1,4 +1,5 @@
-//! Everything that people and programs read: results on stdout, notices and errors on stderr, as text or as JSON.
+//! All output for users and programs: results on stdout, notices and errors on stderr, as text or
+//! as JSON.
 
 use std::fmt::Write as _;
 use std::io::{self, IsTerminal as _, Write as _};
@@ -14,7 +15,7 @@ use serde_json::{Map, Value, json};
 
 use crate::exit::Failure;
 
-/// How to say things.
+/// The format of the output.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Say {
     json: bool,
@@ -26,12 +27,12 @@ impl Say {
         Self { json, quiet }
     }
 
-    /// Whether a line that is redrawn makes sense.
+    /// Returns whether a live line, which is redrawn, can be shown.
     pub(crate) fn is_live(self) -> bool {
         !self.json && !self.quiet && io::stderr().is_terminal()
     }
 
-    /// Prints a result: `text` for people, `value` for programs.
+    /// Prints a result to stdout: `value` as JSON with `--json`, otherwise `text`.
     pub(crate) fn result(
         self,
         value: &impl Serialize,
@@ -40,7 +41,7 @@ impl Say {
         if self.json { json_to_stdout(value) } else { to_stdout(text().as_bytes()) }
     }
 
-    /// Prints to stderr what is going on, unless `--quiet` was given.
+    /// Prints progress to stderr, unless `--quiet` was given.
     pub(crate) fn notice(self, event: &str, text: &str, details: Value) {
         if !self.quiet {
             self.alert(event, text, details);
@@ -60,7 +61,7 @@ impl Say {
         line_to_stderr(&Value::Object(line).to_string());
     }
 
-    /// Tells on stderr why `lockreg` ends.
+    /// Prints to stderr why `lockreg` ends.
     pub(crate) fn failure(self, failure: &Failure) {
         if failure.is_silent() {
             return;
@@ -79,41 +80,41 @@ impl Say {
     }
 }
 
-/// Prints `value` as one line of JSON, at once.
+/// Prints `value` to stdout as one line of JSON, and flushes it.
 pub(crate) fn json_to_stdout(value: &impl Serialize) -> Result<(), Failure> {
     let mut line = serde_json::to_string(value).map_err(|error| Failure::Output(error.into()))?;
     line.push('\n');
     to_stdout(line.as_bytes())
 }
 
-/// Prints `text`, at once.
+/// Prints `text` to stdout, and flushes it.
 pub(crate) fn to_stdout(text: &[u8]) -> Result<(), Failure> {
     let mut stdout = io::stdout().lock();
     stdout.write_all(text).and_then(|()| stdout.flush()).map_err(Failure::Output)
 }
 
-/// Writes one line to stderr in one piece, soon. If nobody listens, so be it.
+/// Queues one line for stderr. Errors are ignored.
 pub(crate) fn line_to_stderr(line: &str) {
     to_stderr(format!("{line}\n").into_bytes());
 }
 
-/// Writes one line to stderr in one piece before it returns, however long that takes.
+/// Writes one line to stderr before it returns, even if that blocks. Errors are ignored.
 pub(crate) fn line_to_stderr_at_once(line: &str) {
     let _ = io::stderr().lock().write_all(format!("{line}\n").as_bytes());
 }
 
-/// Waits until all that was told has been written, but not for ever: what stands against the end of this process is only
-/// a reader that does not read.
+/// Waits until the queued lines are written, for at most [`FLUSH_LIMIT`], because stderr may have a
+/// reader that does not read.
 pub(crate) fn flush_stderr() {
     let scribe = SCRIBE.lock().unwrap_or_else(PoisonError::into_inner).take();
     if let Some(Scribe { lines, ended }) = scribe {
-        // It ends when it has written the last line.
+        // The thread ends after the last line.
         drop(lines);
         let _ = ended.recv_timeout(FLUSH_LIMIT);
     }
 }
 
-/// stderr for logs: each write is a line, or more of them.
+/// stderr for the log. Each write contains one or more whole lines.
 #[derive(Debug)]
 pub(crate) struct LogToStderr;
 
@@ -128,8 +129,8 @@ impl io::Write for LogToStderr {
     }
 }
 
-/// Hands `bytes` to the thread that writes to stderr; drops them when it is far behind. Never waits: stderr may be a pipe
-/// that is full or a terminal that was halted, and a lost lock must have its consequences all the same.
+/// Queues `bytes` for the stderr thread, and drops them if the queue is full. Never blocks: stderr
+/// may be a full pipe or a halted terminal, and a lost lock must still be handled.
 fn to_stderr(bytes: Vec<u8>) {
     let mut scribe = SCRIBE.lock().unwrap_or_else(PoisonError::into_inner);
     if scribe.is_none() {
@@ -145,7 +146,7 @@ fn to_stderr(bytes: Vec<u8>) {
     }
 }
 
-/// The thread that writes to stderr. It dies with the process, whatever it waits for.
+/// The thread that writes to stderr. The end of the process never waits for its writes.
 #[derive(Debug)]
 struct Scribe {
     lines: SyncSender<Vec<u8>>,
@@ -156,7 +157,8 @@ impl Scribe {
     fn start() -> io::Result<Self> {
         let (lines, queue) = sync_channel::<Vec<u8>>(BACKLOG_MAX);
         let (tell_ended, ended) = channel();
-        // It may be started before signals are caught, and must not be the one thread that dies of them.
+        // The thread may start before signals are blocked. It blocks all of them, because a signal
+        // would otherwise be delivered to it and end the process.
         let before = SigSet::all().thread_swap_mask(SigmaskHow::SIG_BLOCK)?;
         let thread = std::thread::Builder::new().name("stderr".to_owned()).spawn(move || {
             for bytes in queue {
@@ -171,12 +173,12 @@ impl Scribe {
 }
 
 static SCRIBE: Mutex<Option<Scribe>> = Mutex::new(None);
-/// How many lines may wait to be written.
+/// The maximum number of queued lines.
 const BACKLOG_MAX: usize = 1_024;
-/// How long the end of this process waits for whoever reads stderr.
+/// How long the end of this process waits for the reader of stderr.
 const FLUSH_LIMIT: Duration = Duration::from_secs(1);
 
-/// A table for people, with this heading.
+/// Returns a table as text, with this heading.
 pub(crate) fn table<const N: usize>(
     heading: [&str; N],
     rows: impl IntoIterator<Item = [String; N]>,
@@ -196,7 +198,7 @@ pub(crate) fn table<const N: usize>(
     text
 }
 
-/// A holder, for programs.
+/// A holder, as JSON.
 #[derive(Debug, Serialize)]
 pub(crate) struct HolderView<'a> {
     pub(crate) key: &'a str,
@@ -221,7 +223,7 @@ impl<'a> From<&'a Holder> for HolderView<'a> {
 }
 
 impl<'a> HolderView<'a> {
-    /// The view of a key that nobody holds.
+    /// Returns the view of a key that is not locked.
     pub(crate) fn nobody(key: &'a str) -> Self {
         Self { key, held: false, label: None, token: None, held_for_ms: None, lease_left_ms: None }
     }
@@ -242,7 +244,7 @@ pub(crate) fn holder_row(holder: &Holder) -> [String; 5] {
     ]
 }
 
-/// Who holds a lock, as part of a sentence: `host:42 (for 3m, lease ends in 20s)`.
+/// Returns the holder of a lock as part of a sentence: `host:42 (for 3m, lease ends in 20s)`.
 pub(crate) fn holder_phrase(holder: Option<&Holder>) -> String {
     let Some(holder) = holder else { return "somebody".to_owned() };
     let mut phrase = holder.label.as_deref().map_or_else(|| "somebody".to_owned(), printable);
@@ -259,7 +261,8 @@ pub(crate) fn holder_phrase(holder: Option<&Holder>) -> String {
     phrase
 }
 
-/// `text` as it is if a terminal shows it as it is; quoted and escaped otherwise. Keys and labels are other people's.
+/// Returns `text` unchanged if a terminal shows it unchanged, otherwise quoted and escaped. Keys
+/// and labels come from other users.
 pub(crate) fn printable(text: &str) -> String {
     let misleading = |c: char| {
         c.is_control()
@@ -269,7 +272,7 @@ pub(crate) fn printable(text: &str) -> String {
     if plain { text.to_owned() } else { format!("{text:?}") }
 }
 
-/// A time as people want it: seconds from a second up, milliseconds below.
+/// Formats a time for text output: in seconds from 1 s on, otherwise in milliseconds.
 pub(crate) fn coarse(span: Duration) -> String {
     let span = if span.as_secs() > 0 {
         Duration::from_secs(span.as_secs())
@@ -279,7 +282,7 @@ pub(crate) fn coarse(span: Duration) -> String {
     humantime::format_duration(span).to_string()
 }
 
-/// Whole milliseconds.
+/// Returns the whole milliseconds of `span`.
 pub(crate) fn millis(span: Duration) -> u64 {
     u64::try_from(span.as_millis()).unwrap_or(u64::MAX)
 }

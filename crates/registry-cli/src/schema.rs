@@ -1,4 +1,5 @@
-//! `lockreg schema`: the SQL that makes the tables of a store, for those who make tables themselves.
+//! `lockreg schema`: prints the SQL that creates the tables of a store, for administrators who
+//! create tables manually.
 
 use serde_json::json;
 
@@ -26,7 +27,7 @@ pub(crate) fn schema(schema: &args::Schema, say: Say) -> Result<u8, Failure> {
     Ok(0)
 }
 
-/// Those of builds with all features.
+/// The dialects of a build with all features.
 const ALL_DIALECTS: [&str; 3] = ["mysql", "postgres", "sqlite"];
 
 const DIALECTS: &[(&str, &str)] = &[

@@ -1,12 +1,12 @@
-//! Signals as messages. They stay blocked in every thread and one thread waits for them, so that no handler is
-//! installed and no default is lost.
+//! Receives signals as messages. The signals are blocked in every thread, and one thread waits for
+//! them. No handler is installed, so the dispositions that the command inherits are unchanged.
 
 use std::io;
 
 use nix::sys::signal::{SigSet, Signal};
 use tokio::sync::mpsc;
 
-/// What is passed on to the command of `run`, or ends `lockreg` where there is none.
+/// The signals that `run` passes on to its command. Without a command, most of them end `lockreg`.
 const CAUGHT: [Signal; 8] = [
     Signal::SIGTERM,
     Signal::SIGINT,
@@ -18,22 +18,24 @@ const CAUGHT: [Signal; 8] = [
     Signal::SIGWINCH,
 ];
 
-/// A terminal sends it to whoever writes to it, or hands it over, from the background. We do both.
+/// The terminal sends this signal to a background process that writes to it or changes its
+/// foreground group. `lockreg` does both.
 const HARMLESS: Signal = Signal::SIGTTOU;
 
-/// The signals that came and were not looked at yet.
+/// The received signals that are not handled yet.
 #[derive(Debug)]
 pub(crate) struct Signals {
     came: mpsc::UnboundedReceiver<Signal>,
 }
 
 impl Signals {
-    /// Begins to catch signals. Must be called before this process has a second thread, or that thread would still die
-    /// of them.
+    /// Starts to receive signals. Must be called before this process has a second thread, because
+    /// that thread would not block them.
     pub(crate) fn catch() -> io::Result<Self> {
         let ignored = ignored_signals();
         let mut caught = SigSet::empty();
-        // What our parent made us ignore (`nohup`, a shell's background job) stays ignored, for us and for the command.
+        // Signals that the parent process has set to be ignored (`nohup`, background jobs of a
+        // shell) stay ignored, for `lockreg` and for the command.
         CAUGHT
             .into_iter()
             .filter(|signal| !is_in(*signal, ignored))
@@ -52,16 +54,17 @@ impl Signals {
         Ok(Self { came })
     }
 
-    /// The next signal.
+    /// Waits for the next signal.
     pub(crate) async fn next(&mut self) -> Signal {
         match self.came.recv().await {
             Some(signal) => signal,
-            // The thread ends only with us.
+            // The thread ends only with the process.
             None => std::future::pending().await,
         }
     }
 
-    /// Waits for a signal that asks this process to end; stops this process when it is asked to stop.
+    /// Waits for a signal that requests the end of this process. SIGTSTP stops this process, and
+    /// SIGWINCH is ignored.
     pub(crate) async fn end(&mut self) -> Signal {
         loop {
             match self.next().await {
@@ -73,14 +76,15 @@ impl Signals {
     }
 }
 
-/// Takes back for this thread what [`Signals::catch`] has blocked: it was inherited, and must not be by the command.
+/// Unblocks in this thread the signals that [`Signals::catch`] blocked. The thread inherited the
+/// mask, and the command must not.
 pub(crate) fn unblock() -> io::Result<()> {
     let mut blocked = SigSet::empty();
     CAUGHT.into_iter().chain([HARMLESS]).for_each(|signal| blocked.add(signal));
     Ok(blocked.thread_unblock()?)
 }
 
-/// Whether `signal` asks a process to end, for which it gets the grace time.
+/// Returns whether `signal` requests the end of a process, which then gets the grace time.
 pub(crate) fn asks_to_end(signal: Signal) -> bool {
     matches!(signal, Signal::SIGTERM | Signal::SIGINT | Signal::SIGHUP | Signal::SIGQUIT)
 }
@@ -89,8 +93,8 @@ fn is_in(signal: Signal, set: u64) -> bool {
     set & (1 << (signal as u32 - 1)) != 0
 }
 
-/// The signals that this process was started to ignore, one bit each. Asked of the kernel: reading a disposition by a system
-/// call needs `unsafe`. Where the kernel does not tell, none.
+/// Returns the signals that this process was started to ignore, one bit each, from `/proc`. The
+/// system call for dispositions would need `unsafe`. Without `/proc`, returns none.
 fn ignored_signals() -> u64 {
     std::fs::read_to_string("/proc/self/status").map_or(0, |status| ignored_in(&status))
 }

@@ -1,4 +1,5 @@
-//! Which store is meant, and opening it. Everything that can be wrong is found before anything is touched.
+//! Chooses and opens the store. All configuration errors are returned before any access to a file
+//! or a server.
 
 use std::ffi::OsString;
 use std::fmt::Write as _;
@@ -15,19 +16,20 @@ use crate::args::{Global, Taking};
 use crate::exit::Failure;
 use crate::say::Say;
 
-/// A store that was found to be configured correctly, not opened yet.
+/// A store whose configuration is checked, but which is not open yet.
 #[derive(Debug)]
 pub(crate) struct Store {
     config: RegistryConfig,
-    /// The folder that must exist first. Only for the default store.
+    /// The folder to create before opening. Only for the default store.
     folder: Option<PathBuf>,
-    /// The default store is used because neither a URL nor `--local` was given.
+    /// Whether the default store is used because neither a URL nor `--local` was given.
     is_implicit: bool,
     require_reach: Option<Reach>,
 }
 
 impl Store {
-    /// The store that the command line, or else the environment, names; or else this user's own file.
+    /// Chooses the store of the command line, else of the environment, else the SQLite file of this
+    /// user.
     pub(crate) fn choose(global: &Global) -> Result<Self, Failure> {
         let mut config = RegistryConfig::new().with_env()?;
         let mut folder = None;
@@ -53,7 +55,7 @@ impl Store {
         Ok(Self { config, folder, is_implicit, require_reach })
     }
 
-    /// The same with the options of a command that acquires a lock.
+    /// Adds the options of a command that acquires a lock.
     pub(crate) fn taking(mut self, taking: &Taking) -> Result<Self, Failure> {
         if let Some(lease) = &taking.lease {
             self.config = self.config.with_argument("lease", lease)?;
@@ -70,13 +72,13 @@ impl Store {
         Ok(self)
     }
 
-    /// The same, with somebody who is told what happens.
+    /// Adds an observer of registry events.
     pub(crate) fn observed(mut self, observer: Arc<dyn Observer>) -> Self {
         self.config = self.config.observer(observer);
         self
     }
 
-    /// What is set, and by whom.
+    /// Returns the settings and their origins.
     pub(crate) fn settings(&self) -> Result<Vec<Setting>, Failure> {
         Ok(self.config.settings()?)
     }
@@ -92,7 +94,7 @@ impl Store {
             );
         }
         if let Some(folder) = &self.folder {
-            // Who can write here can break every lock.
+            // A user with write access here can break every lock.
             std::fs::DirBuilder::new()
                 .recursive(true)
                 .mode(0o700)
@@ -111,7 +113,8 @@ impl Store {
     }
 }
 
-/// Where the XDG base directory specification puts what must outlive a reboot but is nobody's data.
+/// Returns the folder for state that persists over reboots, by the XDG base directory
+/// specification.
 fn state_folder(variable: impl Fn(&str) -> Option<OsString>) -> Result<PathBuf, Failure> {
     let absolute = |name: &str| variable(name).map(PathBuf::from).filter(|path| path.is_absolute());
     let state = absolute("XDG_STATE_HOME").or_else(|| Some(absolute("HOME")?.join(".local/state")));

@@ -1,4 +1,5 @@
-//! Takes a lock for `run` and `hold`, and tells who has it while that takes time.
+//! Acquires the lock of `run` and `hold`, and reports the holder during the wait. Also closes the
+//! registry.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, channel, sync_channel};
@@ -19,17 +20,17 @@ use crate::exit::{Failure, LOST};
 use crate::say::{HolderView, Say, coarse, holder_phrase, millis, printable};
 use crate::signals::Signals;
 
-/// What came of it.
+/// The result of an acquisition.
 #[derive(Debug)]
 pub(crate) enum Taken {
     Guard(LockGuard),
-    /// Others had it all the time.
+    /// Other clients held the lock until the deadline.
     Busy,
-    /// We were asked to end before we got it.
+    /// A signal requested the end of this process before the lock was acquired.
     Signal(Signal),
 }
 
-/// Notes what the registry tells that matters to those who wait and hold.
+/// Records the registry events that matter to waiters and holders.
 #[derive(Debug)]
 pub(crate) struct Ear {
     busy: watch::Sender<Option<Sighting>>,
@@ -41,7 +42,7 @@ impl Ear {
         Arc::new(Self { busy: watch::Sender::new(None), renewed: watch::Sender::new(()) })
     }
 
-    /// Changes whenever the lease was renewed.
+    /// Returns a receiver that changes after each renewal of the lease.
     pub(crate) fn renewals(&self) -> watch::Receiver<()> {
         self.renewed.subscribe()
     }
@@ -64,7 +65,7 @@ impl Observer for Ear {
     }
 }
 
-/// Who was seen to have the lock, and when.
+/// The holder of the lock at a point in time.
 #[derive(Debug, Clone)]
 struct Sighting {
     holder: Option<Holder>,
@@ -72,7 +73,7 @@ struct Sighting {
 }
 
 impl Sighting {
-    /// The holder as it must be by now, if nothing has changed.
+    /// Returns the holder with its times extrapolated to now, if it is still the same.
     fn holder_now(&self) -> Option<Holder> {
         let passed = self.at.elapsed();
         let holder = self.holder.clone()?;
@@ -82,10 +83,10 @@ impl Sighting {
     }
 }
 
-/// What the command line says about acquiring the lock.
+/// The options of the command line for acquiring the lock.
 #[derive(Debug)]
 pub(crate) struct Wait {
-    /// For connecting and acquiring together; `None` is for ever.
+    /// The time limit for connecting and acquiring together, or `None` for no limit.
     patience: Option<Duration>,
     options: LockOptions,
     pub(crate) min_hold: Duration,
@@ -104,7 +105,7 @@ impl Wait {
     }
 }
 
-/// Acquires `lock`. The wait began at `began`, before connecting.
+/// Acquires `lock`. The wait is counted from `began`, before connecting.
 pub(crate) async fn take(
     lock: &DistributedLock,
     wait: &Wait,
@@ -152,7 +153,7 @@ pub(crate) async fn take(
     Ok(Taken::Busy)
 }
 
-/// Tells those who chose a store that cannot do what they want from it.
+/// Warns that a store with the reach `process` does not exclude other processes.
 pub(crate) fn warn_of_short_reach(registry: &Registry, say: Say) {
     let capabilities = registry.capabilities();
     if capabilities.reach == Reach::Process {
@@ -161,13 +162,13 @@ pub(crate) fn warn_of_short_reach(registry: &Registry, say: Say) {
     }
 }
 
-/// Gives back what is left of a registry that is not needed any more.
+/// Closes the registry, which releases its remaining locks.
 pub(crate) async fn close(registry: &Registry) {
     registry.close(CLOSE_LIMIT).await;
 }
 
-/// Closes `registry` when the lock ended with `status`. Waits until `min_hold` is over, or a signal comes; then the key stays
-/// locked until its lease ends.
+/// Closes `registry` after the lock ended with `status`. Waits until `min_hold` is over. A signal
+/// ends this wait, and the key then stays locked until its lease ends.
 pub(crate) async fn close_after(
     registry: &Registry,
     status: &Result<u8, Failure>,
@@ -176,7 +177,8 @@ pub(crate) async fn close_after(
 ) {
     let status = status.as_ref().map_or_else(Failure::status, |status| *status);
     if status == LOST {
-        // There is nothing to give back, and whoever started us should know soon. The store has had its chance to answer.
+        // No lock is left to release, and the caller should receive the exit status soon. The limit
+        // gives the store one second to answer.
         let _ = timeout(CLOSE_LIMIT_AFTER_LOSS, registry.close(Duration::ZERO)).await;
         return;
     }
@@ -190,22 +192,22 @@ pub(crate) async fn close_after(
 
 /// How often the live line is redrawn.
 const LOOK: Duration = Duration::from_millis(200);
-/// How often a log is reminded that we still wait.
+/// How often a log without a live line repeats that `lockreg` still waits.
 const REMIND: Duration = Duration::from_secs(60);
-/// How long a live line has to vanish.
+/// How long dropping a live line waits until it is cleared.
 const CLEAR_LIMIT: Duration = Duration::from_millis(100);
 const CLOSE_LIMIT: Duration = Duration::from_secs(5);
 const CLOSE_LIMIT_AFTER_LOSS: Duration = Duration::from_secs(1);
 
-/// Tells who has the lock: in one live line on a terminal, in lines of their own otherwise.
+/// Reports the holder: as one live line on a terminal, otherwise as separate lines.
 struct Telling<'a> {
     key: &'a str,
     say: Say,
     began: Instant,
-    /// A single attempt is told about when it has failed.
+    /// False for a single attempt, which is reported only after it has failed.
     wanted: bool,
     live: Option<LiveLine>,
-    /// The grant that was last told of, and when.
+    /// The token of the holder in the last report, and its time.
     told: Option<(Option<FencingToken>, Instant)>,
 }
 
@@ -223,7 +225,7 @@ impl<'a> Telling<'a> {
         let waited = self.began.elapsed();
         if self.say.is_live() {
             let live = self.live.get_or_insert_with(LiveLine::start);
-            // The time first: a narrow terminal cuts off the end of the line.
+            // The time comes first, because a narrow terminal cuts off the end of the line.
             live.show(format!("waited {} for {text}", coarse(waited)));
             return;
         }
@@ -245,7 +247,8 @@ impl<'a> Telling<'a> {
     }
 }
 
-/// A line on the terminal that is redrawn, by a thread of its own: a terminal that was halted must not halt us.
+/// A line on the terminal that is redrawn by its own thread, because a halted terminal must not
+/// block `lockreg`.
 struct LiveLine {
     texts: Option<SyncSender<String>>,
     ended: Receiver<()>,
@@ -255,7 +258,7 @@ impl LiveLine {
     fn start() -> Self {
         let (texts, queue) = sync_channel::<String>(1);
         let (tell_ended, ended) = channel();
-        // Without the thread nothing is shown, and nothing else is missing.
+        // Without the thread, only the live line is missing.
         let _ = std::thread::Builder::new().name("live line".to_owned()).spawn(move || {
             let live = progress_bar();
             for text in queue {
@@ -270,14 +273,14 @@ impl LiveLine {
 
     fn show(&self, text: String) {
         if let Some(texts) = &self.texts {
-            // Fails when the last one is still being drawn: then there will be a newer one.
+            // Fails while the previous text is being drawn. A newer text follows.
             let _ = texts.try_send(text);
         }
     }
 }
 
 impl Drop for LiveLine {
-    /// Waits a little, so that the line is gone before anybody else writes.
+    /// Waits for at most [`CLEAR_LIMIT`], so that the line is cleared before other output.
     fn drop(&mut self) {
         self.texts = None;
         let _ = self.ended.recv_timeout(CLEAR_LIMIT);

@@ -1,7 +1,9 @@
-//! A client of a store that lives in another process, for stores that have to exclude processes and not only tasks.
+//! A client of a store that runs in another process, for stores that must exclude processes and not
+//! only tasks.
 //!
-//! The other process calls [`serve`] with a client that it opened itself. [`DistantBackend`] starts it and passes every
-//! call on to it, over its standard input and output. The usual other process is the test program itself:
+//! The other process calls [`serve`] with a client that it opened itself. [`DistantBackend`] starts
+//! the process and sends every call to it, over its standard input and output. The other process is
+//! usually the test program itself:
 //!
 //! ```no_run
 //! # use std::process::Command;
@@ -45,28 +47,28 @@ mod wire;
 pub use serve::serve;
 use wire::{Reply, Request};
 
-/// A backend whose every request is carried out by another process.
+/// A backend whose requests are executed by another process.
 ///
-/// What needs no store (capabilities, keys, shards) is answered by a client in this process. The other process is
-/// killed when this is dropped.
+/// Calls that need no store (capabilities, key checks, shards) are answered by a client in this
+/// process. Dropping this backend kills the other process.
 pub struct DistantBackend {
     near: Arc<dyn LockBackend>,
     child: Mutex<Child>,
-    /// Taken away at the end, which tells the other process to end.
+    /// Set to `None` at the end. The other process then reads the end of its input, and ends.
     stdin: Mutex<Option<ChildStdin>>,
     next: AtomicU64,
     open: Arc<Mutex<Open>>,
 }
 
-/// Requests that have not been answered yet; `None` once the other process is gone.
+/// Requests without a reply, or `None` once the other process has ended.
 type Open = Option<HashMap<u64, oneshot::Sender<Reply>>>;
 
 impl DistantBackend {
-    /// Starts `program`, which has to call [`serve`], and waits until it does. `near` is a client of the same store in this
-    /// process.
+    /// Starts `program`, which must call [`serve`], and waits until it does. `near` is a client of
+    /// the same store in this process.
     ///
     /// # Errors
-    /// When the program cannot be started, or ends before it calls [`serve`].
+    /// If the program cannot be started, or ends before it calls [`serve`].
     ///
     /// # Cancel safety
     /// Dropping the future kills the process.
@@ -74,7 +76,7 @@ impl DistantBackend {
         program.stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = program.spawn()?;
         let (stdin, stdout) = (child.stdin.take(), child.stdout.take());
-        // The first reply comes unasked.
+        // The other process sends this reply without a request.
         let (ready, is_ready) = oneshot::channel();
         let open = Arc::new(Mutex::new(Some(HashMap::from([(wire::READY, ready)]))));
         if let Some(stdout) = stdout {
@@ -94,7 +96,7 @@ impl DistantBackend {
             Some(open) => drop(open.insert(number, answer)),
             None => return Err(gone()),
         }
-        // If the caller goes away the other process must not go on waiting for nobody.
+        // If the caller's future is dropped, the other process must cancel the request.
         let mut asked = Asked { backend: self, number, answered: false };
         self.say(number, &request)?;
         let reply = answered.await;
@@ -113,7 +115,7 @@ impl DistantBackend {
     }
 }
 
-/// A request that was sent, until it is answered or given up.
+/// A request that was sent, until it is answered or dropped.
 struct Asked<'a> {
     backend: &'a DistantBackend,
     number: u64,
@@ -126,20 +128,20 @@ impl Drop for Asked<'_> {
             if let Some(open) = locked(&self.backend.open).as_mut() {
                 open.remove(&self.number);
             }
-            // Whether it arrives or not: nobody waits any more.
+            // Its failure has no effect, because no caller waits for this request any more.
             let _ = self.backend.say(self.number, &Request::Cancel);
         }
     }
 }
 
-/// Gives each reply to whoever waits for it, until the other process ends.
+/// Sends each reply to its caller, until the other process ends.
 fn listen(stdout: impl BufRead, open: &Mutex<Open>) {
     for line in stdout.lines().map_while(Result::ok) {
-        // A test program prints lines of its own.
+        // A test program also prints its own lines.
         let Some((number, reply)) = wire::read_reply(&line) else { continue };
         let answer = locked(open).as_mut().and_then(|open| open.remove(&number));
         if let Some(answer) = answer {
-            // A caller that went away needs no answer.
+            // The caller may have been dropped.
             let _ = answer.send(reply);
         }
     }
@@ -165,7 +167,7 @@ fn unexpected(reply: &Reply) -> BackendError {
 impl LockBackend for DistantBackend {
     fn capabilities(&self) -> Capabilities {
         let mut capabilities = self.near.capabilities();
-        // What the near client hears is about the claims of the near client.
+        // The near client receives loss notifications only for its own claims.
         capabilities.tells_losses = false;
         capabilities
     }
@@ -202,7 +204,7 @@ impl LockBackend for DistantBackend {
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
-        // A hint may never come; one from a process that is gone never does.
+        // A hint may never arrive, so an error of the process is treated as a missing hint.
         if self.ask(Request::Wait(claim.clone(), busy.mark)).await.is_err() {
             std::future::pending::<()>().await;
         }
@@ -237,7 +239,7 @@ impl LockBackend for DistantBackend {
     }
 
     async fn close(&self) {
-        // A process that is gone is as closed as can be.
+        // A process that has ended needs no closing.
         let _ = self.ask(Request::Close).await;
         *locked(&self.stdin) = None;
         self.near.close().await;
@@ -253,7 +255,7 @@ impl fmt::Debug for DistantBackend {
 impl Drop for DistantBackend {
     fn drop(&mut self) {
         let mut child = locked(&self.child);
-        // Both fail only for a process that is gone already.
+        // Both fail only if the process has already ended.
         let _ = child.kill();
         let _ = child.wait();
     }

@@ -1,5 +1,6 @@
-//! A backend that wraps another and loses, delays and repeats what passes through it, by plan and by seed.
-//! Decides nothing about locks. For tests of the engine and of whatever is built on it.
+//! A backend that wraps another one and loses, delays and repeats its requests and replies, by
+//! script or by seed. For tests of the engine and of code that uses it. Decides nothing about
+//! locks.
 #![deny(clippy::missing_trait_methods)]
 
 use std::fmt;
@@ -20,10 +21,11 @@ mod plan;
 pub use plan::{Fault, Faults, Operation};
 use plan::{Plan, Verdict};
 
-/// Wraps any backend and puts faults in, as [`Faults`] says.
+/// Wraps any backend and injects the faults of a [`Faults`] plan.
 ///
-/// What a call does to the inner store is never made up: a fault loses, delays or repeats requests and replies, as
-/// a network does. On a paused single-threaded runtime the same seed gives the same faults.
+/// The results of the inner store are never invented: a fault loses, delays or repeats requests and
+/// replies, as a network does. On a paused single-threaded runtime, the same seed gives the same
+/// faults.
 ///
 /// # Examples
 /// ```
@@ -46,13 +48,13 @@ use plan::{Plan, Verdict};
 pub struct FaultyBackend {
     inner: Arc<dyn LockBackend>,
     plan: Mutex<Plan>,
-    /// Counts plans, so that a new one ends the delays of the old.
+    /// Number of plans so far. A new plan ends the delays of the old one.
     version: watch::Sender<u64>,
     late: Mutex<JoinSet<()>>,
 }
 
 impl FaultyBackend {
-    /// Wraps `inner` and begins with `faults`.
+    /// Wraps `inner` and starts with `faults`.
     #[must_use]
     pub fn new(inner: Arc<dyn LockBackend>, faults: Faults) -> Self {
         Self {
@@ -63,24 +65,25 @@ impl FaultyBackend {
         }
     }
 
-    /// Replaces the plan. Calls are counted anew for its scripted faults; delays under way end at once.
+    /// Replaces the plan. Scripted faults count calls from 1 again, and running delays end at once.
     pub fn apply(&self, faults: Faults) {
         self.plan().replace(faults);
         self.version.send_modify(|version| *version += 1);
     }
 
-    /// Puts no more faults in. Delays under way end at once; late repetitions still come.
+    /// Stops injecting faults. Running delays end at once, but late repetitions are still executed.
     pub fn heal(&self) {
         self.apply(Faults::none());
     }
 
-    /// How often `operation` was called, from the beginning, whatever became of the calls.
+    /// Returns how often `operation` was called since the start, whatever the outcome.
     #[must_use]
     pub fn calls(&self, operation: Operation) -> u64 {
         self.plan().calls(operation)
     }
 
-    /// How often any of the operations that a store has to answer was called, from the beginning.
+    /// Returns how often the operations that need an answer of the store were called since the
+    /// start. This excludes [`Operation::Wait`].
     #[must_use]
     pub fn requests(&self) -> u64 {
         let plan = self.plan();
@@ -91,19 +94,19 @@ impl FaultyBackend {
             .sum()
     }
 
-    /// How many faults were put in, from the beginning.
+    /// Returns the number of faults injected since the start.
     #[must_use]
     pub fn faults(&self) -> u64 {
         self.plan().hits()
     }
 
-    /// The wrapped backend.
+    /// Returns the wrapped backend.
     #[must_use]
     pub fn inner(&self) -> &Arc<dyn LockBackend> {
         &self.inner
     }
 
-    /// Returns when all late repetitions so far have been executed.
+    /// Waits until all late repetitions so far have been executed.
     ///
     /// # Cancel safety
     /// Dropping the future drops the repetitions that have not been executed yet.
@@ -117,7 +120,7 @@ impl FaultyBackend {
         }
     }
 
-    /// Passes one call on, with the faults that the plan has for it.
+    /// Passes one call to the inner backend, with the faults of the plan.
     async fn call<T, F>(
         &self,
         operation: Operation,
@@ -155,7 +158,7 @@ impl FaultyBackend {
         reply
     }
 
-    /// Executes `request` once more, later and on its own.
+    /// Executes `request` once more after `after`, in a task of its own.
     fn repeat_late<T, F>(
         &self,
         after: Duration,
@@ -166,7 +169,7 @@ impl FaultyBackend {
     {
         let inner = Arc::clone(&self.inner);
         let mut late = self.late();
-        // Those that are done would pile up until somebody asks for `settled`.
+        // Completed repetitions would accumulate until `settled` is called.
         while late.try_join_next().is_some() {}
         late.spawn(async move {
             sleep(after).await;
@@ -214,7 +217,7 @@ impl LockBackend for FaultyBackend {
         self.inner.shard(claim)
     }
 
-    // Nothing passes by what may happen on the way.
+    // The faults apply to asynchronous requests only, so no request may bypass them.
     fn acquire_at_once(&self, _claim: &Claim) -> Option<Result<Attempt, BackendError>> {
         None
     }
@@ -275,12 +278,12 @@ impl LockBackend for FaultyBackend {
         }
     }
 
-    // The plan may lose wake-ups or delay them.
+    // The plan may lose or delay wake-ups.
     fn wakes_confirmed(&self, _claim: &Claim, _busy: &Busy) -> bool {
         false
     }
 
-    // What is said in passing needs no request: nothing is put in its way.
+    // Notifications need no request, so no fault applies to them.
     fn tell_losses(&self, hints: LossHints) {
         self.inner.tell_losses(hints);
     }

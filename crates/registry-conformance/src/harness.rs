@@ -1,5 +1,5 @@
-//! What a backend's author writes: how to open a store under test, and what that store can be put through.
-//! Holds no promise; see `clauses`. Called by `run` and `lab`.
+//! Traits that a backend's author implements: how to open a store under test, and what the suite
+//! can do to that store. Contains no clause; see `clauses`. Called by `run` and `lab`.
 
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -8,18 +8,19 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_core::{Claim, FencingToken, LockBackend};
 
-/// Makes the stores that the suite runs against. Usually a unit struct.
+/// Creates the stores that the suite runs against. Usually a unit struct.
 #[async_trait]
 pub trait Harness: Debug + Send + Sync {
-    /// How time passes in the store.
+    /// Returns how time passes in the store. The default is [`Clock::Real`].
     fn clock(&self) -> Clock {
         Clock::Real
     }
 
-    /// Makes a fresh, empty store that shares nothing with any other: its own file, namespace or server.
+    /// Creates an empty store that shares nothing with any other store: its own file, namespace or
+    /// server.
     ///
-    /// Called once per clause, inside that clause's own runtime. Panics when the store cannot be made: a store
-    /// that is not there is a failure, never a skip.
+    /// Called once per clause, inside the runtime of that clause. Panics if the store cannot be
+    /// created, because an unavailable store is a failure and never a skip.
     async fn store(&self) -> Box<dyn Store>;
 }
 
@@ -30,106 +31,113 @@ pub trait Harness: Debug + Send + Sync {
     reason = "a store either follows tokio's clock or it has its own"
 )]
 pub enum Clock {
-    /// With tokio's clock, which the suite pauses: leases of minutes pass in no time. For stores inside this process.
+    /// Tokio's clock, which the suite pauses, so that leases of minutes take almost no time. For
+    /// stores inside this process.
     Paused,
-    /// With a clock of its own. The suite waits for that clock and never asserts a tight time.
+    /// A clock of its own. The suite waits for that clock and never asserts a tight time.
     Real,
 }
 
 /// One isolated store under test.
 ///
-/// Only [`client`](Self::client) is required. Each other method that is left out makes the clauses that need it
-/// impossible; the caller of [`conformance!`](crate::conformance) then has to say so in `without`.
+/// Only [`client`](Self::client) is required. The default of each other method may disable the
+/// clauses that need it. The caller of [`conformance!`](crate::conformance) then lists that need in
+/// `without`.
 #[async_trait]
 pub trait Store: Debug + Send + Sync {
-    /// Opens a further client of this store, as another process would: with connections of its own.
+    /// Opens a further client of this store with connections of its own, as another process would.
     async fn client(&self) -> Arc<dyn LockBackend>;
 
-    /// A short lease that suits the store. Clauses let it run out, so every millisecond is paid many times.
+    /// Returns a short lease for this store, by default 500 ms. Many clauses wait until such a
+    /// lease expires, so a short one makes the suite faster.
     fn lease(&self) -> Duration {
         Duration::from_millis(500)
     }
 
-    /// A lease that renewals keep alive even on a slow and loaded machine.
+    /// Returns a lease that renewals keep alive even on a slow and loaded machine, by default 4 s.
     fn renewed_lease(&self) -> Duration {
         Duration::from_secs(4)
     }
 
-    /// Whether the clients answer as the store does. False when faults are put in on purpose: then only the
-    /// clauses that run through the engine make sense.
+    /// Returns whether the clients answer as the store does. The default is true. Return false if
+    /// the test injects faults: then only the clauses that use the engine apply.
     fn faithful(&self) -> bool {
         true
     }
 
-    /// Whether a claim may be asked for and renewed through another client than the one that it was granted to. False where a grant lives and
-    /// dies with its client.
+    /// Returns whether a claim may be requested and renewed through another client than the one
+    /// that it was granted to. The default is true. Return false if a grant ends with its client.
     fn roams(&self) -> bool {
         true
     }
 
-    /// Opens a client of the same store in another namespace.
+    /// Opens a client of the same store in another namespace. The default returns `None`.
     async fn stranger(&self) -> Option<Arc<dyn LockBackend>> {
         None
     }
 
-    /// Stops the store and starts it again with its data. Clients opened before are closed and never used again.
+    /// Stops the store and starts it again with its data. Returns false, the default, if the
+    /// harness cannot do this. Clients opened before are closed and never used again.
     async fn restart(&self) -> bool {
         false
     }
 
-    /// Ends the grant of `claim` behind its holder's back, in a store where another client cannot do that by a release. False if it can.
+    /// Ends the grant of `claim` without its holder, in a store where another client cannot do so
+    /// by a release. Returns false, the default, if another client can.
     async fn break_claim(&self, _claim: &Claim) -> bool {
         false
     }
 
-    /// Loses all data, as a restart without persistence does. Clients opened before are closed and never used again.
+    /// Deletes all data, as a restart without persistence does. Returns false, the default, if the
+    /// harness cannot do this. Clients opened before are closed and never used again.
     async fn wipe(&self) -> bool {
         false
     }
 
-    /// Starts another process that locks through this store with registries of this `lease`.
+    /// Starts another process whose registries lock through this store with this `lease`. The
+    /// default returns `None`.
     async fn remote(&self, _lease: Duration) -> Option<Box<dyn RemoteHolder>> {
         None
     }
 
-    /// Called at the end of a clause that kept its promise.
+    /// Cleans up at the end of a clause that passed. The default does nothing.
     async fn close(&self) {}
 }
 
-/// Another process that locks when told to. Dropping it ends the process.
+/// Another process that locks on request. Dropping it ends the process.
 #[async_trait]
 pub trait RemoteHolder: Debug + Send {
     /// Locks `key`, waiting at most `wait`.
     async fn lock(&mut self, key: &str, wait: Duration) -> RemoteLock;
 
-    /// Unlocks `key`. True when the process was told that it had held the lock until then.
+    /// Unlocks `key`. Returns true if the process held the lock until then.
     async fn unlock(&mut self, key: &str) -> bool;
 
-    /// Whether the process says that it holds `key`, without asking the store.
+    /// Returns whether the process believes that it holds `key`, without a request to the store.
     async fn is_held(&mut self, key: &str) -> bool;
 
-    /// Kills the process: no clean-up is run.
+    /// Kills the process without any clean-up.
     async fn kill(&mut self);
 
-    /// Stops the process in its tracks.
+    /// Stops the process, as `SIGSTOP` does.
     async fn stop(&mut self);
 
-    /// Lets a stopped process go on.
+    /// Continues a stopped process.
     async fn cont(&mut self);
 }
 
-/// What another process got.
+/// The result of [`RemoteHolder::lock`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(
     clippy::exhaustive_enums,
     reason = "a lock is held or it is busy; trouble is a panic of the harness"
 )]
 pub enum RemoteLock {
-    /// It holds the lock.
+    /// The process holds the lock.
     Held {
-        /// The token, from a store that fences.
+        /// The fencing token, if the store has fencing.
         token: Option<FencingToken>,
     },
-    /// Somebody else held it all the time.
+    /// Another client held the lock until the deadline.
     Busy,
 }

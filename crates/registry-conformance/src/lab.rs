@@ -1,5 +1,5 @@
-//! What a clause works with: one store, its clients, registries over them, and ways to wait for the store's clock.
-//! Holds no promise; see `clauses`.
+//! The context of a clause: one store, its clients, registries over them, and ways to wait for the
+//! store's clock. Contains no clause; see `clauses`.
 
 use std::panic::Location;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use tokio::time::{Instant, sleep};
 use crate::faulty::{Faults, FaultyBackend};
 use crate::harness::{Clock, Harness, RemoteHolder, Store};
 
-/// One store under test, with what clauses need to try it.
+/// One store under test, with the operations that clauses need.
 #[derive(Debug)]
 pub struct Lab {
     store: Box<dyn Store>,
@@ -40,12 +40,13 @@ impl Lab {
         &self.capabilities
     }
 
-    /// A further client of the store.
+    /// Opens a further client of the store.
     pub(crate) async fn client(&self) -> Arc<dyn LockBackend> {
         self.store.client().await
     }
 
-    /// A client through which claims can be used that `client` got: a further one, if there is any such.
+    /// Returns a client that may use the claims of `client`: a further client, or `client` itself
+    /// if grants end with their client.
     pub(crate) async fn another_client(
         &self,
         client: &Arc<dyn LockBackend>,
@@ -53,35 +54,38 @@ impl Lab {
         if self.store.roams() { self.client().await } else { Arc::clone(client) }
     }
 
-    /// A further client of the store, with faults put in.
+    /// Opens a further client of the store, with injected faults.
     pub(crate) async fn faulty(&self, faults: Faults) -> Arc<FaultyBackend> {
         Arc::new(FaultyBackend::new(self.client().await, faults))
     }
 
-    /// Begins a registry over `client`, with a lease that never runs out while a clause runs.
+    /// Returns the builder of a registry over `client`, with a lease that never expires while a
+    /// clause runs.
     pub(crate) fn builder(&self, client: Arc<dyn LockBackend>) -> RegistryBuilder {
-        // Patient with the store: a loaded machine is no broken promise.
+        // A long operation time-out, so that a loaded machine does not fail the clause.
         Registry::builder(client).lease(self.long()).timeout(Duration::from_secs(8))
     }
 
-    /// A registry over a client of its own, as another process would open. Its leases never run out while a clause runs.
+    /// Returns a registry over a client of its own, as another process would open it. Its leases
+    /// never expire while a clause runs.
     pub(crate) async fn registry(&self) -> Registry {
         self.registry_of(self.long()).await
     }
 
-    /// A registry over a client of its own, with this lease.
+    /// Returns a registry over a client of its own, with this lease.
     pub(crate) async fn registry_of(&self, lease: Duration) -> Registry {
         let builder = self.builder(self.client().await).lease(lease);
         builder.build().expect("the registry is built")
     }
 
-    /// A registry over `faulty`, with this lease.
+    /// Returns a registry over `faulty`, with this lease.
     pub(crate) fn registry_over(&self, faulty: &Arc<FaultyBackend>, lease: Duration) -> Registry {
         let client: Arc<dyn LockBackend> = Arc::<FaultyBackend>::clone(faulty);
         self.builder(client).lease(lease).build().expect("the registry is built")
     }
 
-    /// Panics unless `registry` gets the lock soon, and gives it back: far sooner than by the end of a long lease.
+    /// Acquires and releases the lock through `registry`. Panics unless it is free long before a
+    /// long lease would end.
     pub(crate) async fn free_soon(&self, registry: &Registry, name: &str) {
         let guard = registry.obtain(name).try_lock_for(self.patience()).await;
         let guard = guard.unwrap_or_else(|error| panic!("{name:?} is in trouble: {error:?}"));
@@ -89,42 +93,44 @@ impl Lab {
         guard.unlock().await.expect("a held lock is unlocked");
     }
 
-    /// A client of the same store in another namespace.
+    /// Opens a client of the same store in another namespace.
     pub(crate) async fn stranger(&self) -> Arc<dyn LockBackend> {
         self.store.stranger().await.expect("the harness has no namespaces: say so in `without`")
     }
 
-    /// Restarts the store, which keeps its data.
+    /// Restarts the store with its data.
     pub(crate) async fn restart(&self) {
         assert!(self.store.restart().await, "the harness has no restart: say so in `without`");
     }
 
-    /// Makes the store lose its data.
+    /// Deletes the data of the store.
     pub(crate) async fn wipe(&self) {
         assert!(self.store.wipe().await, "the harness has no wipe: say so in `without`");
     }
 
-    /// Another process over this store.
+    /// Starts another process over this store.
     pub(crate) async fn remote(&self, lease: Duration) -> Box<dyn RemoteHolder> {
         self.store.remote(lease).await.expect("the harness has no remote: say so in `without`")
     }
 
-    /// A lease that clauses let run out.
+    /// Returns a lease that clauses let expire.
     pub(crate) fn short(&self) -> Duration {
         self.store.lease().max(self.capabilities.lease_min)
     }
 
-    /// A lease that renewals keep alive.
+    /// Returns a lease that renewals keep alive.
     pub(crate) fn renewed(&self) -> Duration {
         self.store.renewed_lease().max(self.capabilities.lease_min)
     }
 
-    /// A lease that never runs out while a clause runs: what is free before was not freed by expiry.
+    /// Returns a lease that never expires while a clause runs, so that a key that becomes free was
+    /// released.
     pub(crate) fn long(&self) -> Duration {
         Duration::from_secs(3_600).min(self.capabilities.lease_max)
     }
 
-    /// How long a clause waits for what should happen soon. Far below [`Self::long`], far above a busy machine's hiccups.
+    /// Returns how long a clause waits for an event that should occur soon. Far below
+    /// [`Self::long`], and far above the pauses of a loaded machine.
     pub(crate) fn patience(&self) -> Duration {
         match self.clock {
             Clock::Paused => Duration::from_secs(60),
@@ -132,7 +138,7 @@ impl Lab {
         }
     }
 
-    /// How long a whole clause may take.
+    /// Returns how long a whole clause may take.
     pub(crate) fn limit(&self) -> Duration {
         match self.clock {
             Clock::Paused => Duration::from_secs(24 * 3_600),
@@ -140,7 +146,7 @@ impl Lab {
         }
     }
 
-    /// Renews by hand, again while the store is in trouble: a caller may be told of a reply that was lost.
+    /// Renews the lock of `guard`, and retries retryable store errors, such as a lost reply.
     pub(crate) async fn renew_by_hand(
         &self,
         guard: &LockGuard,
@@ -156,23 +162,24 @@ impl Lab {
         }
     }
 
-    /// Ends the grant of `claim` behind its holder's back, as an administrator or a store that lost it would.
+    /// Ends the grant of `claim` without its holder, as an administrator or a store that lost the
+    /// grant would.
     pub(crate) async fn break_claim(&self, claim: &Claim) {
         if self.store().break_claim(claim).await {
             return;
         }
         let client = self.client().await;
-        // A store with faults put in may do it and not tell.
+        // A store with injected faults may release the claim and still return an error.
         while client.release(claim).await.is_err() {}
         client.close().await;
     }
 
-    /// Waits until `check` is true, and panics when that does not come to pass soon.
+    /// Waits until `check` returns true. Panics after [`Self::patience`].
     pub(crate) async fn eventually(&self, what: &str, check: impl AsyncFnMut() -> bool) {
         self.within(self.patience(), what, check).await;
     }
 
-    /// Waits until `check` is true, and panics when that does not come to pass within `limit`.
+    /// Waits until `check` returns true. Panics after `limit`.
     pub(crate) async fn within(
         &self,
         limit: Duration,
@@ -186,10 +193,11 @@ impl Lab {
         }
     }
 
-    /// Waits until the store's own clock has ended the grant of `claim`, without touching the key where possible.
+    /// Waits until the grant of `claim` has expired on the store's clock, without writing to the
+    /// key.
     pub(crate) async fn let_expire(&self, client: &dyn LockBackend, claim: &Claim) {
         if !self.capabilities.inspect {
-            // Nothing but an attempt could tell, and an attempt would change what the clause is about.
+            // Only an attempt could show the expiry, and it would change what the clause tests.
             sleep(claim.lease() * 3 / 2 + Duration::from_millis(50)).await;
             return;
         }
@@ -215,12 +223,12 @@ impl Lab {
     }
 }
 
-/// A valid key.
+/// Returns `text` as a key.
 pub(crate) fn key(text: &str) -> Key {
     Key::new(text).expect("the clause's key is valid")
 }
 
-/// Whether a fresh claim gets the key. Leaves it free if it was.
+/// Returns whether a new claim acquires the key, and releases it again.
 pub(crate) async fn is_free(client: &dyn LockBackend, name: &Key) -> bool {
     let probe =
         Claim::new(name.clone(), Duration::from_secs(600).min(client.capabilities().lease_max));
@@ -230,14 +238,14 @@ pub(crate) async fn is_free(client: &dyn LockBackend, name: &Key) -> bool {
             true
         }
         Attempt::Busy(_) => {
-            // A store that queues may have kept the probe.
+            // A store with a queue may have queued the probe.
             release(client, &probe).await;
             false
         }
     }
 }
 
-/// Tries to acquire `claim`; trouble panics.
+/// Tries to acquire `claim`. Panics on a store error.
 #[track_caller]
 pub(crate) fn attempt<'a>(
     client: &'a dyn LockBackend,
@@ -247,7 +255,7 @@ pub(crate) fn attempt<'a>(
     async move { answered(at, "acquire", claim, client.try_acquire(claim).await) }
 }
 
-/// Acquires `claim`; panics unless it is granted.
+/// Acquires `claim`. Panics unless it is granted.
 #[track_caller]
 pub(crate) fn granted<'a>(
     client: &'a dyn LockBackend,
@@ -264,7 +272,7 @@ pub(crate) fn granted<'a>(
     }
 }
 
-/// Tries to acquire `claim`; panics unless somebody else holds the key.
+/// Tries to acquire `claim`. Panics unless another claim holds the key.
 #[track_caller]
 pub(crate) fn busy<'a>(
     client: &'a dyn LockBackend,
@@ -281,7 +289,7 @@ pub(crate) fn busy<'a>(
     }
 }
 
-/// Renews `claim` alone; trouble panics.
+/// Renews `claim` alone. Panics on a store error.
 #[track_caller]
 pub(crate) fn renew<'a>(
     client: &'a dyn LockBackend,
@@ -295,7 +303,7 @@ pub(crate) fn renew<'a>(
     }
 }
 
-/// Renews `claim`; panics unless the grant is still there.
+/// Renews `claim`. Panics unless it is still granted.
 #[track_caller]
 pub(crate) fn renewed<'a>(
     client: &'a dyn LockBackend,
@@ -310,7 +318,7 @@ pub(crate) fn renewed<'a>(
     }
 }
 
-/// Releases `claim`; trouble panics.
+/// Releases `claim`. Panics on a store error.
 #[track_caller]
 pub(crate) fn release<'a>(
     client: &'a dyn LockBackend,
@@ -320,7 +328,7 @@ pub(crate) fn release<'a>(
     async move { answered(at, "release", claim, client.release(claim).await) }
 }
 
-/// Releases `claim`; panics unless it was held.
+/// Releases `claim`. Panics unless it was held.
 #[track_caller]
 pub(crate) fn freed<'a>(
     client: &'a dyn LockBackend,

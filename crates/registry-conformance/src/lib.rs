@@ -1,20 +1,22 @@
 //! The promises of lock-registry as a test suite that any backend can run.
 //!
-//! A backend's author implements [`Harness`] and [`Store`] for the store and calls [`conformance!`] in a test file.
-//! Each promise becomes a test of its own, named as a statement; what a store cannot do is skipped by name and counted,
-//! so that no backend passes by running nothing.
+//! To test a backend, implement [`Harness`] and [`Store`] for it and call [`conformance!`] in a
+//! test file. Each promise becomes a test whose name is a statement. A clause that needs a feature
+//! that the store lacks becomes an ignored test. The number of ignored tests is asserted, so that
+//! no backend passes by running nothing.
 //!
-//! Three more tools are here because backends and applications want them too: [`FaultyBackend`] puts faults between an
-//! engine and its store, [`mod@sweep`] drops a future at every poll, and [`distant`] opens a client in another process.
+//! Backends and applications can also use three tools on their own. [`FaultyBackend`] injects
+//! faults between an engine and its store, [`mod@sweep`] drops a future at every poll, and
+//! [`distant`] opens a client in another process.
 
-// What a backend's author writes …
+// Implemented by the author of a backend.
 mod harness;
-// … and calls …
+// Called by the author of a backend.
 mod suite;
-// … and what becomes of it.
+// Runs the clauses.
 mod need;
 mod run;
-// The promises.
+// The clauses.
 pub mod clauses;
 mod lab;
 mod list;

@@ -1,9 +1,10 @@
-//! The one list of clauses: every macro that needs all of them is fed from here. A test holds it against the sources.
+//! The only list of clauses, from which every macro that needs all clauses is expanded. A test
+//! compares it with the sources.
 
 use crate::need::Need;
 use crate::run::Clause;
 
-/// Calls the macro `$then` with all clauses, each with what it needs.
+/// Calls the macro `$then` with all clauses and their needs.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! __for_all_clauses {

@@ -1,4 +1,5 @@
-//! What a clause needs of a store beside the required operations, and whether a store has it.
+//! Features that a clause needs beyond the required operations, and checks whether a store has
+//! them.
 
 use std::fmt;
 
@@ -7,17 +8,18 @@ use registry_core::{Capabilities, Reach};
 use crate::harness::Harness;
 use crate::lab::Lab;
 
-/// What a clause needs of a store. A store without it skips the clause, visibly.
+/// A feature that a clause needs. A store without it skips the clause as an ignored test.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Need {
-    /// [`Store::faithful`](crate::Store::faithful): the clause calls the SPI itself, or counts what reaches the store.
+    /// [`Store::faithful`](crate::Store::faithful): the clause calls the SPI itself, or counts the
+    /// requests that reach the store.
     Faithful,
     /// [`Capabilities::fencing`].
     Fencing,
     /// [`Capabilities::fair`].
     Fair,
-    /// Not [`Capabilities::fair`]: only then claims are handed over inside the process.
+    /// Not [`Capabilities::fair`]: only then are claims handed over inside the process.
     Handoff,
     /// [`Capabilities::wakes`].
     Wakes,
@@ -57,7 +59,7 @@ impl Need {
         Self::Roaming,
     ];
 
-    /// The word for this need in `without = [..]`.
+    /// Returns the name of this need in `without = [..]`.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -77,13 +79,14 @@ impl Need {
         }
     }
 
-    /// The need of this name.
+    /// Returns the need with this name.
     #[must_use]
     pub fn of_name(name: &str) -> Option<Self> {
         Self::ALL.into_iter().find(|need| need.name() == name)
     }
 
-    /// What the capabilities alone say about this need; `None` when they say nothing.
+    /// Returns whether a store with these capabilities has the feature, or `None` if the
+    /// capabilities do not determine it.
     pub(crate) fn told_by(self, capabilities: &Capabilities) -> Option<bool> {
         match self {
             Self::Fencing => Some(capabilities.fencing),
@@ -93,13 +96,15 @@ impl Need {
             Self::TellsLosses => Some(capabilities.tells_losses),
             Self::Labels => Some(capabilities.labels),
             Self::Inspect => Some(capabilities.inspect),
-            // A store beyond this process outlives its clients, so its harness can always restart it somehow.
+            // A store beyond this process outlives its clients, so its harness can always restart
+            // it.
             Self::Restart if capabilities.reach > Reach::Process => Some(true),
             _ => None,
         }
     }
 
-    /// Whether the stores of `harness` have what is needed. Tries it out on a fresh store where only that can tell.
+    /// Returns whether the stores of `harness` have the feature. Tries it on a fresh store if the
+    /// capabilities do not determine it.
     pub(crate) async fn is_met_by(self, harness: &dyn Harness) -> bool {
         let lab = Lab::open(harness).await;
         if let Some(told) = self.told_by(lab.capabilities()) {

@@ -1,5 +1,5 @@
-//! Runs one clause against one harness, and checks that a whole suite was run. Called by what
-//! [`conformance!`](crate::conformance) makes.
+//! Runs one clause against one harness, and checks that the suite is complete. Called by the tests
+//! that [`conformance!`](crate::conformance) emits.
 
 use std::fmt;
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -14,15 +14,15 @@ use crate::lab::Lab;
 use crate::list::CLAUSES;
 use crate::need::Need;
 
-/// One promise, as a function that panics when the promise is broken.
+/// One promise, as a function that panics if the promise is broken.
 #[derive(Clone, Copy)]
 #[non_exhaustive]
 pub struct Clause {
-    /// The module that the promise belongs to.
+    /// The module of the clause.
     pub theme: &'static str,
-    /// The promise.
+    /// The name of the clause, which states the promise.
     pub name: &'static str,
-    /// What a store must have for the promise to mean anything.
+    /// The features that a store needs for the clause to apply.
     pub needs: &'static [Need],
     pub(crate) call: for<'a> fn(&'a Lab) -> LocalBoxFuture<'a, ()>,
 }
@@ -33,7 +33,7 @@ impl fmt::Debug for Clause {
     }
 }
 
-/// All clauses of the suite, in the order of a reader.
+/// Returns all clauses of the suite, in reading order.
 #[must_use]
 pub fn clauses() -> &'static [Clause] {
     CLAUSES
@@ -42,17 +42,18 @@ pub fn clauses() -> &'static [Clause] {
 /// Runs the clause `theme::name` against a fresh store of `harness`, on a runtime of its own.
 ///
 /// # Panics
-/// When the promise is broken, when the clause takes for ever, when there is no such clause, and when the store lacks
-/// what the clause needs: a clause that cannot run is a failure unless it was declared as a skip.
+/// If the promise is broken, the clause exceeds its time limit, no such clause exists, or the store
+/// lacks what the clause needs. A clause that cannot run is a failure unless it is declared as a
+/// skip.
 pub fn run(harness: impl Harness + 'static, theme: &str, name: &str) {
     let clause = find(theme, name);
     let (done, waiting) = mpsc::channel::<()>();
     let thread = std::thread::spawn(move || {
-        // Dropped when the clause is done, whichever way it goes.
+        // Dropped when the clause ends or panics.
         let _done = done;
         runtime(&harness).block_on(run_clause(&harness, clause));
     });
-    // On paused time a clause that spins would never see its own limit.
+    // On paused time, a clause that spins would never reach its own limit.
     if let Err(RecvTimeoutError::Timeout) = waiting.recv_timeout(CLAUSE_LIMIT) {
         panic!("{clause:?} is not done after {CLAUSE_LIMIT:?}");
     }
@@ -70,7 +71,7 @@ async fn run_clause(harness: &dyn Harness, clause: &Clause) {
             Need::Roaming => Some(lab.store().roams()),
             need => need.told_by(lab.capabilities()),
         };
-        // What the capabilities cannot tell is found out by the clause itself.
+        // The clause itself checks what the capabilities do not determine.
         assert!(told != Some(false), "the store has no {need}: say so in `without`");
     }
     if timeout(lab.limit(), (clause.call)(&lab)).await.is_err() {
@@ -79,11 +80,12 @@ async fn run_clause(harness: &dyn Harness, clause: &Clause) {
     lab.store().close().await;
 }
 
-/// Checks what [`conformance!`](crate::conformance) made: every clause was emitted, as many run and are skipped as the
-/// caller says, and nothing is skipped that the store can do.
+/// Checks the tests that [`conformance!`](crate::conformance) emitted: each clause was emitted, the
+/// numbers of run and skipped clauses are those stated by the caller, and no feature of the store
+/// is skipped.
 ///
 /// # Panics
-/// When any of that is not so.
+/// If one of these checks fails.
 pub fn check(
     harness: &dyn Harness,
     runs: usize,
@@ -137,11 +139,11 @@ fn runtime(harness: &dyn Harness) -> Runtime {
     builder.enable_all();
     match harness.clock() {
         Clock::Paused => builder.start_paused(true),
-        // Few threads, many tests at once; two are enough for a real race.
+        // Many tests run at once, and two threads are enough for a real race.
         Clock::Real => builder.worker_threads(2),
     };
     builder.build().expect("a runtime can be built")
 }
 
-/// How long a clause may take on this machine's clock, whatever its store's clock says.
+/// How long a clause may take on this machine's clock, whatever the clock of its store.
 const CLAUSE_LIMIT: Duration = Duration::from_secs(300);

@@ -1,7 +1,9 @@
-//! What a backend's author calls: the macro that makes a test of every clause. Knows no clause; see `list`.
+//! Defines the macro `conformance!`, which emits a test for each clause. The clauses themselves are
+//! in `list`.
 
-/// Emits the suite for one harness: a test per clause, in a module per theme, and `the_suite_is_run_whole`, which holds
-/// the figures against the suite and the skips against the store.
+/// Emits the suite for one harness: a test per clause, in a module per theme, and the test
+/// `the_suite_is_run_whole`. That test compares `runs` and `skips` with the clauses, and `without`
+/// with the store.
 ///
 /// Use it once per module, in a test file of the backend's crate:
 ///
@@ -36,8 +38,9 @@
 /// # fn main() {}
 /// ```
 ///
-/// `without` lists what the store does not have, by the names of [`Need`](crate::Need). A clause that needs any of it is emitted as an
-/// ignored test with the reason. To list what the store has, or not to list what it lacks, is a failure.
+/// `without` lists the features that the store lacks, by the names of [`Need`](crate::Need). A
+/// clause that needs one of them is emitted as an ignored test with the reason.
+/// `the_suite_is_run_whole` fails if the store has a listed feature or lacks an unlisted one.
 #[macro_export]
 macro_rules! conformance {
     (
@@ -50,7 +53,7 @@ macro_rules! conformance {
     };
 }
 
-// The dollar is handed in, because a macro that makes a macro has no other way to write one.
+// The dollar sign is passed in, because a macro that defines a macro cannot write it otherwise.
 #[doc(hidden)]
 #[macro_export]
 macro_rules! __conformance {
@@ -59,7 +62,8 @@ macro_rules! __conformance {
             $harness
         }
 
-        // Takes one need after the other off a clause's list. If one of them is missing the clause is ignored.
+        // Removes the needs of a clause one by one. If one of them is missing, the clause is
+        // ignored.
         macro_rules! __clause {
             ($d theme:ident $d name:ident []) => {
                 #[test]

@@ -1,5 +1,5 @@
-//! Drops a future after every possible number of polls, so that cancellation is swept and not sampled.
-//! Knows nothing of locks: the caller says what must be true afterwards.
+//! Drops a future after every possible number of polls, so that every cancellation point is tested.
+//! Does not depend on locks: the caller checks the state after each drop.
 
 use std::future::poll_fn;
 use std::pin::pin;
@@ -10,7 +10,8 @@ use std::time::Duration;
 use tokio::sync::Notify;
 use tokio::time::timeout;
 
-/// How long a pending future may go without being woken. Only a future that waits for nothing takes that long.
+/// How long a pending future may stay without a wake-up. Only a future that waits for nothing
+/// reaches this limit.
 const WAKE_LIMIT: Duration = Duration::from_secs(60);
 
 /// How one run of a swept future ended.
@@ -19,36 +20,40 @@ const WAKE_LIMIT: Duration = Duration::from_secs(60);
 pub enum Swept<T> {
     /// It was dropped right after this many polls, or before the first one.
     Dropped {
-        /// How often it had been polled.
+        /// The number of polls.
         polls: usize,
     },
-    /// It was dropped after this many polls and after it had been woken for the next one: what it waited for
-    /// had happened, but it never saw it.
+    /// It was dropped after this many polls and after the wake-up for the next one. The awaited
+    /// event had occurred, but the future had not seen it.
     DroppedWoken {
-        /// How often it had been polled.
+        /// The number of polls.
         polls: usize,
     },
-    /// It completed by itself.
+    /// It completed.
     Completed {
-        /// How often it had been polled.
+        /// The number of polls.
         polls: usize,
-        /// What it gave.
+        /// The output of the future.
         output: T,
     },
 }
 
-/// Runs fresh futures of `make` and drops each after exactly n polls, for n = 0, 1, … until one completes by itself.
-/// For each n the future is dropped twice: right after its n-th poll, and once it has been woken for the next one.
-/// `check` runs after every run, the completed one included.
+/// Drops futures of `make` after each number of polls, until one completes, and returns the number
+/// of polls of that one.
 ///
-/// Between two polls the future's own wake-up is awaited, so it works with real I/O as well as with paused time.
-/// Gives the number of polls that the completed run took.
+/// For n = 0, 1, …, each future is polled n times. For each n, one future is dropped right after
+/// its n-th poll, and another one after the wake-up that follows this poll. `check` runs after
+/// every drop and after the completion.
+///
+/// Between two polls, the sweep waits for the future's own wake-up. It therefore works with real
+/// I/O and with paused time.
 ///
 /// # Panics
-/// When a future is still not complete after `polls_max` polls, or is pending and not woken for a minute.
+/// If a future is not complete after `polls_max` polls, or is pending for a minute without a
+/// wake-up.
 ///
 /// # Cancel safety
-/// Dropping the sweep drops the future that it is driving.
+/// Dropping the sweep drops the future that it polls.
 ///
 /// # Examples
 /// ```
@@ -75,7 +80,7 @@ where
     Fut: Future<Output = T>,
 {
     for polls in 0..=polls_max {
-        // Nothing has been polled yet, so nothing can wake: one way to drop is all there is.
+        // A future that was never polled cannot be woken, so it is dropped in one way only.
         for woken in if polls == 0 { &[false][..] } else { &[false, true][..] } {
             let end = run(make().await, polls, *woken).await;
             let completed = match &end {
@@ -91,7 +96,8 @@ where
     panic!("the future does not complete within {polls_max} polls");
 }
 
-/// Polls `future` at most `polls_max` times, then drops it; if `woken`, only once it has been woken again.
+/// Polls `future` at most `polls_max` times, then drops it. If `woken`, waits for the next wake-up
+/// first.
 async fn run<T>(future: impl Future<Output = T>, polls_max: usize, woken: bool) -> Swept<T> {
     let signal = Arc::new(Signal(Notify::new()));
     let waker = Waker::from(Arc::clone(&signal));
@@ -100,7 +106,8 @@ async fn run<T>(future: impl Future<Output = T>, polls_max: usize, woken: bool) 
         if polls > 1 {
             signal.woken().await;
         }
-        // The future sees its own waker, so that each of its wake-ups is one poll and no other.
+        // Polled with its own waker, so that each of its wake-ups causes one poll and no others
+        // occur.
         let poll = poll_fn(|_| Poll::Ready(future.as_mut().poll(&mut Context::from_waker(&waker))));
         if let Poll::Ready(output) = poll.await {
             return Swept::Completed { polls, output };
@@ -114,7 +121,7 @@ async fn run<T>(future: impl Future<Output = T>, polls_max: usize, woken: bool) 
     }
 }
 
-/// Turns wake-ups into something to await.
+/// A waker whose wake-ups can be awaited.
 struct Signal(Notify);
 
 impl Signal {

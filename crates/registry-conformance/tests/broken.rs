@@ -1,5 +1,5 @@
-//! The suite finds bugs: a small store with one bug at a time fails the clause that names the promise it breaks, and
-//! without a bug it passes everything.
+//! Runs the suite against a small store with one bug at a time. Each bug must fail the clause that
+//! names the broken promise, and the store without a bug must pass all clauses.
 
 mod tiny;
 
@@ -24,7 +24,7 @@ mod without_a_bug {
 fn found(bug: Bug, clauses: &[&str]) {
     for clause in clauses {
         let (theme, name) = clause.split_once("::").expect("a theme and a name");
-        // First without the bug: a clause that always fails finds nothing.
+        // First without the bug, because a clause that always fails proves nothing.
         run(Tiny(Bug::None), theme, name);
         assert!(
             catch_unwind(|| run(Tiny(bug), theme, name)).is_err(),

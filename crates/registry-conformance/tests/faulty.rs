@@ -1,4 +1,4 @@
-//! `FaultyBackend` does what its faults say, and nothing else.
+//! Checks that `FaultyBackend` injects the faults of its plan and no others.
 
 use std::pin::pin;
 use std::sync::Arc;

@@ -1,5 +1,5 @@
-//! The engine's promises over a store whose network stumbles: requests and replies are late, repeated, and lost where
-//! they can be made again. Each clause has its own luck, from a fixed seed.
+//! Runs the engine's clauses over a store with network faults: requests and replies are delayed,
+//! repeated, and lost if the engine retries them. Each client has random faults from a fixed seed.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -44,7 +44,7 @@ impl Store for OneFaulty {
     }
 }
 
-/// Faults that must not be noticed by anybody who holds a lock or waits for one.
+/// Returns faults that no holder and no waiter may notice.
 fn benign(seed: u64) -> Faults {
     let ms = Duration::from_millis;
     let mut faults = Faults::seeded(seed);
@@ -54,8 +54,8 @@ fn benign(seed: u64) -> Faults {
             .sometimes(operation, 0.4, Fault::DelayReply(ms(5)))
             .sometimes(operation, 0.3, Fault::Repeat);
     }
-    // What the engine makes again by itself. An acquire that is lost is told to callers who do not wait, and one that
-    // is repeated after its release holds until its lease is over: neither is benign.
+    // The engine retries these calls. A lost acquire would fail calls that do not wait. An acquire
+    // repeated after its release would keep the key locked until its lease ends.
     for operation in [Operation::Renew, Operation::Release] {
         faults = faults
             .sometimes(operation, 0.2, Fault::LoseReply)

@@ -1,4 +1,4 @@
-//! The list of clauses is whole: whoever writes a clause and forgets the list hears of it here.
+//! Checks that the list of clauses is complete: a clause that is missing from the list fails here.
 
 use std::fs;
 use std::path::Path;

@@ -1,4 +1,5 @@
-//! The suite against the in-process store, on paused time: it shows that a right store passes.
+//! Runs the suite against the in-process store on paused time, which shows that a correct store
+//! passes.
 
 use std::sync::Arc;
 

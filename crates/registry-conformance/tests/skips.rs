@@ -1,4 +1,5 @@
-//! No backend passes by running nothing: what a caller states about runs and skips is held against the suite and the store.
+//! Checks that no backend passes by running nothing: `check` compares the caller's numbers and
+//! skips with the suite and the store.
 
 mod tiny;
 
@@ -21,7 +22,7 @@ fn figures() -> (usize, usize) {
     (all_clauses().len() - skips, skips)
 }
 
-/// Runs the check and gives what it complains about.
+/// Runs `check` and returns its panic message, if any.
 fn complaint(
     runs: usize,
     skips: usize,

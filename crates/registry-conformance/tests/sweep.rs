@@ -1,4 +1,5 @@
-//! The sweep drops a future at every place where it can be dropped, and finds what leaks there.
+//! Checks that the sweep drops a future at every point where it can be dropped, and detects what
+//! the future leaks there.
 
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -57,10 +58,11 @@ async fn it_works_with_real_input_and_output() {
     assert!(polls >= 1);
 }
 
-/// Takes a permit and keeps it if it is dropped between the grant and its own next poll.
+/// Takes a permit at its first poll, and leaks it if the future is dropped before its completion.
 async fn leaky(permits: &Semaphore, given: oneshot::Receiver<()>) {
     permits.forget_permits(1);
-    // Dropped here with the answer already there, nobody gives the permit back.
+    // If the future is dropped here, even with the answer already available, the permit is never
+    // added back.
     if given.await.is_ok() {
         permits.add_permits(1);
     }

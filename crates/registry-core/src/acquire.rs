@@ -1,4 +1,5 @@
-//! One acquisition from the first line to the last: our turn in this process, our claim in the store, the guard.
+//! One acquisition: the local permit, the claim in the store, the guard. Called by
+//! [`DistributedLock`](crate::DistributedLock).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,12 +20,14 @@ use crate::owner::Owner;
 use crate::slot::{Entry, NoEntry, Slot, Turn};
 use crate::watch::Suspension;
 
-/// Takes the lock of `slot`. `None` when others held it until the deadline, as far as the store has told.
+/// Acquires the lock of `slot`. Returns `None` if the lock was held until the deadline, according
+/// to the last response.
 pub(crate) async fn acquire(
     slot: &Arc<Slot>,
     options: &LockOptions,
 ) -> Result<Option<LockGuard>, LockError> {
-    // A store that answers at once must not keep the other tasks of this thread from running. Nothing is armed yet.
+    // Yields when the task's coop budget is used up: a store that responds without waiting must not
+    // block the other tasks of this thread. Nothing needs clean-up yet.
     tokio::task::coop::consume_budget().await;
     let engine = slot.engine();
     engine.check_open()?;
@@ -34,19 +37,20 @@ pub(crate) async fn acquire(
     let owner = options.owner.clone().or_else(Owner::current);
     let began = match options.wait {
         Some(_) => Moment::now(),
-        // Only for observers.
+        // Only observers use this value.
         None if engine.observers.is_empty() => Moment::PAST,
         None => Moment::about_now(),
     };
-    // One budget for everything.
+    // One deadline for the local queue and the store together.
     let deadline = options.wait.map(|wait| began.after(wait));
 
-    // Ends: each further round is one that this caller was not polled for a lease in.
+    // Terminates: each further round means that an entry's lease ended on the way, or that this
+    // caller was not polled for a lease.
     loop {
-        // 1. Our turn among the callers of this process.
+        // 1. The local permit, among the callers of this process.
         let turn = match slot.enter(owner.as_ref(), terms, deadline).await {
             Ok(Entry::Turn(turn)) => turn,
-            // The lease ended on its way to us.
+            // The lease ended before this caller received the guard.
             Ok(Entry::Again(guard) | Entry::HandedOver(guard)) if !guard.is_held() => continue,
             Ok(Entry::Again(guard)) => {
                 let (key, token) = (guard.key(), guard.fencing_token());
@@ -59,7 +63,7 @@ pub(crate) async fn acquire(
                 return Ok(Some(guard));
             }
             Err(NoEntry::TimedOut(None)) => return Ok(gave_up(slot, began)),
-            // Nobody knows whether somebody has the lock.
+            // It is unknown whether the lock is held.
             Err(NoEntry::TimedOut(Some(error))) => {
                 return Err(trouble("acquire", slot.key().as_str(), error));
             }
@@ -67,10 +71,11 @@ pub(crate) async fn acquire(
             Err(NoEntry::Closed) => return Err(LockError::Closed),
         };
 
-        // 2. Our claim among the processes. Dropped at any point, it gives back what it may have got.
+        // 2. The claim in the store, among the processes. If the future is dropped, the claim is
+        //    released.
         let contest = Contest { slot, engine, terms, began, deadline };
         match contest.win(turn, owner.clone()).await {
-            // From here the keeper renews, and dropping the guard releases.
+            // From here on, the lease renewer renews the claim, and dropping the guard releases it.
             Ok(Some(guard)) => return Ok(Some(guard)),
             Ok(None) => return Ok(gave_up(slot, began)),
             Err(Stopped::Abandoned) => {}
@@ -87,9 +92,9 @@ fn gave_up(slot: &Slot, began: Moment) -> Option<LockGuard> {
     None
 }
 
-/// Why a contest ended without an answer.
+/// The reason why an acquisition ended without a result.
 enum Stopped {
-    /// This caller was not polled for a lease: its claim and its turn are gone.
+    /// This caller was not polled for a lease: its claim and its local permit are released.
     Abandoned,
     Failed(LockError),
 }
@@ -106,7 +111,7 @@ impl From<LockError> for Stopped {
     }
 }
 
-/// The contest for one key between the processes, fought by the one caller of this process whose turn it is.
+/// The acquisition of one key in the store, by the caller with the local permit.
 struct Contest<'a> {
     slot: &'a Slot,
     engine: &'a Engine,
@@ -128,11 +133,12 @@ impl Contest<'_> {
         if let Some(end) = self.pause_end(contender.contention()) {
             (contender, ()) = suspension.during(contender, self.pause(end)).await?;
         }
-        // Ends: by a grant, by the deadline, or after a lease's length of trouble. A caller without a deadline who
-        // is merely told "busy" has asked to wait for ever.
+        // Terminates by a grant, by the deadline, or after store errors for the length of a lease.
+        // With only "busy" responses and no deadline, a caller waits without limit, as requested.
         loop {
-            // The contender is counted before this look, and closing begins before it counts contenders: one of the two
-            // sees the other, so that no request leaves for a store that is being closed.
+            // The acquisition is counted before this check, and closing sets its flag before it
+            // counts acquisitions. At least one of the two sees the other, so no request is sent to
+            // a store that is being closed.
             if self.engine.is_closing() {
                 return Err(LockError::Closed.into());
             }
@@ -147,7 +153,7 @@ impl Contest<'_> {
                         Ok(held) => {
                             let guard = Hold::first_guard(held, token, owner);
                             if self.engine.is_closing() {
-                                // Too late to start anything; dropping the guard gives the claim back.
+                                // Too late to return a guard. Dropping it releases the claim.
                                 return Err(LockError::Closed.into());
                             }
                             self.slot.held_by(guard.hold());
@@ -159,8 +165,9 @@ impl Contest<'_> {
                             });
                             return Ok(Some(guard));
                         }
-                        // The lease was over before the reply came. The claim is on its way back; a fresh one
-                        // must not be taken for it.
+                        // The lease was over before the reply arrived, and the claim is being
+                        // released. A new claim needs a new id, so that this release does not end
+                        // its grant.
                         Err(late) => {
                             let error = BackendError::transient(
                                 "the store's grant arrived after its lease was over",
@@ -181,7 +188,7 @@ impl Contest<'_> {
                         return Ok(None);
                     }
                     let token = busy.holder.as_ref().and_then(|holder| holder.token);
-                    // In a queue, another holder in front is no news to those behind.
+                    // In a queue, a new holder in front does not concern the claims behind.
                     if token != last_token && !self.engine.capabilities.fair {
                         quiet_since = Moment::now();
                     }
@@ -210,7 +217,7 @@ impl Contest<'_> {
                     let borne;
                     (contender, borne) = suspension.during(contender, pause).await?;
                     borne?;
-                    // The unanswered claim belongs to the janitor now.
+                    // The background releaser owns the unanswered claim now.
                     let fresh = self.fresh_claim(key);
                     contender.start_over(fresh);
                 }
@@ -218,7 +225,8 @@ impl Contest<'_> {
         }
     }
 
-    /// The end of the pause before the first attempt. A caller whose deadline comes before that does not pause.
+    /// Returns the end of the pause before the first attempt. Skips the pause if the caller's
+    /// deadline comes first.
     fn pause_end(&self, contention: &mut Contention) -> Option<Moment> {
         let end = contention.pause_end()?;
         if self.is_over(end) {
@@ -228,7 +236,7 @@ impl Contest<'_> {
         Some(end)
     }
 
-    /// Waits until `end`, or until the registry is being closed.
+    /// Waits until `end`, or until the registry is closing.
     async fn pause(&self, end: Moment) {
         tokio::select! {
             biased;
@@ -245,7 +253,8 @@ impl Contest<'_> {
             .with_token_block(engine.defaults.handoffs.max.saturating_add(1))
     }
 
-    /// Waits until another attempt makes sense. `quiet_since` is when the lock last changed hands, as far as this process knows.
+    /// Waits until another attempt makes sense. `quiet_since` is when the holder last changed, as
+    /// far as this process knows.
     async fn wait(
         &self,
         claim: Claim,
@@ -259,9 +268,11 @@ impl Contest<'_> {
             Some(left) if !is_mutant => now.after(left.saturating_add(AFTER_LEASE)),
             _ => Moment::FUTURE,
         };
-        // At the deadline one last look is taken, so that a lock that came free in time is not missed.
+        // One last attempt is made at the deadline, so that a lock that became free in time is not
+        // missed.
         let last_look = lease_end.min(self.deadline.unwrap_or(Moment::FUTURE));
-        // A confirmed wake-up that is lost all the same costs at most the time that was waited already.
+        // A wake-up can be lost in spite of the confirmation. This limits the cost to the time
+        // waited so far.
         let confirmed_until =
             now.after(jittered(now.since(quiet_since).min(CONFIRMED_POLL_MAX))).min(last_look);
         let wake = engine.backend.wait(&claim, &busy);
@@ -282,7 +293,7 @@ impl Contest<'_> {
         }
     }
 
-    /// Bears a failure for a while, or gives it to the caller.
+    /// Waits before the next attempt after a store error, or returns the error.
     async fn endure(
         &self,
         key: &Key,
@@ -294,8 +305,8 @@ impl Contest<'_> {
         self.slot.failed(&error);
         let now = Moment::now();
         let since = *failures.since.get_or_insert(now);
-        // Without a deadline, trouble is borne for the length of a lease: by then a failover is over, or it is an outage
-        // that somebody must hear of.
+        // Without a deadline, store errors are retried for the length of a lease. By then a
+        // failover is over, or it is an outage that the caller must learn of.
         let limit = self.deadline.unwrap_or_else(|| since.after(self.terms.lease.length));
         if !error.is_retryable() || now >= limit {
             return Err(trouble("acquire", key.as_str(), error));
@@ -314,7 +325,7 @@ impl Contest<'_> {
     }
 }
 
-/// Trouble in a row.
+/// Consecutive store errors.
 #[derive(Debug, Default)]
 struct Failures {
     since: Option<Moment>,
@@ -323,14 +334,14 @@ struct Failures {
 
 #[derive(Debug, PartialEq, Eq)]
 enum Woken {
-    /// By the store's hint.
+    /// By a wake-up from the store.
     Early,
-    /// By the poll, the holder's lease or the deadline.
+    /// By the poll interval, the end of the holder's lease, or the deadline.
     ByTime,
 }
 
-/// Limits how often wake-ups lead to attempts: a token bucket, so that a store that wakes without cause, or lets others be
-/// faster again and again, does not make this process a busy loop.
+/// A token bucket that limits how often wake-ups lead to attempts. Without it, superfluous
+/// wake-ups, or other processes that are faster each time, would make this process a busy loop.
 struct EarlyWakes {
     left: u32,
     counted_at: Moment,
@@ -341,7 +352,7 @@ impl EarlyWakes {
         Self { left: EARLY_WAKES_BURST, counted_at: Moment::now() }
     }
 
-    /// Counts a wake-up, and returns the pause before it may be followed.
+    /// Counts a wake-up, and returns the pause before the attempt that follows it.
     fn take(&mut self) -> Duration {
         let now = Moment::now();
         let pauses = now.since(self.counted_at).as_nanos() / EARLY_WAKES_PAUSE.as_nanos();
@@ -354,24 +365,24 @@ impl EarlyWakes {
             self.left = left;
             return Duration::ZERO;
         }
-        // The wake-up that this pause pays for.
+        // This wake-up uses the token that the pause earns.
         self.counted_at = now.after(EARLY_WAKES_PAUSE);
         EARLY_WAKES_PAUSE
     }
 }
 
-/// Up to a quarter longer, so that waiters that began together do not poll together.
+/// Adds up to a quarter, so that waiters that began together do not poll together.
 fn jittered(pause: Duration) -> Duration {
     pause.mul_f64(1.0 + fastrand::f64() / 4.0)
 }
 
-/// How long after the end of the holder's lease an attempt is made.
+/// The time between the end of the holder's lease and the attempt that follows it.
 const AFTER_LEASE: Duration = Duration::from_millis(1);
 
-/// The longest time between two attempts of a waiter whose wake-ups are confirmed: a holder's lease by default, so that 2,000 waiters send
-/// fewer than 100 requests a second.
+/// The longest time between two attempts of a waiter whose wake-ups are confirmed. As long as the
+/// default lease, so that 2,000 waiters send fewer than 100 requests a second.
 const CONFIRMED_POLL_MAX: Duration = Duration::from_secs(30);
 
-/// How many wake-ups may be followed at once, and the pause for each one after that.
+/// The number of wake-ups that are followed without a pause, and the pause for each one after that.
 const EARLY_WAKES_BURST: u32 = 64;
 const EARLY_WAKES_PAUSE: Duration = Duration::from_millis(1);

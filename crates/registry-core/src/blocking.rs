@@ -1,7 +1,8 @@
-//! The same locks for threads that are not async.
+//! A blocking API for threads that do not run async code.
 //!
-//! Calls from inside a runtime are refused with [`LockError::InsideRuntime`] instead of blocking its tasks; that includes
-//! `spawn_blocking`, where `Handle::block_on` with the async registry does the job.
+//! Calls from inside a runtime return [`LockError::InsideRuntime`] instead of blocking the
+//! runtime's tasks. This includes threads of `spawn_blocking`; there, use `Handle::block_on` with
+//! the async registry.
 
 use std::fmt;
 use std::future::Future;
@@ -20,10 +21,11 @@ use crate::lock::DistributedLock;
 use crate::options::LockOptions;
 use crate::registry::{CloseReport, LockRegistry, Registry};
 
-/// A registry with a runtime of its own, for threads that are not async. Clones are the same registry.
+/// A registry with its own runtime, for threads that do not run async code. Clones are the same
+/// registry.
 ///
-/// Whoever drops the last clone, lock or guard waits until what was let go is given back, at most for the operation time-out;
-/// inside a runtime, a thread of its own does this.
+/// Dropping the last clone, lock or guard waits until all releases are complete, at most for the
+/// operation time-out. Inside a runtime, a separate thread waits instead.
 ///
 /// # Examples
 /// ```
@@ -41,7 +43,8 @@ pub struct BlockingRegistry {
     home: Arc<Home>,
 }
 
-/// The runtime and the registry in it. Dropping a runtime in the wrong place panics, so it is dropped with care.
+/// The runtime and the registry in it. Its `Drop` moves the runtime to a suitable thread, because
+/// dropping a runtime in an async context panics.
 struct Home {
     runtime: Option<Runtime>,
     registry: Registry,
@@ -57,10 +60,12 @@ impl Home {
     }
 }
 
-/// Ends a runtime when the registry in it has given back what its guards left, or has had time enough for it.
+/// Shuts the runtime down once the registry's pending releases are complete, or after the operation
+/// time-out.
 fn end(runtime: Runtime, registry: &Registry) {
     let limit = registry.answer_limit();
-    // Not `block_on`: it panics at the end of a thread, and hangs if the runtime's thread does.
+    // Not `block_on`: it panics in a thread-local destructor, and hangs if the runtime's thread
+    // hangs.
     let done = Arc::new((Mutex::new(false), Condvar::new()));
     let (theirs, registry) = (Arc::clone(&done), registry.clone());
     runtime.spawn(async move {
@@ -81,7 +86,7 @@ impl Drop for Home {
             end(runtime, &self.registry);
             return;
         }
-        // This thread runs async tasks, or is at its end, and cannot wait; another can.
+        // This thread runs async tasks or is ending, so it cannot wait. A new thread can.
         let registry = self.registry.clone();
         let runtime = Arc::new(Mutex::new(Some(runtime)));
         let take = |runtime: &Mutex<Option<Runtime>>| {
@@ -105,7 +110,8 @@ impl BlockingRegistry {
     /// Starts a runtime with one thread and opens the registry in it.
     ///
     /// # Errors
-    /// What `open` fails with; [`ConfigError::Invalid`] if the runtime cannot be started or if this is called inside one.
+    /// The errors of `open`; [`ConfigError::Invalid`] if the runtime cannot be started, or if this
+    /// is called inside one.
     pub fn open<F>(open: F) -> Result<Self, ConfigError>
     where
         F: Future<Output = Result<Registry, ConfigError>>,
@@ -124,25 +130,25 @@ impl BlockingRegistry {
         Ok(Self { registry, home })
     }
 
-    /// The lock of `key`. See [`LockRegistry::obtain`].
+    /// Returns the lock of `key`. See [`LockRegistry::obtain`].
     #[must_use]
     pub fn obtain(&self, key: &str) -> BlockingLock {
         BlockingLock { lock: self.registry.obtain(key), home: Arc::clone(&self.home) }
     }
 
-    /// What the store can do and what it promises.
+    /// Returns the functions and promises of the store.
     #[must_use]
     pub fn capabilities(&self) -> Capabilities {
         self.registry.capabilities()
     }
 
-    /// The async registry behind this one.
+    /// Returns the underlying async registry.
     #[must_use]
     pub fn registry(&self) -> &Registry {
         &self.registry
     }
 
-    /// Ends the registry. See [`LockRegistry::close`].
+    /// Closes the registry and releases its locks. See [`LockRegistry::close`].
     ///
     /// # Errors
     /// [`LockError::InsideRuntime`].
@@ -157,7 +163,7 @@ impl fmt::Debug for BlockingRegistry {
     }
 }
 
-/// A lock for threads that are not async. See [`DistributedLock`].
+/// A lock for threads that do not run async code. See [`DistributedLock`].
 #[derive(Clone)]
 pub struct BlockingLock {
     lock: DistributedLock,
@@ -165,13 +171,13 @@ pub struct BlockingLock {
 }
 
 impl BlockingLock {
-    /// The key of the lock.
+    /// Returns the key of the lock.
     #[must_use]
     pub fn key(&self) -> &str {
         self.lock.key()
     }
 
-    /// Blocks until this lock is ours. See [`DistributedLock::lock`].
+    /// Acquires this lock, blocking without a time limit. See [`DistributedLock::lock`].
     ///
     /// # Errors
     /// Those of [`DistributedLock::lock`], and [`LockError::InsideRuntime`].
@@ -179,7 +185,7 @@ impl BlockingLock {
         self.lock_with(LockOptions::new())?.ok_or(LockError::Closed)
     }
 
-    /// Takes this lock if nobody has it. See [`DistributedLock::try_lock`].
+    /// Acquires this lock if it is free. See [`DistributedLock::try_lock`].
     ///
     /// # Errors
     /// Those of [`DistributedLock::try_lock`], and [`LockError::InsideRuntime`].
@@ -187,7 +193,7 @@ impl BlockingLock {
         self.lock_with(LockOptions::new().wait(Duration::ZERO))
     }
 
-    /// Blocks for at most `wait`. See [`DistributedLock::try_lock_for`].
+    /// Acquires this lock, blocking at most `wait`. See [`DistributedLock::try_lock_for`].
     ///
     /// # Errors
     /// Those of [`DistributedLock::try_lock_for`], and [`LockError::InsideRuntime`].
@@ -195,7 +201,7 @@ impl BlockingLock {
         self.lock_with(LockOptions::new().wait(wait))
     }
 
-    /// Takes this lock as `options` say. See [`DistributedLock::lock_with`].
+    /// Acquires this lock with `options`. See [`DistributedLock::lock_with`].
     ///
     /// # Errors
     /// Those of [`DistributedLock::lock_with`], and [`LockError::InsideRuntime`].
@@ -204,7 +210,7 @@ impl BlockingLock {
         Ok(guard.map(|guard| BlockingGuard { guard, home: Arc::clone(&self.home) }))
     }
 
-    /// Tells who holds this lock. See [`DistributedLock::holder`].
+    /// Returns the holder of this lock. See [`DistributedLock::holder`].
     ///
     /// # Errors
     /// Those of [`DistributedLock::holder`], and [`LockError::InsideRuntime`].
@@ -219,40 +225,41 @@ impl fmt::Debug for BlockingLock {
     }
 }
 
-/// A held lock, for threads that are not async. See [`LockGuard`].
+/// A held lock, for threads that do not run async code. See [`LockGuard`].
 #[must_use = "the lock is let go as soon as the guard is dropped"]
 pub struct BlockingGuard {
-    // Before the runtime, so that its release still finds a janitor.
+    // Before `home`, so that the guard is dropped while its background releaser still runs.
     guard: LockGuard,
     home: Arc<Home>,
 }
 
 impl BlockingGuard {
-    /// The key of the lock.
+    /// Returns the key of the lock.
     #[must_use]
     pub fn key(&self) -> &str {
         self.guard.key()
     }
 
-    /// The token of this grant. See [`LockGuard::fencing_token`].
+    /// Returns the fencing token of this grant. See [`LockGuard::fencing_token`].
     #[must_use]
     pub fn fencing_token(&self) -> Option<FencingToken> {
         self.guard.fencing_token()
     }
 
-    /// The instant until which the lock is surely held. See [`LockGuard::valid_until`].
+    /// Returns the instant until which the lock is certainly held. See [`LockGuard::valid_until`].
     #[must_use]
     pub fn valid_until(&self) -> Instant {
         self.guard.valid_until()
     }
 
-    /// Whether the lock is surely held now.
+    /// Returns whether the lock is certainly held now.
     #[must_use]
     pub fn is_held(&self) -> bool {
         self.guard.is_held()
     }
 
-    /// Blocks until the lock is lost or `limit` is over.
+    /// Blocks until the lock is lost, at most for `limit`. Returns the reason, or `None` after
+    /// `limit`.
     ///
     /// # Errors
     /// [`LockError::InsideRuntime`].
@@ -260,7 +267,7 @@ impl BlockingGuard {
         self.home.block_on(async { tokio::time::timeout(limit, self.guard.lost()).await.ok() })
     }
 
-    /// Makes the lease end `lease` from now, or later. See [`LockGuard::renew`].
+    /// Extends the lease to at least `lease` from now. See [`LockGuard::renew`].
     ///
     /// # Errors
     /// Those of [`LockGuard::renew`], and [`LockError::InsideRuntime`].
@@ -268,16 +275,17 @@ impl BlockingGuard {
         self.home.block_on(self.guard.renew(lease))?
     }
 
-    /// Lets go and waits for the store. See [`LockGuard::unlock`].
+    /// Releases the lock and waits for the store. See [`LockGuard::unlock`].
     ///
     /// # Errors
-    /// Those of [`LockGuard::unlock`], and [`LockError::InsideRuntime`]: then the lock is let go in the background.
+    /// Those of [`LockGuard::unlock`], and [`LockError::InsideRuntime`]. In the latter case, the
+    /// lock is released in the background.
     pub fn unlock(self) -> Result<(), LockError> {
         let Self { guard, home } = self;
         home.block_on(guard.unlock())?
     }
 
-    /// The async guard inside.
+    /// Returns the underlying async guard.
     pub fn guard(&self) -> &LockGuard {
         &self.guard
     }

@@ -1,7 +1,7 @@
-//! One call to the store that is carried through even if its caller goes away.
+//! One call to the store that completes even if its caller is dropped.
 //!
-//! The caller polls the call in place, so the normal path costs no task and no channel. If the caller is dropped in between,
-//! the janitor polls it to its end.
+//! The caller polls the call directly, so the normal case needs no task and no channel. If the
+//! caller is dropped before the response, the background releaser completes the call.
 
 use std::future::{Future, poll_fn};
 use std::mem;
@@ -16,7 +16,7 @@ use crate::watch::{Parked, Suspended, Suspension};
 
 pub(crate) type CallFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
-/// Polls a call once, without a suspension, and gives it back if it has no answer yet.
+/// Polls a call once, without a suspension. Returns the call if it is not ready.
 pub(crate) async fn first_poll<T>(mut call: CallFuture<T>) -> Result<T, CallFuture<T>> {
     match poll_fn(|cx| Poll::Ready(call.as_mut().poll(cx))).await {
         Poll::Ready(answer) => Ok(answer),
@@ -24,14 +24,16 @@ pub(crate) async fn first_poll<T>(mut call: CallFuture<T>) -> Result<T, CallFutu
     }
 }
 
-/// Waits for `future` for at most `limit`. A future that answers at its first poll needs no timer, and setting one up costs as much as
-/// many a store; and polling twice for one wake-up costs as much again.
+/// Waits for `future` for at most `limit`.
+///
+/// A future that is ready at its first poll needs no timer, which can cost as much as a request to
+/// a fast store. The future is polled once per wake-up, because a second poll costs as much again.
 pub(crate) async fn within<F: Future + Unpin>(limit: Duration, mut future: F) -> Option<F::Output> {
     if let Poll::Ready(answer) = poll_fn(|cx| Poll::Ready(Pin::new(&mut future).poll(cx))).await {
         return Some(answer);
     }
     let mut end = pin!(sleep(limit));
-    // Just now, by this very task.
+    // This task has just polled the future.
     let mut polled = true;
     poll_fn(|cx| {
         if !mem::take(&mut polled)
@@ -46,9 +48,9 @@ pub(crate) async fn within<F: Future + Unpin>(limit: Duration, mut future: F) ->
 
 pub(crate) struct Call<T: Send + 'static> {
     future: Option<CallFuture<T>>,
-    /// The next poll has nothing to find out.
+    /// The call was polled just before, so the next poll is skipped.
     polled: bool,
-    /// It gives a claim back.
+    /// The call releases a claim.
     gives_back: bool,
     janitor: Janitor,
 }
@@ -58,37 +60,40 @@ impl<T: Send + 'static> Call<T> {
         Self { future: Some(future), polled: false, gives_back: false, janitor: janitor.clone() }
     }
 
-    /// A call that had no answer at its [first poll](first_poll), to be polled next within the same poll of the same task.
+    /// Creates a call that was not ready at its [first poll](first_poll). Its next poll must be
+    /// within the same poll of the same task.
     pub(crate) fn polled(janitor: &Janitor, future: CallFuture<T>) -> Self {
         let mut call = Self::new(janitor, future);
         call.polled = true;
         call
     }
 
-    /// A call that gives a claim back.
+    /// Creates a call that releases a claim.
     pub(crate) fn giving_back(janitor: &Janitor, future: CallFuture<T>) -> Self {
         let mut call = Self::new(janitor, future);
         call.gives_back = true;
         call
     }
 
-    /// A call whose answer is already there, not looked at yet.
+    /// Creates a call whose response is known but not handled yet.
     pub(crate) fn answered(janitor: &Janitor, answer: T) -> Self {
         Self::new(janitor, Box::pin(std::future::ready(answer)))
     }
 
-    /// Takes the call back in mid-flight; `None` when it has been answered.
+    /// Takes the future of a call in flight. Returns `None` if the call is complete.
     pub(crate) fn take(&mut self) -> Option<CallFuture<T>> {
         self.future.take()
     }
 
-    /// Waits for the answer for at most `limit`. The call itself goes on either way. For callers that are polled until they are done.
+    /// Waits for the response for at most `limit`. The call continues in any case. For callers that
+    /// are polled until they are ready.
     pub(crate) async fn answer_within(&mut self, limit: Duration) -> Option<T> {
         within(limit, self).await
     }
 
-    /// Waits for the answer for at most `limit`. The call itself goes on either way, and also if the caller stops polling: a
-    /// call that is not polled for its `patience` is finished in the background.
+    /// Waits for the response for at most `limit`. The call continues in any case, even if the
+    /// caller is not polled any more. After `patience` without a poll, the background releaser
+    /// completes the call.
     pub(crate) async fn answer_to_caller_within(
         self,
         limit: Duration,
@@ -134,7 +139,7 @@ impl<T: Send + 'static> Future for Call<T> {
             return Poll::Pending;
         }
         let Some(future) = self.future.as_mut() else {
-            // Answered already. Pending is what a fused future says.
+            // Already complete; returns `Pending` as a fused future may.
             return Poll::Pending;
         };
         let answer = std::task::ready!(future.as_mut().poll(cx));

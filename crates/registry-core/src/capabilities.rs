@@ -1,4 +1,5 @@
-//! The promises of a store as data. Callers can require them, `doctor` prints them, and tests are selected by them.
+//! The functions and promises of a store, as data. Callers can require them, `doctor` prints them,
+//! and tests are selected by them.
 
 use std::fmt;
 use std::time::Duration;
@@ -10,15 +11,16 @@ use std::time::Duration;
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub enum GuaranteeClass {
-    /// The store grants every claim and excludes no other client. Only the pass-through store has this class.
+    /// The store grants every claim and excludes no other client. Only the pass-through store has
+    /// this class.
     None,
-    /// One holder as long as no failover, data loss or jump of the store's clock happens; fenced writes are safe as
-    /// long as the tokens survive.
+    /// One holder as long as no failover, data loss or jump of the store's clock happens; fenced
+    /// writes are safe as long as the tokens survive.
     C,
     /// One holder, and fenced writes are safe, as long as the store's data and wall clock survive.
     B,
-    /// Fenced writes are safe under every fault that the store's data survives. There is one holder as long as clocks run at about the
-    /// same *rate*.
+    /// Fenced writes are safe under every fault that the store's data survives. There is one holder
+    /// as long as clocks run at about the same *rate*.
     A,
 }
 
@@ -71,19 +73,23 @@ pub struct Capabilities {
     pub class: GuaranteeClass,
     /// The callers that a lock excludes.
     pub reach: Reach,
-    /// Every grant carries a [`FencingToken`](crate::FencingToken) that is larger than those of all earlier grants of the key.
+    /// Every grant carries a [`FencingToken`](crate::FencingToken) that is larger than those of all
+    /// earlier grants of the key.
     pub fencing: bool,
-    /// The store has a queue of claims, across processes. A registry has one claim per key in this queue. Its other callers wait
-    /// locally, so processes take turns.
+    /// The store has a queue of claims, across processes. A registry has one claim per key in this
+    /// queue. Its other callers wait locally, so processes take turns.
     pub fair: bool,
     /// The store wakes a waiter when the lock may be free. If false, waiters poll.
     pub wakes: bool,
-    /// A holder is notified at once when another client removes the record of its lock. If false, it is notified at its next renewal.
+    /// A holder is notified at once when another client removes the record of its lock. If false,
+    /// it is notified at its next renewal.
     pub tells_losses: bool,
-    /// A lock can have several holders at once, if all of them request this. No store offers it yet.
+    /// A lock can have several holders at once, if all of them request this. No store offers it
+    /// yet.
     pub shared: bool,
-    /// The poll interval of programs other than this library that share these records, if they poll. After a release, the engine then
-    /// leaves a contended lock free for longer before it acquires it again, so that these programs find it free.
+    /// The poll interval of programs other than this library that share these records, if they
+    /// poll. After a release, the engine then leaves a contended lock free for longer before it
+    /// acquires it again, so that these programs find it free.
     pub peer_poll: Option<Duration>,
     /// The store keeps the holder's label with a grant, and returns it.
     pub labels: bool,
@@ -128,29 +134,33 @@ impl Capabilities {
         self
     }
 
-    /// Sets [`fair`](Self::fair): the store has a queue of claims. The engine then does not hand claims over locally.
+    /// Sets [`fair`](Self::fair): the store has a queue of claims. The engine then does not hand
+    /// claims over locally.
     #[must_use]
     pub const fn with_fair(mut self) -> Self {
         self.fair = true;
         self
     }
 
-    /// Sets [`wakes`](Self::wakes): [`LockBackend::wait`](crate::LockBackend::wait) returns when the lock may be free.
+    /// Sets [`wakes`](Self::wakes): [`LockBackend::wait`](crate::LockBackend::wait) returns when
+    /// the lock may be free.
     #[must_use]
     pub const fn with_wakes(mut self) -> Self {
         self.wakes = true;
         self
     }
 
-    /// Sets [`tells_losses`](Self::tells_losses): the backend notifies the registries that it got by
-    /// [`LockBackend::tell_losses`](crate::LockBackend::tell_losses) when another client has removed a record.
+    /// Sets [`tells_losses`](Self::tells_losses): the backend notifies the registries that it got
+    /// by [`LockBackend::tell_losses`](crate::LockBackend::tell_losses) when another client has
+    /// removed a record.
     #[must_use]
     pub const fn with_tells_losses(mut self) -> Self {
         self.tells_losses = true;
         self
     }
 
-    /// Sets [`peer_poll`](Self::peer_poll): programs other than this library share these records and poll at this interval.
+    /// Sets [`peer_poll`](Self::peer_poll): programs other than this library share these records
+    /// and poll at this interval.
     #[must_use]
     pub const fn with_peer_poll(mut self, interval: Duration) -> Self {
         self.peer_poll = Some(interval);
@@ -164,7 +174,8 @@ impl Capabilities {
         self
     }
 
-    /// Sets [`inspect`](Self::inspect): the backend implements `inspect`, `list` and `force_release`.
+    /// Sets [`inspect`](Self::inspect): the backend implements `inspect`, `list` and
+    /// `force_release`.
     #[must_use]
     pub const fn with_inspect(mut self) -> Self {
         self.inspect = true;
@@ -179,7 +190,8 @@ impl Capabilities {
         self
     }
 
-    /// Returns the capabilities that apply to both stores, for a lock that may come from either of them.
+    /// Returns the capabilities that apply to both stores, for a lock that may come from either of
+    /// them.
     #[must_use]
     pub fn meet(&self, other: &Self) -> Self {
         Self {

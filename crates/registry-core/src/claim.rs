@@ -1,7 +1,9 @@
-//! The remote half of an acquisition: a claim that may or may not be known to the store yet, and the clean-up for it.
+//! The remote half of an acquisition: a claim that the store may or may not know yet, and its
+//! clean-up.
 //!
-//! The clean-up is armed before the first request leaves: whoever drops a [`Contender`] in mid-flight leaves to the
-//! janitor a claim that is carried to its end and given back.
+//! The clean-up is armed before the first request is sent. If a [`Contender`] is dropped while a
+//! request is in flight, the background releaser completes the request and releases the claim.
+//! Called by `acquire`.
 
 use std::future::Future as _;
 use std::panic::AssertUnwindSafe;
@@ -26,31 +28,31 @@ use crate::release::{GivingBack, give_back, give_back_in_background};
 use crate::slot::{Slot, Turn};
 use crate::watch::{Parked, Suspended, Suspension};
 
-/// What an acquisition has, and passes to the claim that is held.
+/// The state of an acquisition that passes to the active grant.
 pub(crate) type Parts = (Turn, Claim, Arc<Terms>);
 
 type AttemptCall = Call<Result<Attempt, BackendError>>;
 
-/// What came of one attempt.
+/// The result of one attempt.
 #[derive(Debug)]
 pub(crate) enum Answer {
-    /// The store answered a request that left at this moment.
+    /// The store responded to a request that was sent at this time.
     Answered(Moment, Result<Attempt, BackendError>),
-    /// It did not answer in time. The outcome is unknown.
+    /// The store did not respond in time. The outcome is unknown.
     Unanswered,
 }
 
-/// The one caller of this process that contends for a key.
+/// The one caller of this process that competes for a key in the store.
 #[derive(Debug)]
 pub(crate) struct Contender {
-    /// They are here until a grant is taken or the contender is dropped.
+    /// Present until a grant is taken or the contender is dropped.
     parts: Option<Parts>,
     in_flight: Option<AttemptCall>,
-    /// What had been heard of the key when the last attempt left.
+    /// The invalidation epoch of the key when the last attempt was sent.
     news_then: NewsMark,
-    /// Attempts of this claim whose outcome is unknown.
+    /// The number of attempts of this claim with an unknown outcome.
     stray_attempts: u32,
-    /// The store may have the claim in its queue.
+    /// The claim may be in the store's queue.
     queued: bool,
 }
 
@@ -74,7 +76,7 @@ impl Contender {
         self.slot().engine()
     }
 
-    /// What is known of other processes that want the key.
+    /// Returns the contention between this process and others for the key.
     pub(crate) fn contention(&mut self) -> &mut Contention {
         let parts = self.parts.as_mut().expect("the turn is here until a grant is taken");
         &mut parts.0.contention
@@ -84,14 +86,14 @@ impl Contender {
         &self.parts.as_ref().expect("the claim is here until a grant is taken").1
     }
 
-    /// Asks the store once, and once more if the connection had broken while idle. Returns `Abandoned` if it was not polled for
-    /// a lease in between.
+    /// Sends one request to the store, and a second one if the connection had broken while idle.
+    /// Returns `Abandoned` if it was not polled for a lease.
     ///
-    /// The backend does not repeat an attempt itself: the first request may still arrive after the release of what the
-    /// second one was granted, and only a counted attempt is released again.
+    /// The backend itself must not repeat an attempt. The first request may still reach the store
+    /// after the release of the second one's grant, and only a counted attempt is released again.
     ///
     /// # Cancel safety
-    /// Dropping the future drops the contender, which carries the request to its end in the background.
+    /// Dropping the future drops the contender, and the background releaser completes the request.
     pub(crate) async fn attempt(
         self,
         engine: &Engine,
@@ -106,17 +108,18 @@ impl Contender {
         }
     }
 
-    /// Sends one request, and counts it if its outcome stays unknown.
+    /// Sends one request, and counts it if its outcome is unknown.
     async fn request(
         mut self,
         engine: &Engine,
         suspension: &mut Suspension<'_, Self>,
     ) -> Result<(Self, Answer), Abandoned> {
-        // Taken before the request leaves. The store's lease starts at an unknown moment between send and
-        // reply; counting from the reply would let us trust a lease that is already over.
+        // Taken before the request leaves. The store's lease starts at an unknown moment between
+        // send and reply; counting from the reply would let us trust a lease that is already over.
         let sent_at = Moment::now();
         self.news_then = self.slot().news();
-        // For a backend that panics right here. All else that can go wrong finds the request in flight.
+        // Counts the attempt in case the backend panics here, before the request is recorded as in
+        // flight.
         self.stray_attempts += 1;
         let first = match engine.backend.acquire_at_once(self.claim()) {
             Some(answer) => Ok(answer),
@@ -154,8 +157,8 @@ impl Contender {
         Ok((self, Answer::Answered(sent_at, answer)))
     }
 
-    /// Takes a grant. If its lease was over before it arrived, the claim goes back to the store and the contender goes on
-    /// with the same turn and a fresh claim.
+    /// Takes a grant. If its lease was over before it arrived, the claim is released in the
+    /// background. The contender then continues with the same local permit and a new claim.
     pub(crate) fn take(
         mut self,
         grant: Grant,
@@ -187,7 +190,7 @@ impl Contender {
             });
             Box::new(Self::new(turn, fresh, terms))
         });
-        // Only now, so that closing never sees nobody between two states of the same caller.
+        // After the new state is counted, so that closing always counts this caller at least once.
         match &taken {
             Ok(held) => held.engine().contending.leave(),
             Err(late) => late.engine().contending.leave(),
@@ -195,8 +198,9 @@ impl Contender {
         taken
     }
 
-    /// Leaves the present claim to the janitor and goes on with a fresh one. For a claim whose request hangs: only a
-    /// request that has been answered can be repeated safely under the same id.
+    /// Leaves the current claim to the background releaser and continues with a new one. For a
+    /// claim whose request has no response: only an answered request can be repeated safely with
+    /// the same id.
     pub(crate) fn start_over(&mut self, fresh: Claim) {
         let Some((turn, claim, terms)) = self.parts.take() else {
             return;
@@ -250,7 +254,8 @@ impl Drop for Contender {
     }
 }
 
-/// An acquisition was not polled for a lease: its claim is being released, and its local turn passes on.
+/// The acquisition was not polled for a lease: its claim is being released, and its local permit
+/// passes to the next caller.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Abandoned;
 
@@ -263,20 +268,22 @@ impl Parked for Contender {
     }
 }
 
-/// Waits for the outcome of a request that its caller has left, and gives back what it got.
+/// Waits for the outcome of a request whose caller is gone, and releases what it was granted.
 async fn finish_and_give_back(
     call: CallFuture<Result<Attempt, BackendError>>,
     mut giving: GivingBack,
     queued: bool,
 ) {
     let limit = giving.engine.defaults.answer_limit;
-    // A backend that panicked in front of its caller would panic again: then all that is known is that nothing is.
+    // If the backend panicked while its caller polled it, it panics here again. The outcome is then
+    // unknown.
     let call = AssertUnwindSafe(call).catch_unwind();
     tokio::pin!(call);
     let answer = match tokio::time::timeout(limit, &mut call).await {
         Ok(answer) => answer,
         Err(_) => {
-            // A store that hangs must not keep local callers from finding that out for themselves.
+            // If the store does not respond, the next local caller must learn this from its own
+            // request.
             giving.turn = None;
             call.await
         }
@@ -286,10 +293,10 @@ async fn finish_and_give_back(
         Err(BackendError::new(BackendErrorKind::Protocol, "the backend panicked"))
     };
     match answer.unwrap_or_else(panicked) {
-        // Nothing is there unless an earlier attempt left it.
+        // There is nothing to release unless an earlier attempt was granted.
         Ok(Attempt::Busy(_)) if giving.stray_attempts == 0 && !queued => return,
         Err(error) if error.refused() && giving.stray_attempts == 0 && !queued => return,
-        // Every attempt may have caused a grant of its own, one after the release of the other.
+        // Each attempt may have caused a grant of its own, one after the release of the other.
         Ok(Attempt::Granted(_)) if giving.stray_attempts > 0 => giving.stray_attempts += 1,
         Ok(_) => {}
         Err(_) => giving.stray_attempts += 1,

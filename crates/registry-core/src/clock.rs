@@ -1,8 +1,9 @@
-//! Time as the engine counts it: tokio's clock plus all the time this host has been suspended.
+//! The engine's clock: tokio's clock plus the time for which this host was suspended.
 //!
-//! `Instant` stands still while a machine sleeps, so a resumed holder would believe that its lease is young.
-//! The kernel knows the difference (boot time minus monotonic time); adding it to tokio's clock counts suspend
-//! and still stands still with tokio's paused time in tests. No wall clock is read anywhere.
+//! `Instant` does not advance while a machine is suspended, so a resumed holder would still trust
+//! an expired lease. The difference between the kernel's boot time and its monotonic time is the
+//! suspended time. Added to tokio's clock, it counts suspension and still follows tokio's paused
+//! time in tests. No wall clock is read here.
 
 use std::future::poll_fn;
 use std::mem;
@@ -13,10 +14,10 @@ use std::time::{Duration, Instant};
 
 use tokio::runtime::Handle;
 
-/// Returns after `span` on tokio's clock, in whichever runtimes it is polled.
+/// Waits for `span` on tokio's clock, in whichever runtimes it is polled.
 ///
-/// A caller may leave to the janitor what it has begun in a runtime of its own. A timer that was set there would panic once that runtime has ended, so
-/// it is set anew where this goes on.
+/// The background releaser may complete a future that began in another runtime. A timer of that
+/// runtime would panic after its end, so the timer is created again in each new runtime.
 pub(crate) async fn sleep(span: Duration) {
     let mut timer = pin!(tokio::time::sleep(span));
     let mut runtime = Handle::current().id();
@@ -31,64 +32,66 @@ pub(crate) async fn sleep(span: Duration) {
     .await;
 }
 
-/// A moment on the engine's clock, in nanoseconds from an arbitrary origin of this process.
+/// A time on the engine's clock, in nanoseconds from an arbitrary origin of this process.
 ///
-/// Follows tokio's clock, paused time in tests included, and counts the time in which the host is suspended. For backends that have to say
-/// themselves how long something is certain.
+/// Follows tokio's clock, including paused time in tests, and counts the time for which the host is
+/// suspended. For backends that must decide themselves how long a fact is certain.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub struct Moment(i64);
 
 impl Moment {
-    /// A moment that comes before all others. A lease that is valid until then is not valid.
+    /// A time before all others. A lease with this end is not valid.
     pub(crate) const PAST: Self = Self(i64::MIN);
 
-    /// A moment that never comes.
+    /// A time that is never reached.
     pub(crate) const FUTURE: Self = Self(i64::MAX);
 
-    /// The current moment.
+    /// Returns the current time.
     #[must_use]
     pub fn now() -> Self {
-        // In this order: see `suspended`.
+        // `boot` must be read first, see `suspended`.
         let boot = boot_ns();
         let (running, origin) = running();
         Self(running.saturating_add(suspended(boot, running, origin)))
     }
 
-    /// The current moment, without a look at whether the host has just been suspended: then it is too early by that time.
-    /// For moments that may be too early and come soon after an exact one.
+    /// Returns the current time without a check for a suspension just before, which makes it too
+    /// early by that suspension. Only for times that may be too early and that are read shortly
+    /// after an exact one.
     pub(crate) fn about_now() -> Self {
         Self(running().0.saturating_add(SUSPENDED.load(Ordering::Relaxed)))
     }
 
-    /// The current moment, shortly after `recent`, which was exact. Looks for a suspend only if that is a while ago.
+    /// Returns the current time, shortly after the exact time `recent`. Checks for a suspension
+    /// only if `recent` is at least 1 ms ago.
     pub(crate) fn now_after(recent: Self) -> Self {
         let now = Self::about_now();
         if now.since(recent) < Duration::from_millis(1) { now } else { Self::now() }
     }
 
-    /// This moment and `span`; saturates some centuries from now.
+    /// Returns this time plus `span`. Saturates some centuries from now.
     #[must_use]
     pub fn after(self, span: Duration) -> Self {
         Self(self.0.saturating_add(nanos(span)))
     }
 
-    /// The time from `earlier` to this moment; zero if it is not earlier.
+    /// Returns the time from `earlier` to `self`, or zero if `earlier` is not earlier.
     #[must_use]
     pub fn since(self, earlier: Self) -> Duration {
         Duration::from_nanos(u64::try_from(self.0.saturating_sub(earlier.0)).unwrap_or(0))
     }
 
-    /// The bits, for an atomic.
+    /// Returns the bits, for an atomic.
     pub(crate) const fn to_bits(self) -> i64 {
         self.0
     }
 
-    /// The moment of these bits.
+    /// Returns the time with these bits.
     pub(crate) const fn from_bits(bits: i64) -> Self {
         Self(bits)
     }
 
-    /// The instant on the user's clock that is as far from now as this moment.
+    /// Returns the instant on tokio's clock that is as far from now as `self` is from `now`.
     pub(crate) fn to_instant(self, now: Self) -> Instant {
         let instant = tokio::time::Instant::now().into_std();
         if self > now {
@@ -104,13 +107,13 @@ fn nanos(span: Duration) -> i64 {
     secs.saturating_mul(1_000_000_000).saturating_add(i64::from(span.subsec_nanos()))
 }
 
-/// Where all moments are counted from.
+/// The origin of all times.
 struct Origin {
-    /// On tokio's clock.
+    /// The origin on tokio's clock.
     instant: Instant,
-    /// What the clock that counts suspend showed then.
+    /// The boot clock at the origin, which counts suspension.
     boot: i64,
-    /// How far that clock was ahead of the one that does not.
+    /// How far the boot clock was ahead of the monotonic clock.
     ahead: i64,
 }
 
@@ -120,7 +123,8 @@ impl Origin {
         let mut closest = Duration::MAX;
         let mut boot_then = 0;
         let mut ahead = i64::MIN;
-        // Clocks must be read together. A thread that is interrupted in between has other tries.
+        // The clocks must be read at the same time. If the thread is interrupted between two reads,
+        // other rounds are closer.
         for _ in 0..16 {
             let before = Instant::now();
             let boot = boot_ns();
@@ -141,14 +145,15 @@ fn origin(now: Instant) -> &'static Origin {
     ORIGIN.get_or_init(|| Origin::new(now))
 }
 
-/// Tokio's clock, and where it is counted from.
+/// Returns tokio's clock and its origin.
 fn running() -> (i64, &'static Origin) {
     let now = tokio::time::Instant::now().into_std();
     let origin = origin(now);
     (nanos_between(origin.instant, now), origin)
 }
 
-/// From `earlier` to `later`. A paused runtime may count from an instant before the origin.
+/// Returns the time from `earlier` to `later`. A paused runtime may count from an instant before
+/// the origin.
 fn nanos_between(earlier: Instant, later: Instant) -> i64 {
     match later.checked_duration_since(earlier) {
         Some(after) => nanos(after),
@@ -156,16 +161,17 @@ fn nanos_between(earlier: Instant, later: Instant) -> i64 {
     }
 }
 
-/// How long this host has been suspended since the origin, as far as known, given what the clocks show. Only grows.
+/// Returns how long this host has been suspended since the origin, as far as the clocks show. The
+/// value only grows.
 fn suspended(boot: i64, running: i64, origin: &Origin) -> i64 {
     let known = SUSPENDED.load(Ordering::Relaxed);
-    // Whatever else happens, the clocks do not drift apart. `boot` is the older of the two, so the difference errs
-    // towards no suspend, however long this thread is interrupted in between.
+    // Without a suspension, the clocks do not drift apart. `boot` was read first, so an
+    // interruption of this thread between the reads can only hide a suspension, not invent one.
     let apart = boot.saturating_sub(origin.boot).saturating_sub(running);
     if apart.saturating_sub(known) <= JITTER {
         return known;
     }
-    // Tokio's clock may be paused; the system's tells.
+    // tokio's clock may be paused in a test, so the system's clocks decide.
     let seen = boot_ahead_ns().saturating_sub(origin.ahead);
     if seen - known <= JITTER {
         return known;
@@ -173,7 +179,8 @@ fn suspended(boot: i64, running: i64, origin: &Origin) -> i64 {
     SUSPENDED.fetch_max(seen, Ordering::Relaxed).max(seen)
 }
 
-/// How far the clock that counts suspend is ahead of the one that does not; at most that far.
+/// Returns how far the boot clock is ahead of the monotonic clock. May be slightly too low, because
+/// the boot clock is read first.
 #[cfg(any(target_os = "linux", target_os = "android"))]
 fn boot_ahead_ns() -> i64 {
     let boot = boot_ns();
@@ -201,10 +208,11 @@ fn boot_ns() -> i64 {
     0
 }
 
-/// Clocks that are read one after the other jitter; only a real suspend moves them further apart.
+/// Two clocks read one after the other differ by up to this much. Only a suspension moves them
+/// further apart.
 const JITTER: i64 = 1_000_000;
 
-/// The longest time of suspend that was ever seen.
+/// The longest total suspension seen so far.
 static SUSPENDED: AtomicI64 = AtomicI64::new(0);
 
 #[cfg(test)]

@@ -25,9 +25,10 @@ pub(crate) fn discard(payload: Box<dyn Any + Send>) {
 
 /// Wakes a task. A panic of the waker is discarded.
 ///
-/// If a waker drops its task, a local turn may pass to the next caller, whose waker is then called from within the first one.
-/// At [`NESTED_MAX`] nested calls, further wakers are queued and called by the innermost of these calls. So a long queue of
-/// callers does not overflow the stack.
+/// If a waker drops its task, a local permit may pass to the next caller, whose waker is then
+/// called from within the first one. At [`NESTED_MAX`] nested calls, further wakers are queued, and
+/// the innermost of these calls calls them. A long queue of callers therefore does not overflow the
+/// stack.
 pub(crate) fn wake(waker: Waker) {
     let depth = DEPTH.try_with(Cell::get).unwrap_or_default();
     if depth >= NESTED_MAX {

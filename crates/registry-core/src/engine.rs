@@ -1,4 +1,5 @@
-//! What all locks of one registry share: the store, the slots, the keeper, the janitor, the observers.
+//! The state that all locks of one registry share: store, local locks, lease renewer, background
+//! releaser, observers.
 
 use std::fmt;
 use std::panic::AssertUnwindSafe;
@@ -29,25 +30,25 @@ pub(crate) struct Engine {
     pub(crate) backend: Arc<dyn LockBackend>,
     pub(crate) capabilities: Capabilities,
     pub(crate) defaults: Defaults,
-    /// The terms of a lock that asks for nothing special, shared instead of made anew each time.
+    /// The terms of an acquisition without special options, shared instead of created for each.
     pub(crate) default_terms: Arc<Terms>,
     pub(crate) fairness: Fairness,
     pub(crate) observers: Observers,
     pub(crate) keeper: Keeper,
     pub(crate) janitor: Janitor,
-    /// Claims that are held now.
+    /// The claims that are held now.
     pub(crate) held: Gauge,
-    /// Callers that have or may have a request on its way to the store.
+    /// The callers that have or may have a request in flight.
     pub(crate) contending: Gauge,
-    /// Nothing new is begun.
+    /// The registry is closing and starts nothing new.
     pub(crate) closing: Signal,
-    /// What keeps closing from its end is to be left as it is.
+    /// The time limit of closing is over: waits that would delay its end are abandoned.
     pub(crate) out_of_time: Signal,
-    /// Claims that were lost.
+    /// The number of lost claims.
     pub(crate) lost: AtomicUsize,
-    /// Claims that were left to the end of their lease.
+    /// The number of claims that only the end of their lease frees.
     pub(crate) left_to_lease: AtomicUsize,
-    /// Those of them that their holder had let go.
+    /// The number of those that their holder had released.
     pub(crate) endings_left: AtomicUsize,
     pub(crate) slots: Arc<SlotTable>,
     pub(crate) sibling: Arc<Sibling>,
@@ -64,7 +65,7 @@ impl Engine {
         }
     }
 
-    /// The terms that `options` ask for; `None` for the registry's own.
+    /// Returns the terms that `options` request, or `None` for the registry's own.
     pub(crate) fn terms(&self, options: &LockOptions) -> Result<Option<Arc<Terms>>, LockError> {
         if options.asks_for_terms() {
             let terms = Terms::resolve(options, &self.defaults, &self.capabilities)?;
@@ -74,7 +75,8 @@ impl Engine {
         Ok(None)
     }
 
-    /// Sends all waiters away, now and from now on. True for whoever does it first.
+    /// Ends all waits with [`LockError::Closed`], now and from now on. Returns true for the first
+    /// call.
     pub(crate) fn begin_to_close(&self) -> bool {
         let first = self.closing.give();
         if first {
@@ -89,7 +91,7 @@ impl Engine {
         self.closing.is_given()
     }
 
-    /// Refuses work that nobody would finish.
+    /// Returns `Closed` if the registry is closing, or if no runtime runs its background releaser.
     pub(crate) fn check_open(&self) -> Result<(), LockError> {
         if self.is_closing() || !self.janitor.is_alive() {
             return Err(LockError::Closed);
@@ -97,7 +99,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Refuses to look into a store that cannot show anything.
+    /// Returns `Unsupported` if the store cannot report holders.
     pub(crate) fn require_inspect(&self) -> Result<(), LockError> {
         if self.capabilities.inspect {
             return Ok(());
@@ -105,7 +107,7 @@ impl Engine {
         Err(LockError::Unsupported { capability: "inspect", store: self.capabilities.store })
     }
 
-    /// Notes that only the store's clock frees a claim now.
+    /// Records that only the store's clock frees a claim now.
     pub(crate) fn leave_to_lease(&self, key: &Key) {
         self.left_to_lease.fetch_add(1, Ordering::AcqRel);
         self.tell(|| LockEvent::LeftToLease { key: key.as_str() });
@@ -133,23 +135,24 @@ impl Engine {
         }))
     }
 
-    /// How long after a grant the store wants its claim looked after.
+    /// Returns how long after a grant the store wants its claim verified.
     pub(crate) fn first_look(&self) -> Option<Duration> {
-        // The grant is on its way to its holder; a backend that panics here must not take it along.
+        // The grant has not reached its holder yet; a panic of the backend must not lose it.
         contain(|| self.backend.first_look()).unwrap_or_default()
     }
 
     pub(crate) fn close_backend(&self) -> Call<()> {
         let backend = Arc::clone(&self.backend);
         self.call(Box::pin(async move {
-            // All `close` calls of the registry share this future: a panic must not reach the others.
+            // All `close` calls of the registry share this future, and a panic must not reach the
+            // others.
             if let Err(panic) = AssertUnwindSafe(backend.close()).catch_unwind().await {
                 discard(panic);
             }
         }))
     }
 
-    /// A call that only looks, under the operation time-out.
+    /// Sends a request that needs no clean-up, such as a query, under the operation time-out.
     pub(crate) async fn ask<T: Send + 'static>(
         &self,
         operation: &'static str,
@@ -167,7 +170,7 @@ impl Engine {
         Call::new(&self.janitor, future)
     }
 
-    /// The error of a call that stayed unanswered.
+    /// Returns the error of a call without a response.
     pub(crate) fn unanswered(&self) -> BackendError {
         BackendError::transient(format!(
             "the {} store did not answer within {:?}",
@@ -175,14 +178,14 @@ impl Engine {
         ))
     }
 
-    /// Sleeps until `deadline` on the engine's clock.
+    /// Waits until `deadline` on the engine's clock.
     pub(crate) async fn sleep_until(&self, deadline: Moment) {
         loop {
             let left = deadline.since(Moment::now());
             if left.is_zero() {
                 return;
             }
-            // tokio's timers do not count suspend; a look now and then does.
+            // tokio's timers do not count suspended time. Reading the clock at this interval does.
             sleep(left.min(LOOK_AT_CLOCK)).await;
         }
     }
@@ -200,22 +203,22 @@ impl fmt::Debug for Engine {
 
 impl Drop for Engine {
     fn drop(&mut self) {
-        // Guards keep the engine alive, so nothing is held any more and the keeper may end.
+        // Guards keep the engine alive, so no claim is held any more and the lease renewer may end.
         self.keeper.stop();
     }
 }
 
-/// The public error for trouble with the store.
+/// Returns the public error for a store error.
 pub(crate) fn trouble(operation: &'static str, key: &str, source: BackendError) -> LockError {
     LockError::Backend { operation, key: key.to_owned(), source }
 }
 
-/// The public error for an operation on a lost lock.
+/// Returns the public error for an operation on a lost lock.
 pub(crate) fn lost(key: &Key, reason: crate::LostReason) -> LockError {
     LockError::Lost { key: key.as_str().to_owned(), reason }
 }
 
-/// The error of a claim that a backend left out of its answer.
+/// Returns the error of a claim for which the backend returned no result.
 pub(crate) fn missing_answer() -> BackendError {
     BackendError::new(
         crate::BackendErrorKind::Protocol,
@@ -223,7 +226,8 @@ pub(crate) fn missing_answer() -> BackendError {
     )
 }
 
-/// A pause before try number `attempt` (from 0): doubling from 10 ms to 1 s, the upper half of it jittered against stampedes.
+/// Returns the pause before retry number `attempt` (from 0). It doubles from 10 ms to 1 s; a random
+/// part of up to one half is subtracted, so that clients do not retry together.
 pub(crate) fn backoff(attempt: u32) -> Duration {
     let ceiling_ms = 10_u64 << attempt.min(7);
     let ceiling_us = ceiling_ms.min(1_000) * 1_000;

@@ -1,4 +1,5 @@
-//! What can go wrong, sorted by what the caller can do about it. "Busy" and "timed out" are answers, not errors.
+//! Errors, classified by what the caller can do about them. "Busy" and "timed out" are values, not
+//! errors.
 
 use std::borrow::Cow;
 use std::error::Error as StdError;
@@ -8,19 +9,20 @@ use std::time::Duration;
 
 use crate::key::InvalidKey;
 
-/// Why a lock operation failed.
+/// The reason why a lock operation failed.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum LockError {
-    /// The store is in trouble. [`BackendError::is_retryable`] tells whether trying again can help.
+    /// The store returned an error or did not respond. [`BackendError::is_retryable`] returns
+    /// whether a retry can help.
     #[error("{operation} of lock {key:?} failed")]
     #[non_exhaustive]
     Backend {
-        /// What was tried: `acquire`, `renew`, `release`, `inspect`, …
+        /// The operation: `acquire`, `renew`, `release`, `inspect`, …
         operation: &'static str,
         /// The key.
         key: String,
-        /// What the store said.
+        /// The store error.
         source: BackendError,
     },
     /// The lock had been lost. Work done under it since then was not protected.
@@ -29,7 +31,7 @@ pub enum LockError {
     Lost {
         /// The key.
         key: String,
-        /// Why.
+        /// The reason.
         reason: LostReason,
     },
     /// The text cannot be the key of a lock. Nothing was sent to the store.
@@ -38,11 +40,11 @@ pub enum LockError {
     /// An option is out of range. Nothing was sent to the store.
     #[error("invalid lock options")]
     InvalidOption(#[from] InvalidOption),
-    /// The store cannot do what was asked.
+    /// The store does not support the operation.
     #[error("the {store} store has no {capability}")]
     #[non_exhaustive]
     Unsupported {
-        /// What it lacks, as [`Capabilities`](crate::Capabilities) names it.
+        /// The missing capability, as [`Capabilities`](crate::Capabilities) names it.
         capability: &'static str,
         /// The store.
         store: &'static str,
@@ -50,30 +52,33 @@ pub enum LockError {
     /// The registry was closed, or the runtime that opened it has shut down.
     #[error("the lock registry is closed")]
     Closed,
-    /// A blocking call was made on a thread that runs async tasks, where it would block all of them.
+    /// A blocking call was made on a thread that runs async tasks, where it would block all of
+    /// them.
     #[error("a blocking lock call was made inside an async runtime; use the async registry there")]
     InsideRuntime,
 }
 
 impl LockError {
-    /// Whether the same call may succeed if it is simply made again.
+    /// Returns whether the same call may succeed if it is repeated.
     #[must_use]
     pub fn is_retryable(&self) -> bool {
         matches!(self, Self::Backend { source, .. } if source.is_retryable())
     }
 }
 
-/// Why a held lock is not held any more.
+/// The reason why a held lock is not held any more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
 #[non_exhaustive]
 pub enum LostReason {
-    /// The lease ran out before a renewal was confirmed: the store or the network was in trouble, or this process slept.
+    /// The lease ran out before a renewal was confirmed: the store or the network failed, or this
+    /// process was suspended.
     Expired,
-    /// The store says that the claim holds nothing any more: it expired there, or somebody broke the lock.
+    /// The store reports that the claim holds nothing any more: it expired there, or a client
+    /// forced its release.
     Gone,
-    /// The holder kept it for as long as its `max_hold` allows.
+    /// The lock was held for its `max_hold`.
     MaxHold,
     /// The registry was closed while the lock was held.
     Closed,
@@ -90,21 +95,21 @@ impl fmt::Display for LostReason {
     }
 }
 
-/// Which option is out of range, and what to do about it.
+/// An option that is out of range, and how to correct it.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{option} of {given} {problem}")]
 #[non_exhaustive]
 pub struct InvalidOption {
     /// The option's name.
     pub option: &'static str,
-    /// What was given.
+    /// The value that was given.
     pub given: String,
-    /// What is wrong with it and what to do.
+    /// The problem, and how to correct it.
     pub problem: Cow<'static, str>,
 }
 
 impl InvalidOption {
-    /// Says what is wrong with the `given` value of `option`.
+    /// Creates the error for the `given` value of `option`.
     #[must_use]
     pub fn new(
         option: &'static str,
@@ -120,9 +125,10 @@ impl InvalidOption {
     }
 }
 
-/// Trouble with a store, sorted by the backend.
+/// A store error, classified by the backend.
 ///
-/// Display names what happened in one fragment without the source's text; walk [`source`](StdError::source) for the rest.
+/// `Display` shows one fragment without the text of the source; see [`source`](StdError::source)
+/// for the rest.
 #[derive(Debug, Clone)]
 pub struct BackendError {
     kind: BackendErrorKind,
@@ -133,22 +139,24 @@ pub struct BackendError {
     source: Option<Arc<dyn StdError + Send + Sync>>,
 }
 
-/// What kind of trouble a store is in.
+/// The class of a store error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum BackendErrorKind {
-    /// It may pass: connection lost, time-out, failover, deadlock, lock wait. The engine retries within the deadline.
+    /// May resolve itself: lost connection, time-out, failover, deadlock, lock wait. The engine
+    /// retries until the deadline.
     Transient,
-    /// The store knows us and says no: wrong password, missing grant, read-only file.
+    /// The store rejects this client: wrong password, missing grant, read-only file.
     Denied,
-    /// The store is not set up for us: missing table, missing folder, wrong schema version, eviction policy.
+    /// The store is not set up for this client: missing table, missing folder, wrong schema
+    /// version, eviction policy.
     Misconfigured,
-    /// The store answered what it should not: corrupt file, wrong type, a reply that cannot be read.
+    /// The store's response is invalid: corrupt file, wrong type, unreadable reply.
     Protocol,
 }
 
 impl BackendError {
-    /// Trouble of this `kind`.
+    /// Creates an error of this `kind`.
     #[must_use]
     pub fn new(kind: BackendErrorKind, message: impl Into<Cow<'static, str>>) -> Self {
         Self {
@@ -161,75 +169,81 @@ impl BackendError {
         }
     }
 
-    /// Trouble that may pass.
+    /// Creates an error of kind [`Transient`](BackendErrorKind::Transient).
     #[must_use]
     pub fn transient(message: impl Into<Cow<'static, str>>) -> Self {
         Self::new(BackendErrorKind::Transient, message)
     }
 
-    /// Adds what the client library said. Its text must hold no secret.
+    /// Adds the error of the client library. Its text must contain no secret.
     #[must_use]
     pub fn with_source(mut self, source: impl StdError + Send + Sync + 'static) -> Self {
         self.source = Some(Arc::new(source));
         self
     }
 
-    /// Says that the store is known to have done nothing, so that no clean-up is needed.
+    /// Marks the error as refused: the store is known to have done nothing, so no clean-up is
+    /// needed.
     #[must_use]
     pub fn as_refused(mut self) -> Self {
         self.refused = true;
         self
     }
 
-    /// Takes [`as_refused`](Self::as_refused) back: an earlier try of the same request may have got through, so the outcome is unknown.
+    /// Reverts [`as_refused`](Self::as_refused): an earlier try of the same request may have
+    /// reached the store, so the outcome is unknown.
     #[must_use]
     pub fn as_unknown(mut self) -> Self {
         self.refused = false;
         self
     }
 
-    /// Marks a request that failed because its connection had broken while idle. A new connection probably works, so the
-    /// engine repeats an attempt with this mark once, at once, even after its deadline. It counts the first request as a
-    /// stray attempt unless the error is [`refused`](Self::refused).
+    /// Marks a request that failed because its connection had broken while idle.
+    ///
+    /// A new connection probably works, so the engine repeats an attempt with this mark once, at
+    /// once, even after its deadline. It counts the first request as an unresolved attempt unless
+    /// the error is [`refused`](Self::refused).
     #[must_use]
     pub fn on_stale_connection(mut self) -> Self {
         self.stale_connection = true;
         self
     }
 
-    /// Marks a refused release that an open transaction of the caller blocks. [`unlock`](crate::LockGuard::unlock) returns the
-    /// error at once, because its caller may be the one to end the transaction. The background repeats the release.
+    /// Marks a refused release that an open transaction of the caller blocks.
+    /// [`unlock`](crate::LockGuard::unlock) returns the error at once, because its caller may be
+    /// the one to end the transaction. The background repeats the release.
     #[must_use]
     pub fn as_blocked(mut self) -> Self {
         self.blocked = true;
         self.as_refused()
     }
 
-    /// What kind of trouble it is.
+    /// Returns the class of the error.
     #[must_use]
     pub fn kind(&self) -> BackendErrorKind {
         self.kind
     }
 
-    /// Whether trying again can help.
+    /// Returns whether a retry can help.
     #[must_use]
     pub fn is_retryable(&self) -> bool {
         self.kind == BackendErrorKind::Transient
     }
 
-    /// Whether the connection had broken while idle; see [`on_stale_connection`](Self::on_stale_connection).
+    /// Returns whether the connection had broken while idle; see
+    /// [`on_stale_connection`](Self::on_stale_connection).
     #[must_use]
     pub fn is_stale_connection(&self) -> bool {
         self.stale_connection
     }
 
-    /// Whether the store is known to have done nothing. Otherwise the outcome is unknown.
+    /// Returns whether the store is known to have done nothing. Otherwise the outcome is unknown.
     #[must_use]
     pub fn refused(&self) -> bool {
         self.refused
     }
 
-    /// Whether an open transaction of the caller blocks the operation.
+    /// Returns whether an open transaction of the caller blocks the operation.
     #[must_use]
     pub fn is_blocked(&self) -> bool {
         self.blocked
@@ -248,14 +262,14 @@ impl StdError for BackendError {
     }
 }
 
-/// Why a registry could not be set up.
+/// The reason why a registry could not be set up.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum ConfigError {
-    /// A value or a combination of values is wrong. The message says what to do.
+    /// A value or a combination of values is invalid. The message says how to correct it.
     #[error("{0}")]
     Invalid(String),
-    /// There is no option, variable, URL scheme or layout of this name.
+    /// No option, variable, URL scheme or layout has this name.
     #[error("unknown {what} {given:?} in {place}{}: {known}", suggestion(nearest.as_deref()))]
     #[non_exhaustive]
     Unknown {
@@ -263,9 +277,9 @@ pub enum ConfigError {
         what: &'static str,
         /// The name that was given.
         given: String,
-        /// Where it stands.
+        /// Where the name was given, for example `the store URL`.
         place: String,
-        /// The known name that is most like it, if one is similar enough to be meant.
+        /// The most similar known name, if one is similar enough.
         nearest: Option<String>,
         /// All known names.
         known: String,
@@ -276,9 +290,9 @@ pub enum ConfigError {
     NotBuiltIn {
         /// The scheme of its URLs.
         scheme: &'static str,
-        /// The Cargo feature of `lock-registry` that brings it.
+        /// The Cargo feature of `lock-registry` that adds it.
         feature: &'static str,
-        /// What to write into `Cargo.toml`.
+        /// The change to `Cargo.toml`.
         remedy: String,
     },
     /// The store could not be opened.
@@ -287,18 +301,21 @@ pub enum ConfigError {
     Open {
         /// The store.
         store: &'static str,
-        /// Its servers as `HOST:PORT,HOST:PORT`, or its path; empty if it has none. Free of secrets.
+        /// Its servers as `HOST:PORT,HOST:PORT`, or its path; empty if it has none. Contains no
+        /// secret.
         address: String,
-        /// What went wrong.
+        /// The store error.
         source: BackendError,
     },
-    /// A registry needs a tokio runtime with time enabled to live in.
+    /// There is no tokio runtime with time enabled here, which a registry needs for its background
+    /// tasks.
     #[error("a lock registry must be opened inside a tokio runtime that has time enabled")]
     NoRuntime,
 }
 
 impl ConfigError {
-    /// Creates [`ConfigError::Unknown`] for `given`, which is no name of a `what`. None of the arguments may hold a secret.
+    /// Creates [`ConfigError::Unknown`] for `given`, which is not the name of any `what`. The
+    /// arguments must contain no secret.
     #[must_use]
     pub fn unknown(
         what: &'static str,
@@ -316,7 +333,7 @@ impl ConfigError {
         }
     }
 
-    /// Says that a store is missing from this program, and how to bring it in.
+    /// Creates [`ConfigError::NotBuiltIn`] for a store that this program was built without.
     #[must_use]
     pub fn not_built_in(
         scheme: &'static str,
@@ -326,7 +343,7 @@ impl ConfigError {
         Self::NotBuiltIn { scheme, feature, remedy: remedy.into() }
     }
 
-    /// Creates [`ConfigError::Open`] for the store at `address`, which must hold no secret.
+    /// Creates [`ConfigError::Open`] for the store at `address`, which must contain no secret.
     #[must_use]
     pub fn open(store: &'static str, address: impl Into<String>, source: BackendError) -> Self {
         Self::Open { store, address: address.into(), source }

@@ -1,4 +1,4 @@
-//! Everything that can happen to a lock, as one closed list, and those who are told.
+//! The events of a registry, and the observers that receive them.
 
 use std::fmt;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use crate::contained::contain;
 use crate::error::{BackendError, LostReason};
 use crate::fencing::FencingToken;
 
-/// Something that happened. Fields named `key` are the lock's key.
+/// An event of a registry. A field named `key` contains the lock's key.
 #[derive(Debug)]
 #[non_exhaustive]
 #[expect(
@@ -17,16 +17,16 @@ use crate::fencing::FencingToken;
     reason = "the fields repeat their types' docs; each variant says when it happens"
 )]
 pub enum LockEvent<'a> {
-    /// A caller queues behind others of this process.
+    /// A caller waits behind other callers of this process.
     #[non_exhaustive]
     Waiting { key: &'a str },
-    /// The store says that somebody else holds the key.
+    /// The store responded that another claim holds the key.
     #[non_exhaustive]
     Busy { key: &'a str, busy: &'a Busy },
-    /// An attempt failed; its outcome is unknown unless the error says otherwise.
+    /// An attempt failed. Its outcome is unknown unless the error is refused.
     #[non_exhaustive]
     AttemptFailed { key: &'a str, error: &'a BackendError },
-    /// A caller gave up: the key was held by others until its deadline.
+    /// A caller reached its deadline while the key was held.
     #[non_exhaustive]
     GaveUp { key: &'a str, waited: Duration },
     /// The store granted the key.
@@ -35,38 +35,44 @@ pub enum LockEvent<'a> {
     /// The owner of a held lock entered it again.
     #[non_exhaustive]
     Reentered { key: &'a str, token: Option<FencingToken> },
-    /// A holder passed the claim on to the next caller of this process, without the store.
+    /// A holder handed its claim over to the next caller of this process, without a request to the
+    /// store.
     #[non_exhaustive]
     HandedOver { key: &'a str, token: Option<FencingToken> },
     /// A renewal was confirmed.
     #[non_exhaustive]
     Renewed { key: &'a str, valid_for: Duration },
-    /// A renewal failed, or stayed unanswered until it was tried again; the lock is still held for `valid_for`.
+    /// A renewal failed, or had no response until it was retried. The lock is still held for
+    /// `valid_for`.
     #[non_exhaustive]
     RenewFailed { key: &'a str, error: &'a BackendError, valid_for: Duration },
-    /// A held lock is not held any more. The holder has been told.
+    /// A held lock was lost. Its holder has been notified.
     #[non_exhaustive]
     Lost { key: &'a str, token: Option<FencingToken>, reason: LostReason },
-    /// The store confirmed that the key of a lock that was let go is free of its claim.
+    /// The store confirmed that the key of a released lock is free of its claim.
     #[non_exhaustive]
     Released { key: &'a str, held_for: Duration },
-    /// A release failed; if that can help, it is repeated until its outcome is known or the lease is over.
+    /// A release failed. If a retry can help, it is repeated until its outcome is known or the
+    /// lease is over.
     #[non_exhaustive]
     ReleaseFailed { key: &'a str, error: &'a BackendError },
-    /// A claim is not given back, and only the store's clock frees its key: the store did not answer for as long as the lease, or
-    /// refused; or closing does not wait for a `min_hold`.
+    /// A claim is not released, and only the store's clock frees its key. Either the store did not
+    /// respond for the length of the lease, or it refused, or closing did not wait for a
+    /// `min_hold`.
     #[non_exhaustive]
     LeftToLease { key: &'a str },
-    /// The registry began to close: it grants no more.
+    /// The registry began to close and grants no more locks.
     Closing,
     /// The registry is closed.
     Closed,
 }
 
-/// Is told what happens in a registry, on the task where it happens: it must be quick and must not block.
-/// A panic in it is caught and ignored, and so is a panic of the payload's destructor.
+/// Receives registry events synchronously, on the task that emits them. An implementation must be
+/// fast and must not block.
+///
+/// A panic of an observer is caught and ignored, and so is a panic of the payload's destructor.
 pub trait Observer: fmt::Debug + Send + Sync {
-    /// Takes note of `event`.
+    /// Receives `event`.
     fn on(&self, event: &LockEvent<'_>);
 }
 
@@ -85,7 +91,7 @@ impl Observers {
 
     pub(crate) fn tell(&self, event: &LockEvent<'_>) {
         for observer in &self.0 {
-            // Somebody's broken metrics must not cost somebody else's lock.
+            // A panic in an observer must not end the lock operation that emits the event.
             contain(|| observer.on(event));
         }
     }

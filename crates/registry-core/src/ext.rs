@@ -1,4 +1,4 @@
-//! Convenience over [`LockRegistry`]: run something while a lock is held.
+//! Convenience methods for every [`LockRegistry`]: run work while a lock is held.
 
 use std::future::Future;
 use std::time::Duration;
@@ -8,18 +8,20 @@ use crate::guard::LockGuard;
 use crate::options::LockOptions;
 use crate::registry::LockRegistry;
 
-/// What every [`LockRegistry`] can do on top of obtaining locks. Implemented for all of them.
+/// Convenience methods for [`LockRegistry`]. Implemented for every registry.
 pub trait LockRegistryExt: LockRegistry {
-    /// Waits for the lock of `key`, runs `work` under it and lets go.
+    /// Acquires the lock of `key`, runs `work`, and releases the lock.
     ///
-    /// `work` gets the guard, for its fencing token. If the lock is lost, `work` is dropped at its current `.await`.
+    /// `work` receives the guard, for its fencing token. If the lock is lost, `work` is dropped at
+    /// its current `.await`.
     ///
     /// # Errors
-    /// Those of [`DistributedLock::lock`](crate::DistributedLock::lock), and [`LockError::Lost`] if the lock was lost before `work` was
-    /// done. A failure to let go afterwards does not hide what `work` returned: both are in [`Executed`].
+    /// Those of [`DistributedLock::lock`](crate::DistributedLock::lock), and [`LockError::Lost`] if
+    /// the lock was lost before `work` completed. If the release fails, [`Executed`] contains both
+    /// the error and the output of `work`.
     ///
     /// # Cancel safety
-    /// Dropping the future drops `work` and lets go in the background.
+    /// Dropping the future drops `work` and releases the lock in the background.
     ///
     /// # Examples
     /// ```
@@ -43,10 +45,12 @@ pub trait LockRegistryExt: LockRegistry {
         async move { execute(lock.lock().await?, work).await }
     }
 
-    /// As [`execute_locked`](Self::execute_locked), but gives up after `wait`: `None` if another holder had the lock until then.
+    /// As [`execute_locked`](Self::execute_locked), but waits at most `wait`. Returns `Ok(None)` if
+    /// the lock was held until then.
     ///
-    /// A `wait` of zero does not make a job run once that several processes start: a short job is done, and its key free, before the
-    /// next process asks. [`LockOptions::min_hold`] keeps the key taken.
+    /// A `wait` of zero does not make a job run only once if several processes start it. A short
+    /// job may be done, and its key free, before the next process tries. To prevent this, keep the
+    /// key locked with [`LockOptions::min_hold`].
     ///
     /// # Errors
     /// As [`execute_locked`](Self::execute_locked).
@@ -74,13 +78,14 @@ pub trait LockRegistryExt: LockRegistry {
 
 impl<R: LockRegistry + ?Sized> LockRegistryExt for R {}
 
-/// What [`LockRegistryExt::execute_locked`] did.
+/// The outcome of [`LockRegistryExt::execute_locked`].
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Executed<T> {
-    /// What the work returned.
+    /// The output of the work.
     pub output: T,
-    /// Whether the lock was let go properly. [`LockError::Lost`] means that the end of the work may not have been protected.
+    /// The result of the release. [`LockError::Lost`] means that the end of the work may not have
+    /// been protected.
     pub unlocked: Result<(), LockError>,
 }
 

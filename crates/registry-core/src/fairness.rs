@@ -1,18 +1,25 @@
 //! Fairness between processes on a store without a queue.
 //!
-//! A release wakes all waiting processes at once, so the process with the shortest round trip would win every time. The releasing
-//! process has no round trip at all, and a process that polls would hardly ever find the key free. The engine therefore limits how
-//! much of a key one process takes. A process *meets* another holder when an attempt of its own finds the key held.
+//! A release wakes all waiting processes at once, so the process with the shortest round trip would
+//! win every time. The releasing process has no round trip at all, and a process that polls would
+//! hardly ever find the key free. The engine therefore limits how much of a key one process takes.
+//! A process *meets* another holder when an attempt of its own finds the key held.
 //!
-//! - Hand-over: a claim of a contended key is handed over within the process for at most [`CONTENDED_SPAN`] after its grant.
-//! - Pause: after the release of such a claim, the process pauses before its next attempt. The pause is a part of the time for which
-//!   it held the claim, or all of that time if the store does not wake waiters.
-//! - Delay: after the pause, the process delays each attempt that follows a wake-up. The delays end when it has met as many other
-//!   holders as it usually meets between two of its own grants. If programs other than this library poll, and the process usually
-//!   meets [`CROWD`] or more holders, the delays last for [`OTHERS_MAX`] holders and are longer, so that those programs find the key free.
-//! - A process that has met no other holder pauses once per [`Limits::stretch`] of holding, so that waiting processes can acquire the key.
+//! - Hand-over: a claim of a contended key is handed over within the process for at most
+//!   [`CONTENDED_SPAN`] after its grant.
+//! - Pause: after the release of such a claim, the process pauses before its next attempt. The
+//!   pause is a part of the time for which it held the claim. It is all of that time if the store
+//!   does not wake waiters.
+//! - Delay: after the pause, the process delays each attempt that follows a wake-up. The delays end
+//!   when it has met as many other holders as it usually meets between two of its own grants.
+//! - Longer delay: if programs other than this library poll, and the process usually meets
+//!   [`CROWD`] or more holders, the delays last for [`OTHERS_MAX`] holders. They are also longer,
+//!   so that those programs find the key free.
+//! - A process that has met no other holder pauses once per [`Limits::stretch`] of holding, so that
+//!   waiting processes can acquire the key.
 //!
-//! All of this affects only the order of acquisitions, never safety. A store with a queue of its own needs none of it.
+//! All of this affects only the order of acquisitions, never safety. A store with a queue of its
+//! own needs none of it.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -26,7 +33,8 @@ use crate::key::Key;
 /// How long a claim of a contended key may be handed over within a process.
 pub(crate) const CONTENDED_SPAN: Duration = Duration::from_millis(20);
 
-/// The contention for the keys that this registry has released. An entry is valid for [`Limits::pause`] after the release.
+/// The contention for the keys that this registry has released. An entry is valid for
+/// [`Limits::pause`] after the release.
 pub(crate) struct Fairness {
     /// `None` if the store reaches no other process, or queues them.
     limits: Option<Limits>,
@@ -43,14 +51,17 @@ struct Limits {
     probe: Duration,
     /// The store does not wake waiters, so they poll.
     polled: bool,
-    /// If programs other than this library poll: the minimum of [`Contention::others`] once it has reached [`CROWD`]. Otherwise 0.
+    /// If programs other than this library poll: the minimum of [`Contention::others`] once it has
+    /// reached [`CROWD`]. Otherwise 0.
     others_min: u32,
 }
 
-/// The contention for one key between this process and others. Each turn of the process passes it on to the next turn.
+/// The contention for one key between this process and others. Each turn of the process passes it
+/// on to the next turn.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Contention {
-    /// The process has met another holder. Reset after pauses in a row without one, see [`Fairness::on_grant`].
+    /// The process has met another holder. Reset after pauses in a row without one, see
+    /// [`Fairness::on_grant`].
     contended: bool,
     /// How many other holders the process usually meets between two of its own grants.
     others: u32,
@@ -98,7 +109,8 @@ impl Fairness {
             contention.held = Duration::ZERO;
             if contention.met >= contention.others {
                 let others = contention.met.min(OTHERS_MAX);
-                // Among a few processes, the pauses alone leave the key free often enough for programs that poll.
+                // Among a few processes, the pauses alone leave the key free often enough for
+                // programs that poll.
                 let least = if others < CROWD { 0 } else { limits.others_min };
                 contention.others = others.max(least);
             } else if fastrand::u32(..FORGETS_ONE_IN) == 0 {
@@ -148,7 +160,8 @@ impl Limits {
         Self { pause, probe, stretch: probe * share, polled: !store.wakes, others_min }
     }
 
-    /// Returns the delay after a turn of this length. During the delay, programs other than this library that poll find the key free.
+    /// Returns the delay after a turn of this length. During the delay, programs other than this
+    /// library that poll find the key free.
     fn delay_of(&self, held_for: Duration) -> Duration {
         if self.others_min == 0 { DELAY } else { (held_for / 5).clamp(DELAY, POLLED_DELAY_MAX) }
     }
@@ -156,7 +169,8 @@ impl Limits {
     /// Returns the pause after a turn of this length.
     fn pause_of(&self, contention: &Contention, held_for: Duration) -> Duration {
         if contention.contended {
-            // If no other process acquired the key during a pause, the pause may have been too short.
+            // If no other process acquired the key during a pause, the pause may have been too
+            // short.
             let longer = 1_u32 << contention.unmet_pauses.min(8);
             let part = if self.polled { held_for } else { held_for / 4 };
             let pause = part.max(PAUSE_MIN).saturating_mul(longer);
@@ -175,7 +189,8 @@ impl Contention {
         self.contended
     }
 
-    /// Returns the end of the pause before the first attempt of a turn. `None` if the attempt may be made at once.
+    /// Returns the end of the pause before the first attempt of a turn. `None` if the attempt may
+    /// be made at once.
     pub(crate) fn pause_end(&self) -> Option<Moment> {
         let end = self.released_at?.after(self.pause);
         (Moment::now() < end).then_some(end)
@@ -207,7 +222,8 @@ impl fmt::Debug for Fairness {
     }
 }
 
-/// The longest pause if the store wakes waiters: several times the time between a release and the arrival of a waiter's attempt.
+/// The longest pause if the store wakes waiters: several times the time between a release and the
+/// arrival of a waiter's attempt.
 const PAUSE: Duration = Duration::from_millis(10);
 /// The shortest pause after a contended turn.
 const PAUSE_MIN: Duration = Duration::from_millis(2);
@@ -217,7 +233,8 @@ const POLLED_PAUSE_MAX: Duration = Duration::from_millis(312);
 const DELAY: Duration = Duration::from_millis(1);
 /// The longest delay if programs other than this library poll.
 const POLLED_DELAY_MAX: Duration = Duration::from_millis(10);
-/// The maximum of [`Contention::others`]. With more processes and no maximum, nearly all of them would always delay their attempts.
+/// The maximum of [`Contention::others`]. With more processes and no maximum, nearly all of them
+/// would always delay their attempts.
 const OTHERS_MAX: u32 = 16;
 /// From this number of other holders on, the delays leave more time for programs that poll.
 const CROWD: u32 = 4;
@@ -245,7 +262,8 @@ mod tests {
         Key::new("orders/42").unwrap()
     }
 
-    /// Runs one turn that meets `met` other holders and holds the claim for `hold`. Returns the pause before the turn.
+    /// Runs one turn that meets `met` other holders and holds the claim for `hold`. Returns the
+    /// pause before the turn.
     async fn turn(fairness: &Fairness, met: u32, hold: Duration) -> Duration {
         let mut contention = fairness.contention(&key());
         let pause = contention.pause_end().map_or(Duration::ZERO, |end| end.since(Moment::now()));

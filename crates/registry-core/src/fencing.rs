@@ -1,21 +1,22 @@
-//! The fencing token: the number that lets a resource refuse a holder that has been replaced.
+//! The fencing token: a number by which a resource rejects writes of a previous holder.
 
 use std::fmt;
 use std::num::NonZeroU64;
 
 /// A number that grows with every grant of one key.
 ///
-/// Give it along with each write to the protected resource and let the resource refuse a token that is
-/// older than the newest it has seen: then a holder that was paused beyond its lease can do no harm.
-/// Tokens of one key strictly grow over clients, expiry, release and restart. They fit into 63 bits, so
-/// that they survive a signed column. Tokens of different keys say nothing about each other.
+/// Send it with each write to the protected resource. The resource rejects a token that is smaller
+/// than the largest it has seen. A holder that was paused beyond its lease can then do no harm. The
+/// tokens of one key strictly grow across clients, expiry, release and restart. They fit into 63
+/// bits, so that a signed database column can store them. Tokens of different keys are not
+/// comparable.
 ///
 /// The idea is Chubby's sequencer (Burrows, OSDI 2006) and Kleppmann's fencing token (2016).
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
 #[cfg_attr(feature = "serde", serde(try_from = "u64", into = "u64"))]
 pub struct FencingToken(
-    /// One more than the token, so that no token at all takes no room.
+    /// The token plus one, so that an `Option` of a token is no larger than a token.
     NonZeroU64,
 );
 
@@ -23,24 +24,24 @@ impl FencingToken {
     /// The largest token, `i64::MAX`.
     pub const MAX: Self = Self::within(i64::MAX as u64);
 
-    /// The token `token`, which fits into 63 bits.
+    /// Creates the token for a number that fits into 63 bits.
     const fn within(token: u64) -> Self {
         Self(NonZeroU64::MIN.saturating_add(token))
     }
 
-    /// Makes a token of its number; `None` when it does not fit into 63 bits.
+    /// Creates a token from its number. Returns `None` if the number does not fit into 63 bits.
     #[must_use]
     pub const fn new(token: u64) -> Option<Self> {
         if token > Self::MAX.get() { None } else { Some(Self::within(token)) }
     }
 
-    /// The number itself.
+    /// Returns the number.
     #[must_use]
     pub const fn get(self) -> u64 {
         self.0.get() - 1
     }
 
-    /// The token `steps` after this one, or `None` past [`FencingToken::MAX`].
+    /// Returns the token `steps` after this one, or `None` past [`FencingToken::MAX`].
     #[must_use]
     pub const fn checked_add(self, steps: u64) -> Option<Self> {
         match self.get().checked_add(steps) {

@@ -1,7 +1,8 @@
-//! A count of things alive, and a way to wait until there are none.
+//! An active count, and a wait until it is zero.
 //!
-//! Sequentially consistent: closing relies on "I count, then look at the flag" meeting "I set the flag, then look at the
-//! count"; and so do those who leave and those who wait for them.
+//! All accesses are sequentially consistent. A caller increments the count and then reads the
+//! closing flag; closing sets the flag and then reads the count. At least one of them must see the
+//! other. The same applies to `leave` and `none_left`.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
@@ -12,7 +13,8 @@ use crate::contained::shielded;
 #[derive(Debug, Default)]
 pub(crate) struct Gauge {
     alive: AtomicUsize,
-    /// Somebody has begun to wait. Never unset: that happens when a registry is closed.
+    /// A task waits, or has waited. Never reset, because that happens only when a registry is
+    /// closed or idle.
     watched: AtomicBool,
     none_left: Notify,
 }
@@ -37,7 +39,7 @@ impl Gauge {
         loop {
             let none_left = self.none_left.notified();
             tokio::pin!(none_left);
-            // Listening starts before the look, or the last one to leave could slip through in between.
+            // Enabled before the check; the last `leave` in between would be missed otherwise.
             none_left.as_mut().enable();
             if self.alive() == 0 {
                 return;

@@ -1,4 +1,4 @@
-//! The guard of a held lock: what its holder can ask, and how the lock is let go.
+//! The guard of a held lock: state queries, renewal, loss notification and release.
 
 use std::fmt;
 use std::future::Future;
@@ -24,23 +24,24 @@ use crate::mutant::{Mutant, mutated};
 use crate::options::check_lease;
 use crate::release::{GivenBack, GivingBack, give_back};
 
-/// Proof that a lock is held, for as long as [`is_held`](Self::is_held) says so.
+/// Proof that a lock is held, for as long as [`is_held`](Self::is_held) returns true.
 ///
-/// The guard owns everything it needs and may be moved between tasks and threads. While it lives, the lease is renewed in the
-/// background. Let go with [`unlock`](Self::unlock), which waits for the store's answer and tells if the lock had been
-/// lost. Dropping the guard lets go as well: the release is handed to the registry's janitor and happens soon after;
-/// neither does it block nor can it fail loudly, inside or outside a runtime.
+/// The guard borrows nothing and may be moved between tasks and threads. While it lives, the lease
+/// renewer extends the lease. Release the lock with [`unlock`](Self::unlock), which waits for the
+/// store's response and reports whether the lock was lost. Dropping the guard also releases the
+/// lock: it passes the release to the registry's background releaser. The drop does not block and
+/// reports no error, inside or outside a runtime.
 ///
-/// A lease can end under a working holder: the process was paused, the network was down, somebody broke the lock. Watch
-/// [`lost`](Self::lost) or wrap the work in [`protect`](Self::protect), and give
-/// [`fencing_token`](Self::fencing_token) along with each write: only the token protects data against a holder that
-/// does not know yet.
+/// A lease can end while its holder still works: the process was paused, the network was down, or
+/// another client forced the release. Wait for [`lost`](Self::lost), or wrap the work in
+/// [`protect`](Self::protect). Also send the [`fencing_token`](Self::fencing_token) with each
+/// write: only the token protects data against a holder that has not noticed the loss yet.
 ///
-/// A guard that is leaked (`mem::forget`) is renewed for ever unless the lock was taken with
-/// [`max_hold`](crate::LockOptions::max_hold).
+/// A leaked guard (`mem::forget`) is renewed until the registry is closed, unless the lock was
+/// acquired with [`max_hold`](crate::LockOptions::max_hold).
 #[must_use = "the lock is let go as soon as the guard is dropped"]
 pub struct LockGuard {
-    /// Taken out only by whoever consumes the guard.
+    /// `None` only once `unlock` or `drop` has consumed the guard.
     hold: Option<Arc<Hold>>,
 }
 
@@ -49,56 +50,59 @@ impl LockGuard {
         Self { hold: Some(hold) }
     }
 
-    /// The key of the lock.
+    /// Returns the key of the lock.
     #[must_use]
     pub fn key(&self) -> &str {
         self.held().claim().key().as_str()
     }
 
-    /// The token of this grant: larger than all that were given for this key before. `None` if the store
-    /// [does not fence](crate::Capabilities::fencing).
+    /// Returns the fencing token of this grant. It is larger than all tokens granted for this key
+    /// before. Returns `None` if the store [does not fence](crate::Capabilities::fencing).
     #[must_use]
     pub fn fencing_token(&self) -> Option<FencingToken> {
         self.hold().token()
     }
 
-    /// The instant until which the lock is surely held if no further renewal succeeds. In the past once the lock is lost.
+    /// Returns the instant until which the lock is certainly held without a further renewal. The
+    /// instant is in the past once the lock is lost.
     ///
-    /// Counted from before the request was sent, less a margin of 1 % and 2 ms for clocks that run at different rates, on a clock
-    /// that counts the time that this host is suspended.
+    /// The lease counts from before the request was sent, less a margin of 1 % and 2 ms for clocks
+    /// that run at different rates. The clock includes the time for which this host is suspended.
     #[must_use]
     pub fn valid_until(&self) -> Instant {
         let now = Moment::now();
         self.held().valid_until().max(now).to_instant(now)
     }
 
-    /// How long the lock is surely held if no further renewal succeeds. Zero once it is lost.
+    /// Returns how long the lock is certainly held without a further renewal. Zero once it is lost.
     #[must_use]
     pub fn valid_for(&self) -> Duration {
         self.held().valid_until().since(Moment::now())
     }
 
-    /// Whether the lock is surely held now.
+    /// Returns whether the lock is certainly held now.
     #[must_use]
     pub fn is_held(&self) -> bool {
         Moment::now() < self.held().valid_until()
     }
 
-    /// Waits until the lock is lost, and tells why. Never resolves if the lock is let go properly.
+    /// Waits until the lock is lost and returns the reason. Never resolves if the lock is released
+    /// while it is held.
     ///
-    /// The future does not borrow the guard, so it can be watched elsewhere, and tells of a loss even if it is looked at only
-    /// after the guard is gone. It resolves no later than
-    /// [`valid_until`](Self::valid_until), whatever the network does; on a process that was paused, at its first poll.
+    /// The future does not borrow the guard, so another task can await it. It reports a loss even
+    /// if it is first polled after the guard is gone. It resolves at
+    /// [`valid_until`](Self::valid_until) at the latest, whatever the state of the network. After a
+    /// pause of the process, it resolves at its first poll.
     ///
     /// # Cancel safety
-    /// Dropping the future loses nothing; a later call tells again.
+    /// Dropping the future has no effect. A later call returns the same reason.
     pub fn lost(&self) -> impl Future<Output = LostReason> + Send + 'static + use<> {
         let hold = Arc::clone(self.hold());
         async move {
             loop {
                 let hint = hold.held().lost_hint();
                 tokio::pin!(hint);
-                // Listening starts before the look, or a loss could slip through in between.
+                // Enabled before the check; a loss in between would be missed otherwise.
                 hint.as_mut().enable();
                 hold.held().announce_watcher();
                 match hold.fate() {
@@ -106,9 +110,11 @@ impl LockGuard {
                     Fate::Lost(reason) => return reason,
                     Fate::LetGo => break,
                 }
-                // The keeper tells of a loss, but the deadline holds even if the keeper's runtime is gone.
+                // The lease renewer reports a loss. The deadline also holds if the renewer's
+                // runtime is gone.
                 let deadline = hold.held().valid_until();
-                // Whoever ends the lease wakes this task, and must not suffer from a waker that panics.
+                // The task that ends the lease calls this task's waker; a panic of the waker must
+                // not reach it.
                 shielded(async {
                     tokio::select! {
                         biased;
@@ -118,40 +124,44 @@ impl LockGuard {
                 })
                 .await;
             }
-            // A watcher that stays must not keep the slot of a lock that was let go.
+            // A future that is kept must not keep the local lock of a released lock alive.
             drop(hold);
             std::future::pending().await
         }
     }
 
-    /// Runs `work` for as long as the lock is held. If the lock is lost first, `work` is dropped at its current `.await`.
+    /// Runs `work` while the lock is held. If the lock is lost first, drops `work` at its current
+    /// `.await`.
     ///
-    /// This stops the work; it does not undo it. What was sent before may still take effect later: give the
-    /// [`fencing_token`](Self::fencing_token) along with it.
+    /// This stops the work but does not undo it. A request that was already sent may still take
+    /// effect later, so send the [`fencing_token`](Self::fencing_token) with it.
     ///
     /// # Errors
-    /// [`LockError::Lost`] if the lock was lost before `work` was done.
+    /// [`LockError::Lost`] if the lock was lost before `work` completed.
     ///
     /// # Cancel safety
-    /// Dropping the future drops `work`; the guard stays.
+    /// Dropping the future drops `work`. The guard remains.
     pub async fn protect<F: Future>(&self, work: F) -> Result<F::Output, LockError> {
         let key = self.held().claim().key();
         tokio::select! {
             biased;
-            // First, so that a process that wakes from a long pause does not take one more step.
+            // Polled first, so that a process that resumes after a long pause does not continue its
+            // work.
             reason = self.lost() => Err(lost(key, reason)),
             done = work => Ok(done),
         }
     }
 
-    /// Makes the lease end `lease` from now, or later, and renewals from here on ask for `lease`.
+    /// Extends the lease to at least `lease` from now. Later renewals also request `lease`.
     ///
     /// # Errors
-    /// [`LockError::InvalidOption`] for a lease that the store does not take, before any I/O; [`LockError::Lost`] if the lock
-    /// is not held any more; [`LockError::Backend`] if the store did not confirm: then the lease goes on as it was.
+    /// [`LockError::InvalidOption`] for a lease that the store does not accept, before any I/O.
+    /// [`LockError::Lost`] if the lock is not held any more. [`LockError::Backend`] if the store
+    /// did not confirm the renewal; the lease is then unchanged.
     ///
     /// # Cancel safety
-    /// Dropping the future may or may not have prolonged the lease in the store; the guard trusts only what was confirmed.
+    /// If the future is dropped, the lease in the store may or may not be extended. The guard
+    /// relies only on confirmed renewals.
     pub async fn renew(&self, lease: Duration) -> Result<(), LockError> {
         let held = self.held();
         let engine = held.engine();
@@ -178,7 +188,8 @@ impl LockGuard {
         }
     }
 
-    /// A further guard of the same hold: same token, same lease, no call to the store. The lock is let go with the last one.
+    /// Returns another guard of the same hold: same token, same lease, no request to the store. The
+    /// lock is released with the last guard.
     ///
     /// # Errors
     /// [`LockError::Lost`] if the lock is not held any more.
@@ -193,17 +204,20 @@ impl LockGuard {
         Ok(again)
     }
 
-    /// Lets go, and waits until the store has freed the key or the next local caller has it.
+    /// Releases the lock. Waits until the store has freed the key, or the claim has passed to the
+    /// next local caller.
     ///
-    /// With guards from [`reenter`](Self::reenter) left, only this one ends. With a
-    /// [`min_hold`](crate::LockOptions::min_hold) that is not over, this does not wait: the key is freed when it is over. A lease
-    /// that ends before is made longer first.
+    /// If other guards from [`reenter`](Self::reenter) are alive, only this guard ends. If the
+    /// [`min_hold`](crate::LockOptions::min_hold) is not over, this does not wait for it. When it
+    /// is over, the background releaser frees the key. If the lease would end before that, it is
+    /// extended first.
     ///
     /// # Errors
-    /// [`LockError::Lost`] if the lock had been lost: what was done since was not protected. [`LockError::Backend`] if the store
-    /// did not confirm in time: if that can help, the release is repeated in the background, and the lease ends in any case.
-    /// A store that cannot free the key next to an open fenced transaction says so at once by [`LockError::Backend`]; the
-    /// background frees the key after the transaction.
+    /// [`LockError::Lost`] if the lock was lost: work since then was not protected.
+    /// [`LockError::Backend`] if the store did not confirm the release in time. A release that may
+    /// succeed later is retried in the background, and the lease ends in any case. Some stores
+    /// cannot free a key while a fenced transaction is open. They return [`LockError::Backend`] at
+    /// once, and the background releaser frees the key after the transaction.
     ///
     /// # Cancel safety
     /// Dropping the future leaves the release to the background, as dropping the guard does.
@@ -228,7 +242,8 @@ impl LockGuard {
             let (engine, key) = (Arc::clone(engine), ending.held().claim().key().clone());
             return keep(ending, &engine).await.map_err(|reason| lost(&key, reason));
         }
-        // Most of the time of an in-process unlock would go into preparing for an answer that takes its time.
+        // For an in-process store, setting up a wait for the response would take most of the time
+        // of the unlock.
         let claim = ending.claim();
         let first = match engine.backend.release_at_once(&claim) {
             Some(answer) => Ok(answer),
@@ -253,7 +268,7 @@ impl LockGuard {
             let job = letting_go(&engine, give_held_back(ending, Some(release), None, None));
             return outcome(job, &engine, &key, patience).await;
         }
-        // This task may have to end its transaction before the store can free the key.
+        // The caller may have to end its own transaction before the store can free the key.
         let (blocked, refusal) = oneshot::channel();
         let job = letting_go(&engine, give_held_back(ending, Some(release), None, Some(blocked)));
         tokio::select! {
@@ -263,12 +278,14 @@ impl LockGuard {
         }
     }
 
-    /// Returns the claim for a fenced write, which compares it inside the store, and excludes the claim from hand-over.
+    /// Returns the claim for a fenced write, which compares it inside the store, and excludes the
+    /// claim from hand-over.
     ///
-    /// A store knows the claim, and not which of its local holders sends a request. Without the exclusion, a fenced write
-    /// that is still open could take effect after the write of the next local holder. After this call, the end of the lock
-    /// releases the claim in the store, so the next local caller acquires a claim of its own. The exclusion lasts as long as
-    /// the claim, also if the write is dropped.
+    /// A store knows the claim, and not which of its local holders sends a request. Without the
+    /// exclusion, a fenced write that is still open could take effect after the write of the next
+    /// local holder. After this call, the end of the lock releases the claim in the store, so the
+    /// next local caller acquires a claim of its own. The exclusion lasts as long as the claim,
+    /// also if the write is dropped.
     ///
     /// A backend calls this before it sends the first request of the write.
     ///
@@ -282,13 +299,14 @@ impl LockGuard {
 
     /// Returns the claim under which the store knows this hold. For tests and diagnosis.
     ///
-    /// A fenced write uses [`claim_for_fence`](Self::claim_for_fence) instead: this claim may pass to the next local caller.
+    /// A fenced write uses [`claim_for_fence`](Self::claim_for_fence) instead: this claim may pass
+    /// to the next local caller.
     #[must_use]
     pub fn claim(&self) -> &Claim {
         self.held().claim()
     }
 
-    /// The backend of the registry that this lock is from, if it is a `B`. For fenced writes, with
+    /// Returns the backend of the lock's registry if it is a `B`. For fenced writes, together with
     /// [`claim_for_fence`](Self::claim_for_fence).
     #[must_use]
     pub fn backend<B: LockBackend>(&self) -> Option<&B> {
@@ -321,7 +339,7 @@ impl fmt::Debug for LockGuard {
 impl Drop for LockGuard {
     fn drop(&mut self) {
         let Some(hold) = self.hold.take() else { return };
-        // A claim that was lost has been dealt with by whoever noticed.
+        // A lost claim needs no release here: the code that noticed the loss has handled it.
         if let Some(Ok(ending)) = hold.leave() {
             let engine = Arc::clone(hold.held().engine());
             drop(hold);
@@ -330,12 +348,14 @@ impl Drop for LockGuard {
     }
 }
 
-/// Lets the other tasks of this thread run now and then. Called when nothing is left to do, so that dropping or parking it keeps nothing.
+/// Yields when this task's coop budget is used up. Called after all work is done, so that dropping
+/// or not polling the future here delays no release.
 async fn yield_at_times() {
     tokio::task::coop::consume_budget().await;
 }
 
-/// A claim between its last guard and the store's answer. Whoever drops it leaves the rest to the janitor.
+/// Wraps the release of a claim in a call. If the call is dropped, the background releaser finishes
+/// it.
 fn letting_go(
     engine: &Engine,
     job: impl Future<Output = GivenBack> + Send + 'static,
@@ -343,7 +363,7 @@ fn letting_go(
     Call::giving_back(&engine.janitor, Box::pin(job))
 }
 
-/// Waits for the outcome, as long as a caller can be expected to.
+/// Waits for the outcome for at most the operation time-out.
 async fn outcome(
     job: Call<GivenBack>,
     engine: &Engine,
@@ -360,8 +380,8 @@ async fn outcome(
     }
 }
 
-/// Leaves the claim to the background for the rest of its `min_hold`, after the first renewal that this takes: the key must stay
-/// taken even if this process ends right after.
+/// Leaves the claim to the background until its `min_hold` is over. Waits for the first renewal
+/// that this needs, because the key must stay locked even if this process ends right after.
 async fn keep(ending: Ending, engine: &Engine) -> Result<(), LostReason> {
     let (secured, is_secured) = oneshot::channel();
     let (limit, patience) = (engine.defaults.answer_limit, ending.held().lease_length());
@@ -369,12 +389,13 @@ async fn keep(ending: Ending, engine: &Engine) -> Result<(), LostReason> {
     tokio::select! {
         biased;
         _ = job.answer_to_caller_within(limit, patience) => Ok(()),
-        // A failure is not the caller's: the renewal is tried again while the lease lasts.
+        // A failed renewal is not an error of the caller: the background retries it while the lease
+        // lasts.
         secured = is_secured => secured.unwrap_or(Ok(())),
     }
 }
 
-/// Hands the claim to the next local caller, or gives it back.
+/// Hands the claim over to the next local caller, or releases it.
 async fn let_go(ending: Ending) -> GivenBack {
     match ending.hand_over() {
         None => GivenBack::Freed,
@@ -382,7 +403,7 @@ async fn let_go(ending: Ending) -> GivenBack {
     }
 }
 
-/// Gives the claim back to the store, when its `min_hold` is over.
+/// Releases the claim in the store once its `min_hold` is over.
 async fn give_held_back(
     mut ending: Ending,
     under_way: Option<Call<Result<Release, BackendError>>>,
@@ -427,10 +448,12 @@ fn tell_released(held: &HeldClaim) {
     });
 }
 
-/// Is told once the store was asked to keep a claim, with the reason if the claim is lost.
+/// Receives a message once the first renewal of a kept claim is done or not needed. The message is
+/// an error if the claim is lost.
 type Secured = oneshot::Sender<Result<(), LostReason>>;
 
-/// Keeps a claim that nobody uses any more until its `min_hold` is over. False if closing could not wait for that.
+/// Keeps a claim without a guard until its `min_hold` is over. Returns false if closing the
+/// registry ended the wait.
 async fn keep_for(
     held: &HeldClaim,
     engine: &Engine,
@@ -445,8 +468,9 @@ async fn keep_for(
     }
 }
 
-/// Renews the lease until `end`, as long as it lasts, and waits until then. Returns early if the claim is lost, for which it also
-/// looks when there is news of the key: local callers must not be kept from a key that was broken.
+/// Waits until `end`, and renews the lease as long as it is valid. Returns early if the claim is
+/// lost. Also renews after an invalidation of the key, because local callers must not wait for a
+/// key whose release was forced.
 async fn keep_until(held: &HeldClaim, engine: &Engine, end: Moment, secured: Option<Secured>) {
     let store = &engine.capabilities;
     let mut secured = secured;
@@ -460,7 +484,7 @@ async fn keep_until(held: &HeldClaim, engine: &Engine, end: Moment, secured: Opt
         if renews {
             news = held.slot().news();
             let now = Moment::now();
-            // A store takes leases of limited length: one renewal may not be enough.
+            // The store limits the length of a lease, so one renewal may not be enough.
             let lease = covering(end.since(now)).clamp(store.lease_min, store.lease_max);
             let mut renewal = engine.renew(held.claim().clone().with_lease(lease));
             let pause = match renewal.answer_within(engine.defaults.answer_limit).await {
@@ -484,7 +508,7 @@ async fn keep_until(held: &HeldClaim, engine: &Engine, end: Moment, secured: Opt
                 }
             };
             let next = Moment::now().after(pause.max(backoff(failures)));
-            // What is over by then cannot be renewed.
+            // A lease that ends before the next try cannot be renewed.
             renews &= until >= end || next < until;
             if renews {
                 again_at = next.min(end);
@@ -499,10 +523,11 @@ async fn keep_until(held: &HeldClaim, engine: &Engine, end: Moment, secured: Opt
     }
 }
 
-/// Waits until `at`, or until there is other news of the key than `before`. Returns whether there is.
+/// Waits until `at`, or until the epoch of the key differs from `before`. Returns true in the
+/// latter case.
 async fn hears_until(held: &HeldClaim, engine: &Engine, before: NewsMark, at: Moment) -> bool {
     loop {
-        // Not at once: a renewal may be news itself.
+        // Not checked at once: a renewal may itself cause an invalidation.
         engine.sleep_until(Moment::now().after(engine.defaults.poll).min(at)).await;
         if Moment::now() >= at {
             return false;

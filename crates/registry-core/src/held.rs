@@ -1,7 +1,8 @@
-//! One claim that the store has granted: its lease, who has it locally, and how it ends.
+//! One active grant: its lease, its local holder, and its end.
 //!
-//! It ends exactly once: by the last guard ([`HeldClaim::end`]) or by loss ([`HeldClaim::lose`]), whichever comes first.
-//! Handing over is an end that is taken back in favour of the next local caller.
+//! It ends exactly once: by the last guard ([`HeldClaim::end`]) or by loss ([`HeldClaim::lose`]),
+//! whichever comes first. A hand-over reverts the end and passes the claim to the next local
+//! caller.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
@@ -36,12 +37,14 @@ pub(crate) struct HeldClaim {
     granted_at: Moment,
     /// Other processes want the key.
     contended: bool,
-    /// Attempts of this claim whose outcome stayed unknown: one of them may still arrive after the release.
+    /// The number of attempts of this claim with an unknown outcome. One of them may still reach
+    /// the store after the release.
     stray_attempts: u32,
-    /// The lease's end, for readers that must not wait for a lock. `PAST` once it has ended.
+    /// The end of the lease, for readers that must not lock `state`. `PAST` once the lease has
+    /// ended.
     valid_until: AtomicI64,
     lost: Notify,
-    /// Somebody watches for a loss.
+    /// A future waits for the loss.
     watched: AtomicBool,
     state: Mutex<State>,
 }
@@ -49,13 +52,14 @@ pub(crate) struct HeldClaim {
 struct State {
     phase: Phase,
     lease: Lease,
-    /// Here while the claim is held; whoever ends it takes it along.
+    /// Present while the claim is held. Ending the claim takes it.
     turn: Option<Turn>,
     seat: Option<Seat>,
     handovers: u32,
-    /// A fenced write may be open, which the store cannot tell from one of the next local holder.
+    /// A fenced write may be open. The store cannot distinguish it from a write of the next local
+    /// holder.
     fenced: bool,
-    /// The store has said so while the claim was ending.
+    /// The store reported the loss of the claim while it was ending.
     gone: bool,
 }
 
@@ -66,21 +70,22 @@ enum Phase {
     Lost(LostReason),
 }
 
-/// What the keeper has to do about a claim.
+/// What the lease renewer must do for a claim.
 pub(crate) enum Tick {
     Nothing,
     Renew {
         ask: Duration,
-        /// It is not for the time, but to hear whether the claim is still held.
+        /// Not because of the time, but to verify that the claim is still held.
         is_look: bool,
-        /// The renewal before was not answered.
+        /// The previous renewal had no response.
         unanswered: bool,
     },
     Lose(LostReason),
 }
 
 impl HeldClaim {
-    /// Takes a grant into custody. Gives turn and claim back when the lease was over before the grant arrived.
+    /// Creates the active grant. Returns the local permit and the claim if the lease was over
+    /// before the grant arrived.
     pub(crate) fn take(
         mut turn: Turn,
         claim: Claim,
@@ -123,7 +128,8 @@ impl HeldClaim {
         });
         held.engine().held.enter();
         held.seat(&mut held.state(), now);
-        // In this order: news that comes from here on finds the claim on the schedule.
+        // After scheduling: an invalidation that arrives from here on finds the claim in the
+        // schedule.
         if held.slot.news() != news_then {
             held.hear(now);
         }
@@ -134,7 +140,7 @@ impl HeldClaim {
         &self.claim
     }
 
-    /// The claim as it is released: its block says how many tokens the holders have used.
+    /// Returns the claim for its release, with the number of tokens that its holders have used.
     pub(crate) fn claim_to_release(&self) -> Claim {
         let used = self.state().handovers.saturating_add(1);
         self.claim.clone().with_token_block(used)
@@ -156,12 +162,13 @@ impl HeldClaim {
         Moment::from_bits(self.valid_until.load(Ordering::Acquire))
     }
 
-    /// How many attempts of this claim may have to be freed, the one that was granted included. None if there is only that.
+    /// Returns how many attempts of this claim the release may have to free, including the granted
+    /// one. Zero if the granted one is the only one.
     pub(crate) fn stray_attempts_at_release(&self) -> u32 {
         if self.stray_attempts == 0 { 0 } else { self.stray_attempts + 1 }
     }
 
-    /// Why it was lost; also notices a lease that has run out unseen.
+    /// Returns the reason of the loss. Also detects a lease that has run out unnoticed.
     pub(crate) fn loss(self: &Arc<Self>) -> Option<LostReason> {
         self.loss_at(Moment::now())
     }
@@ -189,31 +196,32 @@ impl HeldClaim {
         }
     }
 
-    /// Resolves whenever something may have been lost. A hint to look at [`loss`](Self::loss), to be enabled first and then
-    /// [announced](Self::announce_watcher).
+    /// Resolves whenever the claim may have been lost; the caller then checks [`loss`](Self::loss).
+    /// First enable the future, then call [`announce_watcher`](Self::announce_watcher).
     pub(crate) fn lost_hint(&self) -> tokio::sync::futures::Notified<'_> {
         self.lost.notified()
     }
 
-    /// Says that hints are wanted. What has changed before the last hint that did not reach the watcher is seen by its next
-    /// look: of these two exchanges one comes first, and the other one sees it.
+    /// Requests a notification of a loss. If the swap in `hint_loss` comes first, the caller's next
+    /// check sees the loss. Otherwise `hint_loss` sees this swap and notifies.
     pub(crate) fn announce_watcher(&self) {
         self.watched.swap(true, Ordering::AcqRel);
     }
 
-    /// Lets those who watch for a loss look again.
+    /// Notifies the futures that wait for a loss.
     pub(crate) fn hint_loss(&self) {
         if self.watched.swap(false, Ordering::AcqRel) {
             self.lost.notify_waiters();
         }
     }
 
-    /// Ends the claim by loss: tells the holder first, and only then lets anybody else at the key. False if it had ended.
+    /// Ends the claim by loss. Notifies the holder first, and only then lets other callers acquire
+    /// the key. Returns false if the claim had ended.
     pub(crate) fn lose(self: &Arc<Self>, reason: LostReason) -> bool {
         let (turn, lease_length, fenced) = {
             let mut state = self.state();
             if state.phase != Phase::Held {
-                // Let go, but perhaps to be handed over.
+                // The claim is ending, but a hand-over could still revert that.
                 state.gone |= reason == LostReason::Gone;
                 return false;
             }
@@ -231,35 +239,38 @@ impl HeldClaim {
             reason,
         });
         let (turn_now, turn_after) = match reason {
-            // The store may be out of reach. Local callers must find that out by themselves instead of queueing
-            // behind a record that nobody can remove.
+            // The store may be unreachable. The next local caller must learn this from its own
+            // request, instead of waiting behind a record that cannot be removed.
             LostReason::Expired | LostReason::Gone => (turn, None),
             LostReason::MaxHold | LostReason::Closed => (None, turn),
         };
         drop(turn_now);
-        // A renewal that was never answered needs no such care: it never brings back what has been released.
+        // Counts acquire attempts only. An unanswered renewal needs no clean-up, because it never
+        // restores a released grant.
         let stray_attempts = self.stray_attempts_at_release();
         if reason != LostReason::Gone || stray_attempts > 0 {
             give_back_in_background(GivingBack {
                 engine: Arc::clone(engine),
                 claim: self.claim_to_release().with_fenced(fenced),
                 turn: turn_after,
-                // A renewal that was never answered may have been carried out a moment ago.
+                // An unanswered renewal may have just extended the lease to its full length.
                 lease: lease_length,
                 stray_attempts,
                 under_way: None,
                 blocked: None,
             });
         }
-        // Only now: closing waits for what is held first, and for the janitor after that.
+        // After the job is submitted: closing waits first for held claims, then for the background
+        // releaser.
         engine.held.leave();
         true
     }
 
-    /// Ends the claim by the holder's own will. The keeper starts no renewal from here on.
+    /// Ends the claim because its holder releases it. The lease renewer starts no renewal from here
+    /// on.
     pub(crate) fn end(self: &Arc<Self>) -> Result<Ending, LostReason> {
-        // Exact would not help: a store that frees the claim tells by itself whether it was still there, and a holder to
-        // whom it is handed over looks for himself.
+        // An inexact time is enough: the response to the release says whether the grant still
+        // existed, and the receiver of a hand-over checks the lease itself.
         let now = Moment::about_now();
         if let Some(reason) = self.loss_at(now) {
             return Err(reason);
@@ -276,8 +287,8 @@ impl HeldClaim {
         Ok(Ending { held: Some(Arc::clone(self)), turn, fenced, seated: true, settled: false })
     }
 
-    /// Excludes the claim from hand-over until it ends. Fails if it has ended, or is about to: under the same mutex the
-    /// end decides whether the claim is handed over.
+    /// Excludes the claim from hand-over until it ends. Fails if the claim has ended or is ending.
+    /// The end decides about a hand-over under the same mutex.
     pub(crate) fn exclude_from_hand_over(self: &Arc<Self>) -> Result<(), LostReason> {
         if let Some(reason) = self.loss() {
             return Err(reason);
@@ -286,13 +297,14 @@ impl HeldClaim {
         match state.phase {
             Phase::Held => state.fenced = true,
             Phase::Lost(reason) => return Err(reason),
-            // A guard keeps its hold from ending, so only a guard of an earlier hold could come here.
+            // A guard keeps its hold from ending, so only a guard of an earlier hold could reach
+            // this.
             Phase::Ending => return Err(LostReason::Gone),
         }
         Ok(())
     }
 
-    /// Whether this claim may pass to another local caller as it is.
+    /// Returns whether this claim may be handed over to another local caller.
     fn may_be_handed_over(&self, now: Moment, state: &State) -> bool {
         let engine = self.engine();
         let held_for = now.since(self.granted_at);
@@ -305,17 +317,19 @@ impl HeldClaim {
             && self.terms.lease.renews
             && state.lease.length() == self.terms.lease.length
             && held_for >= self.terms.min_hold
-            // Enough of the lease must be left for the next one to get going before the keeper's next try.
+            // Enough of the lease must remain for the next holder to start before the lease
+            // renewer's next try.
             && self.valid_until().since(now) > self.terms.lease.length / 3
     }
 
-    /// Takes the end back, in favour of a hold of `owner`.
+    /// Reverts the end, for a hold of `owner`.
     fn begin_again(
         self: &Arc<Self>,
         turn: &mut Option<Turn>,
         owner: Option<Owner>,
     ) -> Option<LockGuard> {
-        // Read now: the claim may have been ending for a while. Whoever takes it looks exactly.
+        // Read again, because the claim may have been ending for a while. Inexact, because the
+        // receiver of the claim checks the exact time.
         let now = Moment::about_now();
         let mut state = self.state();
         if !self.may_be_handed_over(now, &state) {
@@ -333,14 +347,14 @@ impl HeldClaim {
         Some(Hold::first_guard(Arc::clone(self), token, owner))
     }
 
-    /// Takes the claim out of the keeper's hands.
+    /// Removes the claim from the lease renewer's schedule.
     fn unseat_for_good(&self) {
         if !mutated(Mutant::RenewAfterRelease) {
             self.unseat(&mut self.state());
         }
     }
 
-    /// The time from now until this claim may be freed at the earliest.
+    /// Returns the time until this claim may be freed.
     pub(crate) fn min_hold_left(&self) -> Duration {
         if self.terms.min_hold.is_zero() {
             return Duration::ZERO;
@@ -348,31 +362,31 @@ impl HeldClaim {
         self.granted_at.after(self.terms.min_hold).since(Moment::now())
     }
 
-    /// How long a lease of this claim lasts.
+    /// Returns the length of a lease of this claim.
     pub(crate) fn lease_length(&self) -> Duration {
         self.state().lease.length()
     }
 
-    /// Makes the renewals to come ask for `length`.
+    /// Makes later renewals request `length`.
     pub(crate) fn set_lease_length(&self, length: Duration) {
         self.state().lease.set_length(length);
     }
 
-    /// Notes that the store has told of a change of its record by itself, and has it asked whether the claim is still held.
+    /// Records an invalidation of the key, and schedules a verification of the claim.
     pub(crate) fn hear(self: &Arc<Self>, now: Moment) {
         let mut state = self.state();
-        // One that is ending may yet be handed over; see there.
+        // A claim that is ending only records it: `may_be_handed_over` then refuses a hand-over.
         if state.lease.heard(now) && state.phase == Phase::Held {
             self.unseat(&mut state);
             self.seat(&mut state, now);
         }
     }
 
-    /// What the keeper has to do about this claim, which is due at `seat`.
+    /// Returns what the lease renewer must do for this claim, which is due at `seat`.
     pub(crate) fn tick(self: &Arc<Self>, seat: Seat, now: Moment) -> Tick {
         let mut state = self.state();
         if state.seat != Some(seat) {
-            // Seated anew in the meantime.
+            // The claim was rescheduled in the meantime.
             return Tick::Nothing;
         }
         self.unseat(&mut state);
@@ -400,8 +414,8 @@ impl HeldClaim {
         }
     }
 
-    /// How much time to ask for now, because others are being renewed; `together` if this one more costs nothing. `None` if it is better
-    /// left as it is.
+    /// Returns the lease to request now, in a call that renews other claims. `together` means that
+    /// one more claim costs nothing. Returns `None` if this claim is not to be renewed now.
     pub(crate) fn join(self: &Arc<Self>, now: Moment, together: bool) -> Option<Duration> {
         let mut state = self.state();
         if state.phase != Phase::Held {
@@ -415,7 +429,7 @@ impl HeldClaim {
         Some(ask)
     }
 
-    /// Notes what the store answered to the keeper's request of `sent_at`: the claim is still held.
+    /// Records the response to the lease renewer's request of `sent_at`: the claim is still held.
     pub(crate) fn confirmed(self: &Arc<Self>, sent_at: Moment, granted: Duration) {
         let is_renewal = {
             let mut state = self.state();
@@ -426,13 +440,13 @@ impl HeldClaim {
             }
             is_renewal
         };
-        // Where there are only looks the lease ends when it would have ended.
+        // A claim that is verified but not renewed keeps the end of its lease.
         if is_renewal {
             self.renewed(sent_at, granted);
         }
     }
 
-    /// Notes that a renewal sent at `sent_at` was granted.
+    /// Records that a renewal sent at `sent_at` was granted.
     pub(crate) fn renewed(self: &Arc<Self>, sent_at: Moment, granted: Duration) {
         let now = Moment::now();
         let valid_for = {
@@ -440,7 +454,8 @@ impl HeldClaim {
             if state.phase != Phase::Held {
                 return;
             }
-            // A lease that was over before the answer came stays over: its holder may have been told already.
+            // A lease that was over before the response stays over: its holder may have been
+            // notified already.
             if matches!(state.lease.due(now), Due::Over(_)) {
                 None
             } else {
@@ -461,7 +476,8 @@ impl HeldClaim {
         }
     }
 
-    /// Notes that a renewal failed with an unknown outcome. It is tried again soon, as long as the lease lasts.
+    /// Records that a renewal failed with an unknown outcome. It is retried soon, as long as the
+    /// lease lasts.
     pub(crate) fn renewal_failed(self: &Arc<Self>, sent_at: Moment, error: &BackendError) {
         let now = Moment::now();
         let (is_renewal, valid_for) = {
@@ -469,7 +485,7 @@ impl HeldClaim {
             if state.phase != Phase::Held {
                 return;
             }
-            // The jitter keeps the clients of a store that has just come back from all asking at once.
+            // Jittered, so that clients do not all retry at once when a store is back.
             let pause = state.lease.retry_pause().mul_f64(0.5 + fastrand::f64() / 2.0);
             let is_renewal = state.lease.request_failed(sent_at, now, pause);
             self.unseat(&mut state);
@@ -481,7 +497,7 @@ impl HeldClaim {
         }
     }
 
-    /// Tells that a renewal stayed unanswered for as long as it was waited for.
+    /// Emits an event for a renewal that had no response until its retry.
     pub(crate) fn renewal_unanswered(&self, now: Moment) {
         if self.terms.lease.renews && !self.engine().observers.is_empty() {
             let left = self.valid_until().since(now);
@@ -514,22 +530,23 @@ impl HeldClaim {
     }
 }
 
-/// A claim that its holder is done with, and the turn that goes with it. It counts as held until this is dropped, so
-/// that closing waits for it.
+/// A pending release: a claim that its holder has released, with its local permit. The claim counts
+/// as held until this is dropped, so that closing waits for it.
 #[derive(Debug)]
 pub(crate) struct Ending {
     held: Option<Arc<HeldClaim>>,
     turn: Option<Turn>,
     fenced: bool,
-    /// It may still be on the keeper's schedule.
+    /// The claim may still be in the lease renewer's schedule.
     seated: bool,
-    /// What has become of it is known, and counted.
+    /// The outcome is known and counted.
     settled: bool,
 }
 
 impl Ending {
-    /// Passes the claim to the next local caller, without the store, if that is allowed and somebody wants it. Otherwise it
-    /// comes back, and the keeper has nothing to do with it any more.
+    /// Hands the claim over to the next local caller, without a request to the store, if that is
+    /// allowed and a caller waits. Otherwise removes the claim from the lease renewer's schedule
+    /// and returns it.
     pub(crate) fn hand_over(mut self) -> Option<Self> {
         let held = self.held.take()?;
         let handed_over =
@@ -543,22 +560,23 @@ impl Ending {
         Some(self)
     }
 
-    /// The claim as its release needs it.
+    /// Returns the claim for its release.
     pub(crate) fn claim(&self) -> Claim {
         self.held().claim_to_release().with_fenced(self.fenced)
     }
 
-    /// The turn, to be passed on when the store has answered.
+    /// Takes the local permit, to be passed on after the store's response.
     pub(crate) fn take_turn(&mut self) -> Option<Turn> {
         self.turn.take()
     }
 
-    /// Notes that the claim holds nothing any more.
+    /// Records that the claim holds nothing any more.
     pub(crate) fn settle(&mut self) {
         self.settled = true;
     }
 
-    /// Notes that the store could not be made to free the claim, and that this has been told.
+    /// Records that only the lease frees the claim. The caller has already emitted the event for
+    /// this.
     pub(crate) fn left_to_lease(&mut self) {
         self.settled = true;
         self.held().engine().endings_left.fetch_add(1, Ordering::AcqRel);
@@ -571,7 +589,8 @@ impl Ending {
 
 impl Drop for Ending {
     fn drop(&mut self) {
-        // Not handed over. Usually given back; without a runtime, left to its lease.
+        // Reached unless the claim was handed over. Usually it has been released; without a
+        // runtime, only its lease frees it.
         if let Some(held) = self.held.take() {
             if self.seated {
                 held.unseat_for_good();

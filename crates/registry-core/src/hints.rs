@@ -1,5 +1,7 @@
-//! How a store that hears of changes by itself has held claims looked after at once. Knows keys only, and decides nothing: the
-//! keeper looks, and `lease` says when.
+//! Invalidations: a store's reports that the record of a key may have changed, and the queue that
+//! collects them.
+//!
+//! This module holds keys only. The lease renewer verifies the claims, and `lease` decides when.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -8,22 +10,26 @@ use std::sync::{Mutex, MutexGuard, PoisonError, Weak};
 use crate::keeper::Shared;
 use crate::key::Key;
 
-/// Tells one registry that the record of a key may not be what it was, so that it asks the store at once and not at its next
-/// renewal.
+/// The handle by which a backend notifies one registry that the record of a key may have changed.
+/// The registry then verifies its claim at once instead of at its next renewal.
 ///
-/// A backend gets it by [`LockBackend::tell_losses`](crate::LockBackend::tell_losses). Clones tell the same registry, and none
-/// keeps it alive. Calls are cheap, wait for nothing and never panic. They may come from any thread, inside or outside a
-/// runtime, at any rate.
+/// A backend receives it through [`LockBackend::tell_losses`](crate::LockBackend::tell_losses).
+/// Clones notify the same registry, and none of them keeps it alive. Calls are cheap, do not wait
+/// and never panic. They may come from any thread, inside or outside a runtime, at any rate.
 ///
-/// A hint decides nothing: what the store answers to the look that follows does. A look is a renewal, before its time. The lock is lost
-/// if the answer is that the claim is gone, and otherwise goes on as it was. A claim that is not to be renewed, because its holder does
-/// not want that or it has reached its `max_hold`, is looked after by asking for as little time as the store takes, which does
-/// not make its lease longer. So a hint too many costs a renewal, and one too few the time until the next.
+/// A hint by itself ends no lock: the store's response to the following verification does. A
+/// verification is an early renewal. If the response is that the claim is gone, the lock is lost;
+/// otherwise it continues unchanged. Some claims must not be renewed: their holder has disabled
+/// renewal, or they have reached `max_hold`. For those, the engine requests the shortest lease that
+/// the store accepts, which does not extend the lease they have. A superfluous hint therefore costs
+/// one renewal, and a missing one delays the loss until the next renewal.
 ///
-/// There is one look at a time: hints that come during it lead to one more when it is answered. Looks at one claim are at least 10 ms
-/// apart; where hints never end, further and further, up to a second or a twentieth of the lease. If the store fails they are
-/// repeated as rarely as renewals are. A hint for a key that this registry does not hold costs next to nothing; if the grant is
-/// on its way just then, it is looked after when it has come.
+/// Only one verification of a claim runs at a time. Hints during it cause one more after its
+/// response. Verifications of one claim are at least 10 ms apart. If hints continue without a
+/// pause, the interval grows, up to one second or a twentieth of the lease, whichever is shorter.
+/// After a store error, a verification is retried after the same pause as a renewal; a further hint
+/// shortens the pause. A hint for a key that this registry does not hold costs almost nothing. If a
+/// grant of that key is in flight, its claim is verified after its arrival.
 ///
 /// # Examples
 /// ```
@@ -58,34 +64,34 @@ use crate::key::Key;
 pub struct LossHints(Weak<Shared>);
 
 impl LossHints {
-    // What is upgraded here for a moment is the keeper's part, never the engine: the last one to have that would drop the
-    // backend, perhaps in the midst of it.
+    // Upgrades to the lease renewer's part only, never to the engine. Dropping the last reference
+    // to the engine would drop the backend, possibly while it executes this call.
     pub(crate) fn new(keeper: Weak<Shared>) -> Self {
         Self(keeper)
     }
 
-    /// Has the registry look after what it holds on `key`, if anything.
+    /// Makes the registry verify its claim on `key`, if it has one.
     pub fn look_at(&self, key: &Key) {
         if let Some(keeper) = self.0.upgrade() {
             keeper.hear_of(key);
         }
     }
 
-    /// Has the registry look after everything that it holds. For when it is not known what has changed, as after a connection
-    /// was lost and made again.
+    /// Makes the registry verify all its claims. For a backend that does not know what has changed,
+    /// for example after a reconnect.
     pub fn look_at_all(&self) {
         if let Some(keeper) = self.0.upgrade() {
             keeper.hear_of_all();
         }
     }
 
-    /// Whether both notify the same registry.
+    /// Returns whether both notify the same registry.
     pub(crate) fn is_same(&self, other: &Self) -> bool {
         self.0.ptr_eq(&other.0)
     }
 
-    /// Whether the registry still listens. False, and false for ever, once it is closed or gone, or its runtime is: then this
-    /// handle is of no more use.
+    /// Returns whether the registry still accepts hints. Once false, it stays false: the registry
+    /// or its runtime is closed or gone, and this handle can be dropped.
     #[must_use]
     pub fn is_live(&self) -> bool {
         self.0.upgrade().is_some_and(|keeper| keeper.listens())
@@ -98,29 +104,29 @@ impl fmt::Debug for LossHints {
     }
 }
 
-/// News that the keeper has not seen yet.
+/// The queue of invalidations that the lease renewer has not handled yet.
 #[derive(Debug, Default)]
 pub(crate) struct Inbox(Mutex<Letters>);
 
 #[derive(Debug, Default)]
 struct Letters {
     news: News,
-    /// Nobody looks here any more.
+    /// The lease renewer has ended.
     closed: bool,
 }
 
-/// What a store has told by itself.
+/// The keys that a store has reported as changed.
 #[derive(Debug, Default)]
 pub(crate) enum News {
     #[default]
     None,
-    /// In an order of their own, so that a simulation goes the same way each time.
+    /// Ordered, so that a simulation is reproducible.
     Of(BTreeSet<Key>),
     OfAll,
 }
 
 impl Inbox {
-    /// Puts in news of `key`. True if the keeper has to be called: it has not been yet.
+    /// Adds `key`. Returns true if the lease renewer must be woken, because the queue was empty.
     pub(crate) fn put(&self, key: &Key) -> bool {
         let mut letters = self.letters();
         if letters.closed {
@@ -144,7 +150,7 @@ impl Inbox {
         }
     }
 
-    /// Puts in news that may concern every key. True if the keeper has to be called.
+    /// Adds all keys. Returns true if the lease renewer must be woken.
     pub(crate) fn put_all(&self) -> bool {
         let mut letters = self.letters();
         !letters.closed && matches!(std::mem::replace(&mut letters.news, News::OfAll), News::None)
@@ -167,12 +173,12 @@ impl Inbox {
     }
 }
 
-/// How much has been heard of one key. Two marks that differ were taken before and after a hint.
+/// The invalidation epoch of one key. Two epochs differ if an invalidation arrived between them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct NewsMark {
     pub(crate) of_key: u32,
     pub(crate) of_all: u32,
 }
 
-/// More keys than this, in the time that the keeper takes to come round, count as all.
+/// More queued keys than this count as an invalidation of all keys.
 const KEYS_MAX: usize = 10_000;

@@ -1,5 +1,5 @@
-//! One holder's use of a held claim: its token, its owner, its guards. A claim has one hold at a time, and after a
-//! hand-over another.
+//! One holder's use of a held claim: its token, its owner, its guards. A claim has one hold at a
+//! time, and each hand-over begins a new one.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
@@ -15,18 +15,18 @@ pub(crate) struct Hold {
     held: Arc<HeldClaim>,
     token: Option<FencingToken>,
     owner: Option<Owner>,
-    /// Guards that are alive. Never rises again from zero.
+    /// The number of live guards. Never increases again from zero.
     guards: AtomicUsize,
-    /// A [`Fate`], settled when the last guard has gone.
+    /// A [`Fate`], set when the last guard is gone.
     fate: AtomicU8,
 }
 
-/// What can become of a lock under one hold.
+/// The state of a lock under one hold.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Fate {
-    /// Held, or just being let go.
+    /// Held, or the release has just begun.
     Held,
-    /// Let go by the holder's will, while it was held.
+    /// Released by the holder while it was held.
     LetGo,
     Lost(LostReason),
 }
@@ -59,7 +59,7 @@ impl Hold {
         self.owner.as_ref()
     }
 
-    /// One more guard, unless the last one is gone or the lock is lost.
+    /// Returns another guard, unless the last one is gone or the lock is lost.
     pub(crate) fn enter_again(self: &Arc<Self>) -> Option<LockGuard> {
         if self.held.valid_until() <= crate::clock::Moment::now() {
             return None;
@@ -72,22 +72,22 @@ impl Hold {
         Some(LockGuard::new(Arc::clone(self)))
     }
 
-    /// One guard less. With the last one the hold ends, by the holder's will unless the lock was lost before.
+    /// Removes one guard. The last one ends the hold: as released, unless the lock was lost before.
     pub(crate) fn leave(&self) -> Option<Result<Ending, LostReason>> {
         if self.guards.fetch_sub(1, Ordering::AcqRel) != 1 {
             return None;
         }
         let ended = self.held.end();
-        // Before the claim is handed over: what becomes of it then is another hold's fate.
+        // Before a hand-over, because a later loss of the claim belongs to the next hold.
         let fate = ended.as_ref().map_or_else(|reason| Fate::Lost(*reason), |_| Fate::LetGo);
         self.fate.store(fate.code(), Ordering::Release);
         self.held.hint_loss();
         Some(ended)
     }
 
-    /// What has become of the lock under this hold.
+    /// Returns the state of the lock under this hold.
     pub(crate) fn fate(&self) -> Fate {
-        // In this order: a loss that is seen before the end is known is a loss of this hold.
+        // The loss is read first: a loss seen before the end of this hold is a loss of this hold.
         let loss = self.held.loss();
         match Fate::of_code(self.fate.load(Ordering::Acquire)) {
             Fate::Held => loss.map_or(Fate::Held, Fate::Lost),
@@ -106,7 +106,7 @@ impl Fate {
         Self::Lost(LostReason::Closed),
     ];
 
-    /// Its place in [`ALL`](Self::ALL), for an atomic.
+    /// Returns the index in [`ALL`](Self::ALL), for an atomic.
     const fn code(self) -> u8 {
         match self {
             Self::Held => 0,

@@ -1,8 +1,10 @@
-//! Where the model checker may let another thread come in between. In a normal build: std's mutex, and nothing.
+//! The points at which the model checker may switch threads. In a normal build, std's mutex and an
+//! empty function.
 //!
-//! Built with `--cfg shuttle`, the local half of a lock runs under shuttle, which knows its own mutex only. [`point`] marks
-//! the other places where threads meet. No point may lie inside an access to the slot table or under a mutex of std's:
-//! the checker does not see those, and the next thread to want them would hang.
+//! Built with `--cfg shuttle`, the local half of a lock runs under shuttle, which can switch only
+//! at its own mutex. [`point`] marks the other places where threads interact. No point may be
+//! inside an access to the table of local locks or under a std mutex. The checker does not see
+//! those, so the next thread to request one would hang.
 
 #[cfg(not(shuttle))]
 pub(crate) use std::sync::{Mutex, MutexGuard};
@@ -19,6 +21,6 @@ pub(crate) const fn point() {}
 pub(crate) fn point() {
     use shuttle::sync::atomic::{AtomicBool, Ordering};
 
-    // Every access to an atomic is one; unlike a yield it does not ask for another thread.
+    // Every atomic access is a switching point. Unlike a yield, it does not demand another thread.
     AtomicBool::new(false).load(Ordering::SeqCst);
 }

@@ -1,7 +1,9 @@
-//! Finishes what guards and dropped callers leave behind. Knows nothing about locks: it polls the futures it is given.
+//! The background releaser: completes jobs whose caller is gone, such as releases. It knows nothing
+//! about locks and only polls the futures that it receives.
 //!
-//! Handing a job over is one send: it neither blocks, spawns nor panics, with or without a runtime. When the runtime is
-//! gone, jobs are dropped, what they hold is passed on by their own `Drop`, and the store's lease does the rest.
+//! Submitting a job is one channel send, which does not block, spawn or panic, with or without a
+//! runtime. When the runtime is gone, jobs are dropped. Their `Drop` passes on the local permits
+//! that they hold, and the claims end with their leases.
 
 use std::future::Future;
 use std::panic::AssertUnwindSafe;
@@ -16,7 +18,7 @@ use crate::contained::{contain, discard};
 use crate::gauge::Gauge;
 use crate::watch::Watch;
 
-/// A piece of work that must not be lost with its caller.
+/// A future that must complete even if its caller is gone.
 pub(crate) type Job = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 #[derive(Clone)]
@@ -25,7 +27,7 @@ pub(crate) struct Janitor(Arc<Desk>);
 struct Desk {
     jobs: mpsc::UnboundedSender<Counted>,
     pending: Arc<Gauge>,
-    /// Those of `pending` that give a claim back.
+    /// The number of `pending` jobs that release a claim.
     claims: Arc<Gauge>,
     watch: Watch,
 }
@@ -37,7 +39,8 @@ impl Drop for Desk {
 }
 
 impl Janitor {
-    /// A janitor and the task that does its work until the janitor is dropped and all jobs are done.
+    /// Returns a background releaser and its task, which runs until the releaser is dropped and all
+    /// jobs are done.
     pub(crate) fn new() -> (Self, impl Future<Output = ()> + Send) {
         let (jobs, inbox) = mpsc::unbounded_channel();
         let desk =
@@ -45,45 +48,47 @@ impl Janitor {
         (Self(Arc::new(desk)), work(inbox))
     }
 
-    /// Takes over `job`, which gives a claim back.
+    /// Submits `job`, which releases a claim.
     pub(crate) fn hand_over(&self, job: Job) {
         self.0.claims.enter();
         self.take_over(job, Some(Arc::clone(&self.0.claims)));
     }
 
-    /// Takes over a call to the store whose caller has gone. A claim that it may concern is somebody else's job.
+    /// Submits a call to the store whose caller is gone. Another job releases the claim that it may
+    /// concern.
     pub(crate) fn finish(&self, call: Job) {
         self.take_over(call, None);
     }
 
     fn take_over(&self, job: Job, claims: Option<Arc<Gauge>>) {
         self.0.pending.enter();
-        // Without a runtime the send fails and the job is dropped here.
+        // Without a runtime, the send fails and the job is dropped here.
         let _ = self.0.jobs.send(Counted { job, pending: Arc::clone(&self.0.pending), claims });
     }
 
-    /// What looks after callers that do not poll their futures, and hands to this janitor what they hold.
+    /// Returns the watch that checks futures that are not polled. It submits their state to this
+    /// releaser.
     pub(crate) fn watch(&self) -> &Watch {
         &self.0.watch
     }
 
-    /// Whether there is a runtime that does the work.
+    /// Returns whether a runtime runs the task.
     pub(crate) fn is_alive(&self) -> bool {
         !self.0.jobs.is_closed()
     }
 
-    /// How many jobs that give a claim back are not done yet.
+    /// Returns the number of pending jobs that release a claim.
     pub(crate) fn claims(&self) -> usize {
         self.0.claims.alive()
     }
 
-    /// Waits until no job is left.
+    /// Waits until no job is pending.
     pub(crate) async fn idle(&self) {
         self.0.pending.none_left().await;
     }
 }
 
-/// A job that is counted from the moment it is handed over until it is dropped, done or not.
+/// A job that is counted from its submission until its drop, done or not.
 struct Counted {
     job: Job,
     pending: Arc<Gauge>,
@@ -106,7 +111,7 @@ impl Future for Counted {
 
 impl Drop for Counted {
     fn drop(&mut self) {
-        // What the job holds must be given up before anybody hears that it is done.
+        // The job is dropped, with all that it holds, before `idle` sees it as done.
         let job = std::mem::replace(&mut self.job, Box::pin(std::future::ready(())));
         contain(|| drop(job));
         if let Some(claims) = &self.claims {
@@ -123,7 +128,7 @@ async fn work(mut inbox: mpsc::UnboundedReceiver<Counted>) {
         tokio::select! {
             biased;
             job = inbox.recv(), if open => match job {
-                // A backend that panics spoils its own job, not the others'.
+                // If the backend panics, only this job ends.
                 Some(job) => {
                     let job = AssertUnwindSafe(job).catch_unwind();
                     jobs.push(job.map(|end| end.map_err(discard)));

@@ -1,7 +1,9 @@
-//! Renews all held claims of a registry and ends those whose lease runs out. Decides nothing about time: see `lease`.
+//! The lease renewer: renews the held claims of a registry and ends those whose lease runs out.
+//! Time arithmetic is in `lease`.
 //!
-//! One task and one schedule for the whole registry: claims that are due together are renewed together, in batches per
-//! shard, and every batch is a call of its own, so that no shard waits for another.
+//! A registry has one task and one schedule. Claims that are due together are renewed in batches
+//! per shard. Each batch is a separate call, so that no shard waits for another. Started by
+//! [`RegistryBuilder::build`](crate::RegistryBuilder::build).
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -27,12 +29,12 @@ use crate::key::Key;
 use crate::lease::TOGETHER;
 use crate::slot::SlotTable;
 
-/// A place in the schedule.
+/// The key of a claim in the schedule: its due time, and a ticket that makes it unique.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct Seat {
     at: Moment,
     ticket: u64,
-    /// It is there to be renewed, which may as well be done a little earlier.
+    /// The claim is due for a renewal, which may be sent slightly early.
     renewal: bool,
 }
 
@@ -43,30 +45,30 @@ pub(crate) struct Keeper(Arc<Shared>);
 
 pub(crate) struct Shared {
     schedule: Mutex<Schedule>,
-    /// What the store has told by itself.
+    /// The invalidations that the task has not handled yet.
     inbox: Inbox,
-    /// Counts the times that it may have told something that was not heard.
+    /// The invalidation epoch of all keys, for reports that may have been missed.
     gaps: AtomicU32,
     slots: Arc<SlotTable>,
     changed: Notify,
 }
 
 impl Shared {
-    /// Has the task look after what is held on `key`.
+    /// Makes the task verify the claim on `key`, if there is one.
     pub(crate) fn hear_of(&self, key: &Key) {
         if self.slots.has(key) && self.inbox.put(key) {
             self.changed.notify_one();
         }
     }
 
-    /// Has the task look after everything that is held.
+    /// Makes the task verify all held claims.
     pub(crate) fn hear_of_all(&self) {
         if self.inbox.put_all() {
             self.changed.notify_one();
         }
     }
 
-    /// Whether the task is there to look.
+    /// Returns whether the task still handles invalidations.
     pub(crate) fn listens(&self) -> bool {
         self.inbox.is_open()
     }
@@ -76,7 +78,8 @@ impl Shared {
     }
 }
 
-/// The seat that the claim of a slot was given last; it may have left it. Touched only while the schedule is locked.
+/// The last schedule key of a local lock's claim, which may have left the schedule. Accessed only
+/// while the schedule is locked.
 #[derive(Debug, Default)]
 pub(crate) struct LastSeat {
     at: AtomicI64,
@@ -101,9 +104,9 @@ impl LastSeat {
 struct Schedule {
     seats: Seats,
     next_ticket: u64,
-    /// The next ticket at the last look.
+    /// The value of `next_ticket` at the last pass of the task.
     seen_ticket: u64,
-    /// When the task looks again by itself; `None` while it waits to be called.
+    /// When the task's timer fires; `None` while the task waits for a notification.
     wakes_at: Option<Moment>,
     stopped: bool,
 }
@@ -119,7 +122,8 @@ impl Keeper {
         }))
     }
 
-    /// Puts a claim on the schedule. Every held claim is there, renewed or not, so that its end is noticed.
+    /// Adds a claim to the schedule. Every held claim is in it, renewed or not, so that its end is
+    /// noticed.
     pub(crate) fn seat(
         &self,
         at: Moment,
@@ -132,7 +136,8 @@ impl Keeper {
         held.slot().seat.set(seat);
         schedule.next_ticket += 1;
         schedule.seats.insert(seat, held);
-        // A wake-up that is overdue is late because the host was suspended: tokio's timers did not count that.
+        // An overdue timer means that the host was suspended: tokio's timers did not count that
+        // time.
         if schedule.wakes_at.is_none_or(|wakes_at| at < wakes_at || wakes_at < now) {
             schedule.wakes_at = Some(at);
             drop(schedule);
@@ -146,36 +151,37 @@ impl Keeper {
         drop(held);
     }
 
-    /// A handle by which a store has claims looked after.
+    /// Returns a handle by which a store reports invalidations.
     pub(crate) fn loss_hints(&self) -> LossHints {
         LossHints::new(Arc::downgrade(&self.0))
     }
 
-    /// All claims that are held now.
+    /// Returns all claims that are held now.
     pub(crate) fn all(&self) -> Vec<Arc<HeldClaim>> {
         self.0.schedule().seats.values().cloned().collect()
     }
 
-    /// The claims that are to be renewed next, the first ones first.
+    /// Returns the first `count` claims that are due for a renewal, in the order of their due
+    /// times.
     fn next_renewals(&self, count: usize) -> Vec<Arc<HeldClaim>> {
         let schedule = self.0.schedule();
         let renewals = schedule.seats.iter().filter(|(seat, _)| seat.renewal);
         renewals.take(count).map(|(_, held)| Arc::clone(held)).collect()
     }
 
-    /// How often the store may have told something that was not heard.
+    /// Returns the invalidation epoch of all keys.
     pub(crate) fn gaps(&self) -> u32 {
         self.0.gaps.load(Ordering::Relaxed)
     }
 
-    /// Lets the task end. Nothing is held any more.
+    /// Ends the task.
     pub(crate) fn stop(&self) {
         self.0.inbox.close();
         self.0.schedule().stopped = true;
         self.0.changed.notify_one();
     }
 
-    /// The task that keeps the schedule, until [`stop`](Self::stop).
+    /// Returns the future of the task. It runs until [`stop`](Self::stop).
     pub(crate) fn work(
         &self,
         backend: Arc<dyn LockBackend>,
@@ -183,7 +189,7 @@ impl Keeper {
         work(Listening(self.clone()), backend)
     }
 
-    /// Passes on what the store has told by itself. False if that was nothing.
+    /// Passes queued invalidations to their claims. Returns false if there were none.
     fn hear(&self, now: Moment) -> bool {
         let about = match self.0.inbox.take() {
             News::None => return false,
@@ -191,7 +197,8 @@ impl Keeper {
                 let mut about = Vec::new();
                 for key in keys {
                     if let Some(slot) = self.0.slots.get(key.as_str()) {
-                        // In this order: a claim that is not on the schedule yet will find the news.
+                        // Before the lookup: a claim that is not in the schedule yet compares the
+                        // epoch when it is added.
                         slot.hear();
                         about.extend(slot.seat.find(&self.0.schedule().seats));
                     }
@@ -199,7 +206,7 @@ impl Keeper {
                 about
             }
             News::OfAll => {
-                // In this order, for the same reason.
+                // Before the lookup, for the same reason.
                 self.0.gaps.fetch_add(1, Ordering::Relaxed);
                 self.all()
             }
@@ -210,9 +217,11 @@ impl Keeper {
         true
     }
 
-    /// Tells what is due and settles when to look again. `None` when stopped.
+    /// Returns the claims that are due, and sets the next timer. Returns `None` after
+    /// [`stop`](Self::stop).
     ///
-    /// What is due stays on the schedule until it has been dealt with, so that closing finds all claims there at any time.
+    /// A due claim stays in the schedule until it is handled, so that closing finds every claim
+    /// there.
     fn due(&self, now: Moment) -> Option<Vec<(Seat, Arc<HeldClaim>)>> {
         let mut schedule = self.0.schedule();
         if schedule.stopped {
@@ -224,18 +233,19 @@ impl Keeper {
         let mut later = schedule.seats.range(after(now)..);
         let first_later = later.clone().next().map(|(seat, _)| seat.at);
         if due.iter().any(|(seat, _)| seat.renewal) {
-            // One call for all that are due at about the same time.
+            // One call for all claims that are due at about the same time.
             let soon = later.by_ref().take_while(|(seat, _)| seat.at <= now.after(TOGETHER));
             due.extend(soon.filter(|(seat, _)| seat.renewal).map(entry));
         }
-        // Claims that are held for a moment are followed by others. Being called by each of them would cost more than a look in a while:
-        // what was planned for one that has gone is kept for the next, and an empty schedule that was in use is looked at again.
+        // A short-lived claim is usually followed by others, and a notification for each costs more
+        // than a superfluous timer. The timer of a claim that is gone is therefore kept, and an
+        // empty schedule that was in use gets a timer.
         let as_planned = schedule.wakes_at.filter(|at| *at > now);
         let was_used = schedule.next_ticket != schedule.seen_ticket;
         schedule.seen_ticket = schedule.next_ticket;
         let next = first_later.into_iter().chain(as_planned).min();
         let next = next.or_else(|| was_used.then_some(Moment::FUTURE));
-        // tokio's timers do not count the time that the host is suspended; a look now and then does.
+        // tokio's timers do not count suspended time, so the task reads the clock at this interval.
         schedule.wakes_at = next.map(|at| at.min(now.after(LOOK_AT_CLOCK)));
         Some(due)
     }
@@ -249,7 +259,7 @@ impl fmt::Debug for Keeper {
     }
 }
 
-/// What is asked about the claims of one shard: call by call.
+/// The renewals of one shard, grouped into calls.
 #[derive(Default)]
 struct Batches(Vec<Vec<(Weak<HeldClaim>, Claim)>>);
 
@@ -262,15 +272,15 @@ impl Batches {
         }
     }
 
-    /// How many more the last call takes.
+    /// Returns how many more claims the last call can include.
     fn room(&self, batch_max: usize) -> usize {
         self.0.last().map_or(0, |last| batch_max.saturating_sub(last.len()))
     }
 }
 
-/// One renewal call and whom it is for.
+/// One renewal call, its claims and its results.
 struct Batch {
-    /// A claim that has ended in the meantime is nobody's business, and must not keep its slot alive.
+    /// Weak, so that a claim that ends during the call does not keep its local lock alive.
     helds: Vec<Weak<HeldClaim>>,
     sent_at: Moment,
     answers: Vec<Result<Renewal, BackendError>>,
@@ -278,12 +288,12 @@ struct Batch {
 
 type BatchCall = Pin<Box<dyn Future<Output = Batch> + Send>>;
 
-/// The keeper, as its task has it.
+/// The task's reference to the lease renewer. Its drop closes the invalidation queue.
 struct Listening(Keeper);
 
 impl Drop for Listening {
     fn drop(&mut self) {
-        // The task may have gone with its runtime.
+        // Also reached when the runtime shuts down and drops the task.
         self.0.0.inbox.close();
     }
 }
@@ -331,7 +341,7 @@ async fn work(listening: Listening, backend: Arc<dyn LockBackend>) {
             calls.push(renew(Arc::clone(&backend), batch, now));
         }
         if heard {
-            // Others on this thread have to come round too, however much the store tells.
+            // Other tasks of this thread must run even if invalidations arrive without a pause.
             tokio::task::yield_now().await;
         }
         let wakes_at = keeper.0.schedule().wakes_at;
@@ -352,7 +362,7 @@ async fn work(listening: Listening, backend: Arc<dyn LockBackend>) {
             () = sleep => {}
         }
     }
-    // A call in flight is carried through: backends need not survive being dropped in the middle.
+    // Calls in flight are completed: the backend contract does not allow dropping them.
     while poll_fn(|cx| Pin::new(&mut calls).poll_next(cx)).await.is_some() {}
 }
 
@@ -362,7 +372,7 @@ fn renew(
     sent_at: Moment,
 ) -> BatchCall {
     let (helds, claims): (Vec<_>, Vec<_>) = batch.into_iter().unzip();
-    // A backend that panics costs its own claims a renewal, not the registry its keeper.
+    // If the backend panics, only this batch fails, not the lease renewer's task.
     let call = AssertUnwindSafe(async move { backend.renew(&claims).await }).catch_unwind();
     Box::pin(call.map(move |answers| Batch {
         helds,
@@ -405,7 +415,7 @@ mod tests {
     use super::*;
     use crate::{Attempt, Capabilities, LockRegistry as _, PassThroughBackend, Registry, Release};
 
-    /// Wants a look at each lock that is held for longer than a moment.
+    /// Requests a verification of each lock that is held for more than 25 ms.
     #[derive(Debug)]
     struct Curious(PassThroughBackend);
 
@@ -437,21 +447,21 @@ mod tests {
         let registry =
             Registry::builder(Arc::new(Curious(PassThroughBackend::new()))).build().unwrap();
         let lock = registry.obtain("orders/42");
-        // With nothing else on the schedule, and beside a lock that is there for long.
+        // First with an otherwise empty schedule, then next to a lock that is held throughout.
         for beside_another in [false, true] {
             let other = if beside_another {
                 Some(registry.obtain("orders/43").lock().await.unwrap())
             } else {
                 None
             };
-            // Past what was planned for the other, and for those before.
+            // Longer than any timer that the other lock or earlier locks have set.
             tokio::time::sleep(Duration::from_millis(2_500)).await;
             let began = Moment::now();
             for millis in 0..20 {
                 let guard = lock.lock().await.unwrap();
                 let keeper = guard.hold().held().engine().keeper.clone();
                 guard.unlock().await.unwrap();
-                // The next millisecond comes when all tasks have nothing left to do.
+                // Paused time advances only when all tasks are idle.
                 tokio::time::sleep(Duration::from_millis(1)).await;
                 let planned = Some(began.after(Duration::from_millis(25)));
                 assert_eq!(keeper.0.schedule().wakes_at, planned, "after {millis} ms");

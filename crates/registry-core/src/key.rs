@@ -1,13 +1,13 @@
-//! The key of a lock: any non-empty UTF-8 text of bounded length. Backends encode it; nothing here does.
+//! The key of a lock: non-empty UTF-8 text of limited length. Backends encode it for their stores.
 
 use std::fmt;
 use std::sync::Arc;
 
 /// The name of one lock.
 ///
-/// A key is non-empty UTF-8 of at most [`Key::BYTES_MAX`] bytes. Every character is allowed, NUL and
-/// `/` included, and two keys are the same lock only if they are the same bytes: nothing is trimmed,
-/// folded or normalised. Cloning is cheap.
+/// A key is non-empty UTF-8 of at most [`Key::BYTES_MAX`] bytes. Every character is allowed,
+/// including NUL and `/`. Two keys are the same lock only if their bytes are equal: keys are not
+/// trimmed, case-folded or normalised. Cloning is cheap.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Key(Arc<str>);
 
@@ -15,7 +15,7 @@ impl Key {
     /// The length of the longest key, in bytes.
     pub const BYTES_MAX: usize = 4_096;
 
-    /// Checks `key` and takes a copy of it.
+    /// Validates `key` and copies it.
     ///
     /// # Errors
     /// [`InvalidKey`] when `key` is empty or longer than [`Key::BYTES_MAX`].
@@ -27,7 +27,7 @@ impl Key {
         }
     }
 
-    /// The key as it was given.
+    /// Returns the key as it was given.
     #[must_use]
     pub fn as_str(&self) -> &str {
         &self.0
@@ -48,7 +48,7 @@ impl AsRef<str> for Key {
     }
 }
 
-// The slot table is searched with the `&str` that `obtain` is given.
+// `obtain` searches the table of local locks with a `&str`.
 impl std::borrow::Borrow<str> for Key {
     fn borrow(&self) -> &str {
         &self.0
@@ -61,7 +61,7 @@ impl fmt::Display for Key {
     }
 }
 
-/// Quoted and escaped, so that a hostile key cannot forge a log line.
+/// Quotes and escapes the key, so that a malicious key cannot forge a log line.
 impl fmt::Debug for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Debug::fmt(&*self.0, f)
@@ -75,31 +75,31 @@ impl serde::Serialize for Key {
     }
 }
 
-/// Why a text cannot be the key of a lock.
+/// The reason why a text cannot be the key of a lock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum InvalidKey {
-    /// The key has no characters.
+    /// The key is empty.
     #[error("a lock key must not be empty")]
     Empty,
     /// The key is longer than [`Key::BYTES_MAX`].
     #[error("a lock key has at most {max} bytes, this one has {bytes}", max = Key::BYTES_MAX)]
     #[non_exhaustive]
     TooLong {
-        /// The length that was given.
+        /// The length of the text, in bytes.
         bytes: usize,
     },
-    /// The store's layout cannot hold this key without harm to others.
+    /// The store's layout cannot hold this key without a conflict with other keys or records.
     #[error("this layout cannot hold the key: {reason}")]
     #[non_exhaustive]
     Layout {
-        /// What stands against it.
+        /// The reason.
         reason: &'static str,
     },
 }
 
 impl InvalidKey {
-    /// The store's layout cannot hold the key, for this reason.
+    /// Creates [`InvalidKey::Layout`] with this reason.
     #[must_use]
     pub const fn layout(reason: &'static str) -> Self {
         Self::Layout { reason }

@@ -1,7 +1,9 @@
-//! The lease of one held claim: until when it can be trusted, when to renew it, why it ended. No clock, no I/O.
+//! The lease of one held claim: how long it is valid, when to renew it, why it ended. No clock, no
+//! I/O.
 //!
-//! Everything here is arithmetic on moments that the caller has read. The one rule that matters: time is counted
-//! from *before* the request was sent, less a margin for clocks that run at different rates.
+//! Everything here is arithmetic on times that the caller has read. Called by `held`. The most
+//! important rule: a lease counts from *before* the request was sent, less a margin for clocks that
+//! run at different rates.
 
 use std::time::Duration;
 
@@ -9,77 +11,81 @@ use crate::clock::Moment;
 use crate::error::LostReason;
 use crate::mutant::{Mutant, mutated};
 
-/// How long, how renewed, how far: what the holder asked for.
+/// The lease that the holder requested.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct LeaseTerms {
-    /// How long a grant or renewal lasts.
+    /// The length of a grant or renewal.
     pub(crate) length: Duration,
-    /// Whether the keeper renews it.
+    /// Whether the lease renewer extends it.
     pub(crate) renews: bool,
-    /// The holder's own upper limit, counted from the grant.
+    /// The maximum hold, counted from the grant.
     pub(crate) max_hold: Option<Duration>,
-    /// The shortest lease that the store takes.
+    /// The shortest lease that the store accepts.
     pub(crate) shortest: Duration,
 }
 
-/// What the keeper has to do about a lease now.
+/// What the lease renewer must do for a lease now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Due {
-    /// Nothing before this moment.
+    /// Nothing before this time.
     At(Moment),
-    /// Ask the store for this much more time.
+    /// Request a lease of this length.
     Renew(Duration),
-    /// Ask the store for this much time to hear whether the claim is still held.
+    /// Request a lease of this length, to verify that the claim is still held.
     Look(Duration),
-    /// It is over.
+    /// The lease is over.
     Over(LostReason),
 }
 
 #[derive(Debug)]
 pub(crate) struct Lease {
-    // Ten thousand locks have ten thousand of these: what is not there is a moment that never comes.
+    // A process may hold ten thousand locks, so this type is small: an absent time is
+    // `Moment::FUTURE`, not an `Option`.
     length: Span,
     shortest: Span,
     renews: bool,
     valid_until: Moment,
     renew_at: Moment,
-    /// The end that no renewal moves; in the [future](Moment::FUTURE) if there is none.
+    /// The end that no renewal changes; in the [future](Moment::FUTURE) if there is none.
     cap: Moment,
-    /// Renewals in a row that were sent and not answered.
+    /// The number of consecutive renewals without a response.
     unanswered: u32,
-    /// Looks in a row that were sent and not answered. Counted apart from renewals: a hint must not use up their tries.
+    /// The number of consecutive verifications without a response. Counted separately:
+    /// invalidations must not use up the tries of renewals.
     unanswered_looks: u32,
-    /// Looks in a row that were called for before it was time for another.
+    /// The number of consecutive verifications caused by invalidations without a quiet interval in
+    /// between.
     restless: u32,
     doubt: Doubt,
-    /// When to look for the first time, as long as the claim has not been confirmed; otherwise in the [future](Moment::FUTURE).
+    /// When to verify the claim for the first time, until it is confirmed; then in the
+    /// [future](Moment::FUTURE).
     first_look_at: Moment,
     last_is_look: bool,
-    /// The last request that was answered failed, and `quiet` is the pause after that.
+    /// The last response was an error, and `quiet` is the pause after it.
     last_failed: bool,
-    /// When the keeper's last request left.
+    /// When the lease renewer sent its last request.
     last_sent_at: Moment,
-    /// No request is sent: one is being waited for, or has failed, or has only just been answered.
+    /// The pause without requests: one is in flight, has failed, or has just been answered.
     quiet: Pause,
 }
 
-/// Whether the claim may have ended without our knowledge, as far as the store tells by itself.
+/// Whether an invalidation suggests that the claim has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Doubt {
-    /// Nothing speaks for it.
+    /// No invalidation is open.
     None,
-    /// News of it came after the last request had left.
+    /// An invalidation arrived after the last request was sent.
     Heard,
-    /// A request that left after the news has not been answered yet.
+    /// A request was sent after the invalidation and has no response yet.
     Asked,
 }
 
-/// A length of time in half the room of a [`Duration`].
+/// A duration in half the size of a [`Duration`].
 #[derive(Debug, Clone, Copy)]
 struct Span(u64);
 
 impl Span {
-    /// Some centuries at most.
+    /// Saturates at some centuries.
     fn of(span: Duration) -> Self {
         Self(u64::try_from(span.as_nanos()).unwrap_or(u64::MAX))
     }
@@ -89,7 +95,7 @@ impl Span {
     }
 }
 
-/// A time in which nothing is asked. It may be cut short a little, so that much is asked together.
+/// An interval without requests. It may end slightly early, so that several claims share one call.
 #[derive(Debug, Clone, Copy)]
 struct Pause {
     until: Moment,
@@ -109,7 +115,8 @@ impl Pause {
 }
 
 impl Lease {
-    /// A lease that the store granted for `granted` in answer to a request that left at `sent_at`.
+    /// Creates the lease that the store granted for `granted`, in response to a request sent at
+    /// `sent_at`.
     pub(crate) fn granted(
         terms: LeaseTerms,
         sent_at: Moment,
@@ -138,27 +145,27 @@ impl Lease {
         lease
     }
 
-    /// Has the claim looked after at `at`, unless it is confirmed before that.
+    /// Schedules a verification at `at`, unless the claim is confirmed before.
     pub(crate) fn look_first_at(&mut self, at: Moment) {
         self.first_look_at = at;
     }
 
-    /// The moment from which this lease must not be trusted any more.
+    /// Returns the time from which this lease must not be trusted any more.
     pub(crate) fn valid_until(&self) -> Moment {
         self.valid_until
     }
 
-    /// How long a grant or renewal lasts.
+    /// Returns the length of a grant or renewal.
     pub(crate) fn length(&self) -> Duration {
         self.length.get()
     }
 
-    /// Makes later renewals ask for `length`.
+    /// Makes later renewals request `length`.
     pub(crate) fn set_length(&mut self, length: Duration) {
         self.length = Span::of(length);
     }
 
-    /// What is to be done at `now`.
+    /// Returns what must be done at `now`.
     pub(crate) fn due(&self, now: Moment) -> Due {
         if now >= self.valid_until {
             let at_cap = self.valid_until >= self.cap;
@@ -184,8 +191,10 @@ impl Lease {
         Due::At(next)
     }
 
-    /// How much time to ask for at `now`, before it is due, because others are being renewed. `None` if it is due much later: in more than a twelfth of
-    /// the lease, a quarter of the time between two renewals; if it costs nothing, `together` with the others, in more than a quarter of the lease.
+    /// Returns the lease to request at `now`, in a call that renews other claims, if this claim is
+    /// due soon. "Soon" means within a twelfth of the lease, which is a quarter of the renewal
+    /// interval. If one more claim costs nothing (`together`), it means within a quarter of the
+    /// lease.
     pub(crate) fn joins(&self, now: Moment, together: bool) -> Option<Duration> {
         let soon = self.length() / if together { 4 } else { 12 };
         let is_soon = now.after(soon) >= self.renew_at;
@@ -196,39 +205,42 @@ impl Lease {
         (is_soon && may_join).then(|| self.asks(now))
     }
 
-    /// A lease that already reaches its cap cannot get better.
+    /// Returns false if the lease already reaches its cap, which no renewal can extend.
     fn can_be_renewed(&self) -> bool {
         self.renews && self.valid_until < self.cap
     }
 
-    /// When to look, if there is a reason to.
+    /// Returns when to verify the claim, if there is a reason to.
     fn look_at(&self, now: Moment) -> Option<Moment> {
         let at = if self.doubt == Doubt::None { self.first_look_at } else { now };
         if at == Moment::FUTURE {
             return None;
         }
         let may_look = self.unanswered_looks < UNANSWERED_MAX
-            // What ends before that anyway would be made longer by a look.
+            // A verification requests the shortest lease, which would extend one that ends before
+            // that.
             && (self.can_be_renewed() || self.valid_until.since(now) > self.shortest.get());
         may_look.then_some(at)
     }
 
-    /// How much time a look at `now` asks for: a renewal's where there are renewals, and otherwise as little as the store
-    /// takes. Renewing never shortens, so that adds nothing to what the lease still has.
+    /// Returns the lease that a verification at `now` requests: that of a renewal if the claim can
+    /// be renewed, otherwise the shortest that the store accepts. The latter does not change the
+    /// end of the lease, because a renewal never shortens it.
     fn look_asks(&self, now: Moment) -> Duration {
         if self.can_be_renewed() { self.asks(now) } else { self.shortest.get() }
     }
 
-    /// How much time a renewal at `now` asks for.
+    /// Returns the lease that a renewal at `now` requests.
     pub(crate) fn asks(&self, now: Moment) -> Duration {
         if self.cap == Moment::FUTURE {
             return self.length();
         }
-        // Not below what stores take as a lease; the claim is given back at the cap in any case.
+        // Not less than the store accepts; the claim is released at the cap in any case.
         self.length().min(covering(self.cap.since(now))).max(self.shortest.get())
     }
 
-    /// Notes that a renewal left at `now` and when to try again if it stays unanswered. True if the one before did.
+    /// Records a renewal sent at `now`, and when to retry it without a response. Returns true if
+    /// the previous one had no response.
     pub(crate) fn renewal_sent(&mut self, now: Moment, answer_limit: Duration) -> bool {
         self.unanswered += 1;
         self.renew_at = now.after(answer_limit);
@@ -236,7 +248,8 @@ impl Lease {
         self.unanswered > 1
     }
 
-    /// Notes that a look left at `now`, and so on. The renewal to come is due when it was.
+    /// Records a verification sent at `now`, as [`renewal_sent`](Self::renewal_sent) does for a
+    /// renewal. The next renewal is due as before.
     pub(crate) fn look_sent(&mut self, now: Moment, answer_limit: Duration) -> bool {
         self.unanswered_looks += 1;
         self.request_sent(now, answer_limit, true);
@@ -253,7 +266,7 @@ impl Lease {
         self.quiet = Pause::starting(now, answer_limit);
     }
 
-    /// Notes that the store has told of a change by itself. True if that is new.
+    /// Records an invalidation. Returns true if the claim must be rescheduled.
     pub(crate) fn heard(&mut self, now: Moment) -> bool {
         if self.doubt == Doubt::None && !self.quiet.lasts(now) {
             self.restless = 0;
@@ -263,8 +276,9 @@ impl Lease {
         before != Doubt::Heard || is_sooner
     }
 
-    /// Shortens the pause after a failure, because the hint may mean that the store can be reached again. Hints that go on while it
-    /// fails shorten it less and less.
+    /// Shortens the pause after a failure, because the invalidation may mean that the store is
+    /// reachable again. If invalidations continue while the store fails, they shorten it less and
+    /// less.
     fn shorten_pause(&mut self, now: Moment) -> bool {
         let pause = Pause::starting(now, self.looks_apart());
         let is_shorter = pause.until < self.quiet.until;
@@ -275,16 +289,17 @@ impl Lease {
         is_shorter
     }
 
-    /// Whether the store has told of a change and not confirmed the claim since.
+    /// Returns whether an invalidation arrived and the claim has not been confirmed since.
     pub(crate) fn is_in_doubt(&self) -> bool {
         self.doubt != Doubt::None
     }
 
-    /// Notes that the keeper's request of `sent_at` was answered: the claim was still held. True if the answer is one to a
-    /// renewal, and false where there are only looks.
+    /// Records that the response to the lease renewer's request of `sent_at` confirmed the claim.
+    /// Returns true if this extends the lease, and false if the claim is only verified and never
+    /// renewed.
     pub(crate) fn confirmed(&mut self, sent_at: Moment) -> bool {
         self.unanswered_looks = 0;
-        // The answer to an older request says nothing about what was heard since.
+        // The response to an older request does not settle a later invalidation.
         if sent_at == self.last_sent_at {
             self.quiet = Pause::starting(sent_at, self.looks_apart());
             self.first_look_at = Moment::FUTURE;
@@ -298,32 +313,35 @@ impl Lease {
         self.renews
     }
 
-    /// How far apart looks are: further, the more of them were for nothing.
+    /// Returns the minimum time between verifications. It doubles with each superfluous one, up to
+    /// a limit.
     fn looks_apart(&self) -> Duration {
         let longest = self.retry_pause().max(LOOKS_APART);
         LOOKS_APART.saturating_mul(1 << self.restless.min(6)).min(longest)
     }
 
-    /// How long nothing is asked after a failure. Some dozen tries fit into the two thirds of the lease that are left then.
+    /// Returns the pause after a failed request. About a dozen tries fit into the remaining two
+    /// thirds of the lease.
     pub(crate) fn retry_pause(&self) -> Duration {
         (self.length() / 20).min(Duration::from_secs(1))
     }
 
-    /// Notes that the renewal sent at `sent_at` was answered with `granted` more time.
+    /// Records that the renewal sent at `sent_at` was granted for `granted`.
     pub(crate) fn renewed(&mut self, sent_at: Moment, granted: Duration) {
-        // The store is alive; what it left unanswered before says nothing any more.
+        // The store responds again, so earlier renewals without a response do not count any more.
         self.unanswered = 0;
         self.extend(sent_at, granted);
     }
 
-    /// Notes that the keeper's request of `sent_at` failed with an unknown outcome: the lease goes on as it was, the next try
-    /// is after `pause`. True if it was one to renew.
+    /// Records that the lease renewer's request of `sent_at` failed with an unknown outcome. The
+    /// lease is unchanged, and the next try follows after `pause`. Returns true if the claim is
+    /// renewed, not only verified.
     pub(crate) fn request_failed(&mut self, sent_at: Moment, now: Moment, pause: Duration) -> bool {
         self.unanswered = 0;
         self.unanswered_looks = 0;
         self.last_failed = true;
         self.quiet = Pause::starting(now, pause);
-        // A look that fails does not bring renewals forward.
+        // A verification that fails does not make the next renewal due earlier.
         if !self.last_is_look || sent_at != self.last_sent_at {
             self.renew_at = self.quiet.until;
         }
@@ -333,32 +351,35 @@ impl Lease {
     fn extend(&mut self, sent_at: Moment, granted: Duration) {
         let trusted = granted.saturating_sub(drift_margin(granted));
         let until = sent_at.after(trusted);
-        // Replies may arrive out of order; an old one must not take back what a newer one gave.
+        // Replies may arrive out of order; an old one must not undo the effect of a newer one.
         self.valid_until = self.valid_until.max(until);
         self.renew_at = self.renew_at.max(sent_at.after(granted / 3));
         self.valid_until = self.valid_until.min(self.cap);
     }
 }
 
-/// What is taken off a lease because the store's clock and ours may run at different rates: 1 % and 2 ms, the margin of
-/// the Redlock description (redis.io, "Distributed locks").
+/// Returns the margin to subtract from a lease because the store's clock and ours may run at
+/// different rates: 1 % and 2 ms, as in the description of Redlock (redis.io, "Distributed locks").
 pub(crate) fn drift_margin(lease: Duration) -> Duration {
     lease / 100 + Duration::from_millis(2)
 }
 
-/// The lease that can be trusted for all of `span` in spite of the margin.
+/// Returns a lease that is valid for all of `span` in spite of the margin.
 pub(crate) fn covering(span: Duration) -> Duration {
     span.saturating_add(span / 50).saturating_add(Duration::from_millis(4))
 }
 
-/// A renewal may start this much early, so that claims that are due at about the same time are renewed in one call.
+/// A renewal may start this much early, so that claims that are due at about the same time share
+/// one call.
 pub(crate) const TOGETHER: Duration = Duration::from_millis(10);
 
-/// A claim is not looked after again sooner than this, less [`TOGETHER`], and later the longer news goes on without pause: a store
-/// that takes our own renewals for news must not keep us asking.
+/// The minimum time between two verifications of a claim, less [`TOGETHER`]. It grows while
+/// invalidations continue: a store that reports our own renewals as changes must not cause an
+/// endless loop.
 const LOOKS_APART: Duration = Duration::from_millis(20);
 
-/// A store that swallows this many renewals in a row is not asked again before one of them is answered.
+/// After this many consecutive renewals without a response, no more are sent until one of them is
+/// answered.
 const UNANSWERED_MAX: u32 = 4;
 
 #[cfg(test)]
@@ -384,7 +405,7 @@ mod tests {
         let mut now = began.after(secs(1));
         lease.heard(now);
         let mut looks = 0;
-        // A store that cannot be reached for a minute and is hinted at all the time.
+        // The store is unreachable, and invalidations arrive all the time.
         while now < began.after(secs(20)) {
             if matches!(lease.due(now), Due::Look(_) | Due::Renew(_)) {
                 looks += 1;

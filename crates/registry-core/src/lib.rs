@@ -1,15 +1,16 @@
-//! The engine of lock-registry: one trait in front, any store behind.
+//! The lock engine: one lock API over any store that implements [`LockBackend`].
 //!
-//! Users of locks name the crate `lock-registry`, which re-exports what is here. Authors of stores implement
-//! [`LockBackend`] and get waiting, renewal, loss notification, re-entrancy, hand-over and clean-up from the engine.
+//! Applications use the crate `lock-registry`, which re-exports everything here. Backend authors
+//! implement [`LockBackend`]; the engine adds waiting, renewal, loss notification, re-entry,
+//! hand-over and clean-up.
 //!
-//! A registry lives in the tokio runtime that it is built in. The futures of registries, locks and guards must be polled inside a
-//! runtime that has time enabled, this one or another: outside of one they panic where they would have to wait. Guards may be
-//! dropped anywhere.
+//! A registry runs its background tasks in the tokio runtime in which it is built. The futures of
+//! registries, locks and guards must be polled inside a tokio runtime with time enabled, this one
+//! or another. Elsewhere they panic when they have to wait. A guard may be dropped anywhere.
 //!
-//! The modules are listed in the order in which one acquisition runs through them.
+//! The modules are listed in the order in which an acquisition uses them.
 
-// What users see.
+// Public API.
 mod registry;
 mod ext;
 mod fairness;
@@ -30,7 +31,7 @@ mod lease;
 mod hold;
 mod guard;
 mod release;
-// What works behind it.
+// Background tasks and shared infrastructure.
 mod keeper;
 mod janitor;
 mod watch;
@@ -59,7 +60,7 @@ mod mutant;
 // Stores.
 mod memory;
 mod pass_through;
-// Around it.
+// Adapters.
 #[cfg(feature = "blocking")]
 pub mod blocking;
 pub mod observe;

@@ -1,4 +1,5 @@
-//! A local turn for a lock that a backend acquires without the engine, such as a lock in the caller's own transaction.
+//! A local permit for a lock that a backend acquires without the engine, such as a lock in the
+//! caller's own transaction.
 
 use std::future::Future;
 use std::pin::pin;
@@ -15,16 +16,20 @@ use crate::slot::{Entry, NoEntry, Slot, Turn};
 use crate::watch::{Parked, Suspended, Suspension};
 
 impl Registry {
-    /// Waits up to `wait` for the caller's turn in the local queue of `key`, then runs `attempts` and returns its output.
+    /// Waits up to `wait` for the caller's turn in the local queue of `key`, then runs `attempts`
+    /// and returns its output.
     ///
-    /// A backend uses this for a lock that it acquires without the engine. Without a turn, such an acquisition would compete with
-    /// local callers that hand the claim over without a request to the store.
+    /// A backend uses this for a lock that it acquires without the engine. Without a turn, such an
+    /// acquisition would compete with local callers that hand the claim over without a request to
+    /// the store.
     ///
-    /// If the turn has not come after one second, `attempts` also runs while the caller waits for it: the caller in front may wait for
-    /// something that this caller has locked already, which only the store can detect.
+    /// If the turn has not come after one second, `attempts` also runs while the caller waits for
+    /// it: the caller in front may wait for something that this caller has locked already, which
+    /// only the store can detect.
     ///
-    /// The turn ends when `attempts` is ready, or after the registry's lease. In the latter case `attempts` continues while the
-    /// caller waits for its next turn. `attempts` also runs if the turn does not come in time or the registry is closing.
+    /// The turn ends when `attempts` is ready, or after the registry's lease. In the latter case
+    /// `attempts` continues while the caller waits for its next turn. `attempts` also runs if the
+    /// turn does not come in time or the registry is closing.
     ///
     /// # Cancel safety
     /// Dropping the future releases the turn and drops `attempts`.
@@ -61,7 +66,8 @@ impl Registry {
             if let Ok((_, Some(output))) = run.await {
                 return output;
             }
-            // Polled while waiting: a request of `attempts` may be in progress, and may be granted at any time.
+            // Polled while waiting: a request of `attempts` may be in progress, and may be granted
+            // at any time.
             turn = tokio::select! {
                 biased;
                 output = &mut attempts => return output,
@@ -78,7 +84,8 @@ const ALONE: Duration = Duration::from_secs(1);
 /// Waits for a turn. Returns `None` if it did not come in time, or the registry is closing.
 async fn local_turn(slot: &Arc<Slot>, deadline: Moment) -> Option<Turn> {
     let own = &slot.engine().default_terms;
-    // A waiter with a `max_hold` gets no hand-over, so the caller in front of it releases its claim in the store.
+    // A waiter with a `max_hold` gets no hand-over, so the caller in front of it releases its claim
+    // in the store.
     let lease = LeaseTerms { max_hold: Some(Duration::ZERO), ..own.lease };
     let terms = Arc::new(Terms { lease, ..Terms::clone(own) });
     loop {
@@ -91,7 +98,8 @@ async fn local_turn(slot: &Arc<Slot>, deadline: Moment) -> Option<Turn> {
     }
 }
 
-/// A caller whose future is not polled loses its turn. Its attempts continue when it is polled again.
+/// A caller whose future is not polled loses its turn. Its attempts continue when it is polled
+/// again.
 impl Parked for Turn {
     type Left = ();
 

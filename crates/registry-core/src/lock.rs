@@ -1,4 +1,4 @@
-//! The handle that users keep: one key of one registry, to be locked as often as they like.
+//! The public handle of one lock: a key of one registry.
 
 use std::fmt;
 use std::sync::Arc;
@@ -12,20 +12,24 @@ use crate::key::InvalidKey;
 use crate::options::LockOptions;
 use crate::slot::Slot;
 
-/// A lock: a key in a registry. Cheap to clone; all handles of a key in a registry are the same lock.
+/// A lock: one key of a registry.
 ///
-/// Locking waits first for the other callers of this process, in the order of their arrival, and then for other processes.
-/// Locks are not re-entrant unless they are taken for an [`Owner`](crate::Owner).
+/// Cloning is cheap. All handles of a key in one registry are the same lock.
 ///
-/// A `lock()` future that is kept and not polled may keep others waiting for a lease, and half a lease more. Then it gives up its claim
-/// and its local turn, and starts over when it is polled again.
+/// An acquisition first waits for the other callers of this process, in the order of their arrival,
+/// and then for other processes. A lock is not re-entrant unless it is acquired for an
+/// [`Owner`](crate::Owner).
+///
+/// If a `lock()` future is kept but not polled, it can block other callers for up to one and a half
+/// leases. Then the registry releases the future's claim and local permit, and the future starts
+/// over at its next poll.
 #[derive(Clone)]
 pub struct DistributedLock(Target);
 
 #[derive(Clone)]
 enum Target {
     Slot(Arc<Slot>),
-    /// `obtain` cannot fail; locking does.
+    /// The key is invalid. `obtain` cannot fail, so each operation on the lock returns the error.
     Invalid(Arc<str>, InvalidKey),
 }
 
@@ -38,7 +42,7 @@ impl DistributedLock {
         Self(Target::Invalid(key.into(), reason))
     }
 
-    /// The key of the lock.
+    /// Returns the key of the lock.
     #[must_use]
     pub fn key(&self) -> &str {
         match &self.0 {
@@ -47,17 +51,19 @@ impl DistributedLock {
         }
     }
 
-    /// Waits until this lock is ours, in this process and in the store.
+    /// Acquires this lock, waiting without a time limit.
     ///
     /// # Errors
-    /// [`LockError::Backend`] if the store is in trouble: at once if trying again cannot help, otherwise after a lease's
-    /// length of trouble in a row. [`LockError::InvalidKey`] before any I/O; [`LockError::Closed`].
+    /// [`LockError::Backend`] for a store error: at once if a retry cannot help, otherwise after
+    /// uninterrupted store errors for the length of a lease. [`LockError::InvalidKey`] before any
+    /// I/O; [`LockError::Closed`].
     ///
     /// # Cancel safety
-    /// Dropping the future gives up the place in the local queue; a claim already sent is given back in the background.
+    /// Dropping the future gives up the place in the local queue. A claim that was already sent is
+    /// released in the background.
     ///
     /// # Panics
-    /// Polled outside a tokio runtime, or in one without time, it panics where it would have to wait.
+    /// Outside a tokio runtime, or in one without time, it panics when it has to wait.
     ///
     /// # Examples
     /// ```
@@ -70,16 +76,18 @@ impl DistributedLock {
     /// # Ok(()) }
     /// ```
     pub async fn lock(&self) -> Result<LockGuard, LockError> {
-        // Without a deadline nothing but a guard or an error ends the wait.
+        // Without a deadline, the wait ends only with a guard or an error.
         acquire(self.slot()?, &LockOptions::new()).await?.ok_or(LockError::Closed)
     }
 
-    /// Takes this lock if nobody has it. `None` when somebody has.
+    /// Acquires this lock if it is free. Returns `Ok(None)` if it is held.
     ///
-    /// The store is always asked, unless another caller of this process has the lock or is after it.
+    /// Sends a request to the store, unless another caller of this process holds the lock or is
+    /// acquiring it.
     ///
     /// # Errors
-    /// As [`lock`](Self::lock), but trouble with the store is told at once, also that of a caller of this process who is after the lock.
+    /// As [`lock`](Self::lock), but a store error is returned at once. If another caller of this
+    /// process is acquiring the lock and its last request failed, this call returns that error.
     ///
     /// # Cancel safety
     /// As [`lock`](Self::lock).
@@ -90,14 +98,17 @@ impl DistributedLock {
         self.lock_with(LockOptions::new().wait(Duration::ZERO)).await
     }
 
-    /// Waits for this lock for at most `wait`. `None` when others had it all the time.
+    /// Acquires this lock, waiting at most `wait`. Returns `Ok(None)` if the lock was held until
+    /// the deadline.
     ///
-    /// A request that is on its way at the deadline is given the operation time-out to be answered.
+    /// A request that is in flight at the deadline may still take the operation time-out to
+    /// complete.
     ///
     /// # Errors
-    /// As [`lock`](Self::lock), but trouble is told at the deadline, and only if the store's last word was not "busy". Who waits in line behind
-    /// other callers of this process is told of theirs.
-    /// [`LockError::InvalidOption`] for a wait beyond [`LockOptions::WAIT_MAX`].
+    /// As [`lock`](Self::lock), but a store error that a retry may resolve is retried until the
+    /// deadline. It is then returned, unless the last response was "busy". A caller queued behind
+    /// another local caller returns that caller's store error. [`LockError::InvalidOption`] for a
+    /// wait longer than [`LockOptions::WAIT_MAX`].
     ///
     /// # Cancel safety
     /// As [`lock`](Self::lock).
@@ -108,10 +119,12 @@ impl DistributedLock {
         self.lock_with(LockOptions::new().wait(wait)).await
     }
 
-    /// Takes this lock as `options` say. `None` only if they say for how long to wait, and others had it all the time.
+    /// Acquires this lock with `options`. Returns `Ok(None)` only if they limit the wait and the
+    /// lock was held until the deadline.
     ///
     /// # Errors
-    /// As [`lock`](Self::lock); [`LockError::InvalidOption`] for what the store does not take, before any I/O.
+    /// As [`lock`](Self::lock); [`LockError::InvalidOption`] for a value that the store does not
+    /// accept, before any I/O.
     ///
     /// # Cancel safety
     /// As [`lock`](Self::lock).
@@ -122,10 +135,12 @@ impl DistributedLock {
         acquire(self.slot()?, &options).await
     }
 
-    /// Tells who holds this lock, since when and until when. `None` when nobody does.
+    /// Returns the holder of this lock, with the times of its grant. Returns `None` if the lock is
+    /// free.
     ///
     /// # Errors
-    /// [`LockError::Unsupported`] if the store cannot tell; [`LockError::Backend`]; [`LockError::InvalidKey`].
+    /// [`LockError::Unsupported`] if the store cannot report holders; [`LockError::Backend`];
+    /// [`LockError::InvalidKey`].
     ///
     /// # Cancel safety
     /// Dropping the future has no effect.

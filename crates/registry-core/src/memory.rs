@@ -1,4 +1,5 @@
-//! The in-process store: real leases, real tokens, real waiters, so that it is a fair reference for the others.
+//! The in-process store. Leases, tokens and wake-ups work as in other stores, so that it can serve
+//! as their reference.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,19 +22,21 @@ use crate::mutant::{Mutant, mutated};
 
 /// A lock store in the memory of this process. Clones are the same store.
 ///
-/// Several registries over clones of one store contend like so many processes, which is what tests of code that locks
-/// want. Keys that are free take no memory.
+/// Registries over clones of one store compete for locks as separate processes do, which suits
+/// tests of code that locks. A free key uses no memory.
 #[derive(Clone, Default)]
 pub struct MemoryBackend(Arc<Store>);
 
 #[derive(Default)]
 struct Store {
     held: DashMap<Key, Record>,
-    /// The largest token of all keys that was granted, or used by a grant that has ended: growing over all, tokens grow for each.
+    /// The largest token of all keys that was granted, or used by a grant that has ended. It grows
+    /// over all keys, and therefore for each key.
     last_token: AtomicU64,
-    /// Microseconds since 1970 when the first token was given.
+    /// Microseconds since 1970 when the first token was granted.
     epoch_us: OnceLock<u64>,
-    /// Grants since expired records were swept out, and how many there may be until that is done again.
+    /// The number of grants since expired records were last removed, and the number that starts the
+    /// next removal.
     grants: AtomicU64,
     sweep_after: AtomicU64,
     /// The registries over this store.
@@ -43,23 +46,23 @@ struct Store {
 struct Record {
     claim: ClaimId,
     token: FencingToken,
-    /// How many tokens its holders may use, `token` included.
+    /// The number of tokens that its holders may use, including `token`.
     block: u32,
     since: Moment,
     until: Moment,
     label: Option<Arc<str>>,
-    /// Those who wait for this record to end.
+    /// Notifies the waiters for the end of this record.
     ended: Option<Arc<Notify>>,
 }
 
 impl MemoryBackend {
-    /// A fresh, empty store.
+    /// Creates an empty store.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The number of keys that are recorded as held, expired ones included until somebody looks at them.
+    /// Returns the number of records, including expired ones that are not removed yet.
     #[must_use]
     pub fn records(&self) -> usize {
         self.0.held.len()
@@ -67,12 +70,13 @@ impl MemoryBackend {
 }
 
 impl Store {
-    /// The token of the next grant.
+    /// Returns the token of the next grant.
     ///
-    /// The count starts at the microseconds since 1970, so that a resource that remembers tokens of an earlier run of the
-    /// process accepts those of this one, unless that run gave more than a million guards a second all its life.
+    /// The count starts at the microseconds since 1970. A resource that remembers tokens of an
+    /// earlier run of the process therefore accepts those of this one. The exception is an earlier
+    /// run that granted more than a million locks a second throughout.
     fn next_token(&self) -> Option<FencingToken> {
-        // Read once: from there on tokens are larger than the last one in any case.
+        // Read once: every later token is larger than the one before in any case.
         let now = *self.epoch_us.get_or_init(epoch_us);
         let mut last = self.last_token.load(Ordering::Relaxed);
         loop {
@@ -89,8 +93,8 @@ impl Store {
         }
     }
 
-    /// Makes the next token larger than the first `used` ones of a record that ends. Until it ends, the record keeps others
-    /// from being granted its key, so its block needs no reservation.
+    /// Makes the next token larger than the first `used` tokens of a record that ends. No
+    /// reservation is needed before: until the record ends, its key has no other grant.
     fn cover(&self, record: &Record, used: u32) {
         if used > 1 {
             let last = record.token.get().saturating_add(u64::from(used) - 1);
@@ -98,9 +102,9 @@ impl Store {
         }
     }
 
-    /// Drops the records of holders that never came back, now and then.
+    /// Removes the records of holders that did not release, after a number of grants.
     fn sweep(&self, now: Moment) {
-        // Counting the records would lock all of the map.
+        // Counting the records would lock all shards of the map.
         let grants = self.grants.fetch_add(1, Ordering::Relaxed);
         if grants >= self.sweep_after.load(Ordering::Relaxed).max(SWEEP_AFTER_MIN) {
             self.grants.store(0, Ordering::Relaxed);
@@ -114,7 +118,8 @@ impl Store {
                 is_live
             });
             self.sweep_after.store(self.held.len() as u64, Ordering::Relaxed);
-            // Only now: a waker may poll its task in place, which asks this map.
+            // After the removal: a waker may poll its task synchronously, and that task uses this
+            // map.
             ended.iter().for_each(|ended| ended.notify_waiters());
         }
     }
@@ -193,7 +198,8 @@ impl LockBackend for MemoryBackend {
                 if record.token.get() == busy.mark && record.is_live(Moment::now()) =>
             {
                 let ended = record.ended.get_or_insert_with(Arc::default);
-                // Listening starts while the record is locked, so that its end cannot come in between.
+                // Listening starts while the record is locked, so that the end of the record cannot
+                // be missed.
                 Arc::clone(ended).notified_owned()
             }
             _ => return,
@@ -202,7 +208,8 @@ impl LockBackend for MemoryBackend {
     }
 
     fn wakes_confirmed(&self, claim: &Claim, busy: &Busy) -> bool {
-        // The record's end notifies. Its expiry does not, but ends the lease that the engine polls at.
+        // The end of the record notifies the waiter. Its expiry does not, but the engine polls at
+        // the end of the lease.
         let record = self.0.held.get(claim.key());
         record.is_some_and(|record| record.token.get() == busy.mark && record.ended.is_some())
     }
@@ -273,22 +280,23 @@ impl Store {
                 (token, None)
             }
         };
-        // Only now: it wakes those who wait for its end, and a waker may poll its task in place, which asks this map.
+        // After the map's lock is released: the drop wakes waiters, and a waker may poll its task
+        // synchronously, which uses this map.
         drop(ended);
         self.sweep(now);
         Ok(Attempt::Granted(Grant::new(Some(granted), claim.lease())))
     }
 
     fn release(&self, claim: &Claim) -> Release {
-        // Exact: whoever lets go hears from here whether the lease had ended.
+        // Exact, because the result tells the holder whether its lease had ended.
         let now = Moment::now();
         let ours =
             |record: &Record| record.claim == claim.id() || mutated(Mutant::ReleaseWithoutOwner);
-        // A record of ours that has expired goes too, but it had ended before.
+        // An expired record of this claim is removed too, but it had ended before.
         let end = |record: &Record| {
             let ours = ours(record);
             if ours {
-                // Before the key is free.
+                // Before the key is free, so that its next grant has a larger token.
                 self.cover(record, claim.token_block().min(record.block));
             }
             ours
@@ -328,7 +336,8 @@ impl fmt::Debug for MemoryBackend {
     }
 }
 
-/// Microseconds since 1970 on the wall clock. A jump of it does no harm: tokens are also larger than the last one.
+/// Returns microseconds since 1970 on the wall clock. A jump of that clock does no harm, because
+/// each token is also larger than the last one.
 #[expect(
     clippy::disallowed_methods,
     reason = "a number to start tokens from, not a time that anything ends at"

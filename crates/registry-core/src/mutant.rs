@@ -1,38 +1,42 @@
-//! Bugs on purpose, for the tests that prove that the proof harness finds them. Absent from every normal build.
+//! Deliberate bugs, for tests which prove that the test harness finds them. Absent from every
+//! normal build.
 //!
-//! Built with `--cfg lock_registry_mutants`, one bug at a time can be switched on for the whole process; without it
-//! [`mutated`] is the constant `false` and leaves no trace.
+//! Built with `--cfg lock_registry_mutants`, one bug at a time can be switched on for the whole
+//! process. In other builds, [`mutated`] is the constant `false`, which the compiler removes.
 
-/// One bug each.
+/// The deliberate bugs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 #[non_exhaustive]
 pub enum Mutant {
-    /// The in-process store frees a key for whoever asks.
+    /// The in-process store frees a key without a check of the owner.
     ReleaseWithoutOwner = 1,
     /// A lease counts from the reply instead of from before the request.
     DeadlineFromReply,
-    /// The keeper goes on after the release has begun, and the store lets a renewal bring a grant back.
+    /// The lease renewer continues after the release has begun, and the store lets a renewal
+    /// restore a grant.
     RenewAfterRelease,
-    /// A dropped acquisition forgets what it sent.
+    /// A dropped acquisition leaves its requests without clean-up.
     CancelledAcquireLeaks,
-    /// The next local caller starts before the release has been answered.
+    /// The next local caller starts before the response to the release.
     TurnBeforeRelease,
-    /// A slot leaves the table while its lock is held.
+    /// A local lock leaves the table while its lock is held.
     HeldSlotEvicted,
     /// A failed release is reported as success.
     ReleaseErrorSwallowed,
-    /// A waiter trusts wake-ups alone.
+    /// A waiter relies on wake-ups alone.
     WakeUpOnly,
-    /// A registry does not verify its own claim after it has broken the key. Found over a server, not by the simulation, whose
-    /// in-process store reports each loss.
+    /// A registry does not verify its own claim after it has forced the release of the key. Tests
+    /// with a server find this; the simulation does not, because its in-process store reports each
+    /// loss.
     BrokenLockUnverified,
-    /// A caller that does not poll its future keeps its place, its turn and its claim. The simulation has no such callers.
+    /// A caller that does not poll its future keeps its place in the queue, its local permit and
+    /// its claim. The simulation has no such callers.
     UnpolledCallerKept,
 }
 
 impl Mutant {
-    /// Those that the simulation finds.
+    /// The bugs that the simulation finds.
     pub const ALL: [Self; 8] = [
         Self::ReleaseWithoutOwner,
         Self::DeadlineFromReply,
@@ -53,7 +57,7 @@ mod switch {
 
     static ON: AtomicU8 = AtomicU8::new(0);
 
-    /// Switches one bug on, or all of them off.
+    /// Switches one bug on, or all of them off if `mutant` is `None`.
     pub fn switch_mutant(mutant: Option<Mutant>) {
         ON.store(mutant.map_or(0, |mutant| mutant as u8), Ordering::SeqCst);
     }

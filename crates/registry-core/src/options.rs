@@ -1,4 +1,4 @@
-//! How one lock is taken, and the limits of what can be asked for.
+//! The options of one acquisition, the defaults of a registry, and the limits of both.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,7 +9,7 @@ use crate::fairness::CONTENDED_SPAN;
 use crate::lease::{LeaseTerms, covering};
 use crate::owner::Owner;
 
-/// How to take a lock. Whatever is not set comes from the registry.
+/// The options of an acquisition. An option that is not set comes from the registry.
 ///
 /// # Examples
 /// ```
@@ -33,59 +33,67 @@ pub struct LockOptions {
 }
 
 impl LockOptions {
-    /// The longest wait that can be asked for: 366 days. To wait for ever, ask for no wait at all.
+    /// The maximum wait: 366 days. To wait without a limit, do not set a wait.
     pub const WAIT_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);
-    /// The longest label, in bytes.
+    /// The maximum length of a label, in bytes.
     pub const LABEL_BYTES_MAX: usize = 1_024;
 
-    /// Options that wait for ever and take everything else from the registry.
+    /// Creates options that wait without a limit and take everything else from the registry.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Gives up after this time, which covers waiting in this process and in the store. The store is asked even with a wait of
-    /// zero, unless another caller of this process has the lock or is after it. At most [`LockOptions::WAIT_MAX`].
+    /// Sets the maximum wait, which covers both the local queue and the store. At most
+    /// [`LockOptions::WAIT_MAX`].
+    ///
+    /// A wait of zero still sends one request to the store, unless another caller of this process
+    /// holds the lock or is acquiring it.
     pub fn wait(mut self, wait: Duration) -> Self {
         self.wait = Some(wait);
         self
     }
 
-    /// Asks for leases of this length: how long the key stays taken if this process dies.
+    /// Sets the lease: how long the key stays locked if this process dies.
     pub fn lease(mut self, lease: Duration) -> Self {
         self.lease = Some(lease);
         self
     }
 
-    /// Whether the lease is renewed while the guard lives. Without renewal the lock is lost when its lease ends
-    /// (Redisson's `leaseTime`).
+    /// Sets whether the lease is renewed while the guard lives. Without renewal, the lock is lost
+    /// when its lease ends (Redisson's `leaseTime`).
     pub fn renew(mut self, renew: bool) -> Self {
         self.renew = Some(renew);
         self
     }
 
-    /// Holds the lock for at most this long; then it is lost (ShedLock's `lockAtMostFor`). Bounds the harm of a guard that is never dropped.
+    /// Sets the maximum time for which the lock is held; then it is lost (ShedLock's
+    /// `lockAtMostFor`). This limits the harm of a guard that is never dropped.
     pub fn max_hold(mut self, max_hold: Duration) -> Self {
         self.max_hold = Some(max_hold);
         self
     }
 
-    /// Keeps the key taken for at least this long, even if the guard is let go earlier (ShedLock's `lockAtLeastFor`).
-    /// Releasing does not wait for it; the key is freed in the background when the time is over. At most [`max_hold`](Self::max_hold),
-    /// or without one the store's longest lease.
+    /// Sets the minimum time for which the key stays locked, even if the guard is released earlier
+    /// (ShedLock's `lockAtLeastFor`).
     ///
-    /// For jobs that several processes start at about the same time: the second one finds the key taken even if the job is short.
+    /// A release does not wait for this time: the key is freed in the background when it is over.
+    /// The maximum is [`max_hold`](Self::max_hold), or without one the store's longest lease.
+    ///
+    /// For jobs that several processes start at about the same time: the second process finds the
+    /// key locked even if the job is short.
     pub fn min_hold(mut self, min_hold: Duration) -> Self {
         self.min_hold = Some(min_hold);
         self
     }
 
-    /// Takes the lock for `owner`, who may enter it again. Wins over [`Owner::scope`].
+    /// Acquires the lock for `owner`, for which it is re-entrant. Overrides [`Owner::scope`].
     pub fn owner(mut self, owner: &Owner) -> Self {
         self.owner = Some(owner.clone());
         self
     }
 
-    /// What others see when they ask who holds the lock. At most [`LockOptions::LABEL_BYTES_MAX`] bytes; must hold no secret.
+    /// Sets the label that other clients see when they query the holder. At most
+    /// [`LockOptions::LABEL_BYTES_MAX`] bytes; must contain no secret.
     pub fn label(mut self, label: impl Into<String>) -> Self {
         self.label = Some(label.into().into());
         self
@@ -93,7 +101,7 @@ impl LockOptions {
 }
 
 impl LockOptions {
-    /// Whether anything but the wait and the owner differs from the registry's defaults.
+    /// Returns whether an option other than the wait and the owner is set.
     pub(crate) fn asks_for_terms(&self) -> bool {
         let Self { wait: _, lease, renew, max_hold, min_hold, owner: _, label } = self;
         lease.is_some()
@@ -115,61 +123,65 @@ impl LockOptions {
     }
 }
 
-/// What a registry uses where a lock says nothing.
+/// The values that a registry uses for options that an acquisition does not set.
 #[derive(Debug, Clone)]
 pub(crate) struct Defaults {
     pub(crate) lease: Duration,
     pub(crate) renew: bool,
-    /// How often a waiter looks by itself, wake-ups or not.
+    /// The poll interval of a waiter, with or without wake-ups.
     pub(crate) poll: Duration,
     pub(crate) handoffs: Handoffs,
-    /// How long a store operation may stay unanswered before its outcome counts as unknown.
+    /// How long a store operation may take before its outcome counts as unknown.
     pub(crate) answer_limit: Duration,
     pub(crate) label: Option<Arc<str>>,
 }
 
 impl Defaults {
-    /// Long enough to ride out a failover, short enough to wait for after a crash; the field's usual value (Redisson, madelson).
+    /// Long enough for a failover, short enough to wait for after a crash. Also the usual value of
+    /// other libraries (Redisson, madelson).
     pub(crate) const LEASE: Duration = Duration::from_secs(30);
     pub(crate) const POLL: Duration = Duration::from_millis(250);
     pub(crate) const HANDOFFS: Handoffs = Handoffs { max: 64, slow_max: 32 };
     pub(crate) const ANSWER_LIMIT: Duration = Duration::from_secs(3);
 }
 
-/// How many times in a row a claim may pass to the next local caller.
+/// The maximum number of consecutive hand-overs of a claim between local callers.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Handoffs {
     pub(crate) max: u32,
-    /// Once they have taken longer than [`SHORT`](Self::SHORT). What bounds the wait of other processes is the time; and the shorter the
-    /// work is, the more of it a request to the store costs.
+    /// The maximum once the claim has been held for [`SHORT`](Self::SHORT). Time limits the wait of
+    /// other processes, and the shorter the work, the larger the relative cost of a request to the
+    /// store.
     slow_max: u32,
 }
 
 impl Handoffs {
-    /// As often as somebody has asked for.
+    /// Exactly the configured number.
     pub(crate) fn exactly(times: u32) -> Self {
         Self { max: times, slow_max: times }
     }
 
-    /// Whether there may be another one after `times` of them, `held_for` after the grant. `contended`: other processes want the key.
+    /// Returns whether another hand-over is allowed after `times` of them, `held_for` after the
+    /// grant. `contended` means that other processes want the key.
     pub(crate) fn allow_another(self, times: u32, held_for: Duration, contended: bool) -> bool {
         let max = if held_for < Self::SHORT { self.max } else { self.slow_max };
-        // Each hand-over uses a token, and a token counts a microsecond of the store's clock.
+        // Each hand-over uses a token, and a token stands for a microsecond of the store's clock.
         let in_time = times < Self::UNTIMED || u128::from(times) < held_for.as_micros();
         let span = if contended { CONTENDED_SPAN } else { Self::SPAN };
         times < max && held_for < span && in_time
     }
 
-    /// Hand-overs that need not be checked against the clock: a request to a store takes longer than as many microseconds.
+    /// The number of hand-overs that are not checked against the clock: a request to a store takes
+    /// more microseconds than this.
     const UNTIMED: u32 = 64;
 
-    /// So short that other processes do not wait for longer than they would for a slow holder.
+    /// So short that other processes do not wait longer than for a slow holder.
     const SHORT: Duration = Duration::from_millis(20);
-    /// How long a claim may be passed around before other processes get their turn, however often.
+    /// How long a claim may be handed over before other processes get a chance, whatever the count.
     const SPAN: Duration = Duration::from_secs(1);
 }
 
-/// What a waiter must agree on with the holder before a claim can pass between them as it is.
+/// The terms of a claim. A claim can be handed over only to a waiter with the same terms.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Terms {
     pub(crate) lease: LeaseTerms,
@@ -178,7 +190,7 @@ pub(crate) struct Terms {
 }
 
 impl Terms {
-    /// Completes `options` with `defaults` and checks the result against what the store takes.
+    /// Completes `options` with `defaults` and checks the result against the limits of the store.
     pub(crate) fn resolve(
         options: &LockOptions,
         defaults: &Defaults,
@@ -198,7 +210,7 @@ impl Terms {
                     ),
                 ));
             }
-            // Enough to reach max_hold without a renewal, where the lease is long enough for that.
+            // Long enough to reach `max_hold` without a renewal, if the lease is not shorter.
             length = length.min(covering(max_hold)).min(store.lease_max);
         }
         let min_hold = options.min_hold.unwrap_or_default();
@@ -234,7 +246,7 @@ impl Terms {
     }
 }
 
-/// Checks a lease against what the store takes.
+/// Checks a lease against the limits of the store.
 pub(crate) fn check_lease(
     option: &'static str,
     lease: Duration,

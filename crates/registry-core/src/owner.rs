@@ -1,13 +1,17 @@
-//! Who may enter a lock again. Explicit, because neither threads nor tasks mean anything across an `.await`.
+//! Owners, for which locks are re-entrant.
+//!
+//! An owner is explicit, because a future may change its thread at each `.await`, and one task may
+//! run independent callers.
 
 use std::future::Future;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 /// An identity under which locks are re-entrant.
 ///
-/// Clones are the same owner. A lock that is taken without an owner is not re-entrant: a second `lock()` waits for
-/// the first guard, even on the same task. Re-entry never calls the store, never shortens the lease and has the same
-/// fencing token. An owner means nothing outside its registry and process.
+/// Clones are the same owner. A lock that is acquired without an owner is not re-entrant: a second
+/// `lock()` waits for the first guard, even on the same task. Re-entry sends no request to the
+/// store, does not shorten the lease, and returns the same fencing token. An owner has no meaning
+/// outside its registry and process.
 ///
 /// # Examples
 /// ```
@@ -30,7 +34,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 pub struct Owner(u64);
 
 impl Owner {
-    /// An owner that equals no other.
+    /// Creates an owner that differs from all others.
     #[must_use]
     #[expect(
         clippy::new_without_default,
@@ -41,8 +45,10 @@ impl Owner {
         Self(NEXT.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// Runs `work` under the owner of the surrounding scope, or under a fresh one if there is none. All locks taken in
-    /// `work` without an explicit owner belong to it, however deep the calls; tasks that `work` spawns do not inherit it.
+    /// Runs `work` under the owner of the surrounding scope, or under a new owner if there is none.
+    ///
+    /// All locks that `work` acquires without an explicit owner belong to it, at any call depth.
+    /// Tasks that `work` spawns do not inherit it.
     ///
     /// # Cancel safety
     /// Dropping the future drops `work`.
@@ -61,7 +67,7 @@ impl Owner {
         CURRENT.scope(self.clone(), work).await
     }
 
-    /// The owner of the surrounding scope, if there is one.
+    /// Returns the owner of the surrounding scope, if there is one.
     #[must_use]
     pub fn current() -> Option<Self> {
         CURRENT.try_with(Clone::clone).ok()

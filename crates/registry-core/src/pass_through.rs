@@ -1,4 +1,4 @@
-//! The store that never contends: locking switched off by configuration.
+//! The store that grants every claim, for configurations that switch locking off.
 
 use async_trait::async_trait;
 
@@ -6,15 +6,16 @@ use crate::backend::{Attempt, Claim, Finding, Grant, LockBackend, Release, Renew
 use crate::capabilities::{Capabilities, GuaranteeClass, Reach};
 use crate::error::BackendError;
 
-/// A store that grants everything to everybody. Callers of one registry still take turns per key; nobody else is excluded.
+/// A store that grants every claim. Callers of one registry still wait for each other per key;
+/// other clients are not excluded.
 ///
-/// For tests of code that locks, and for deployments that run a single process and want no store.
+/// For tests of code that locks, and for deployments with a single process and no store.
 #[derive(Debug, Clone, Copy, Default)]
 #[non_exhaustive]
 pub struct PassThroughBackend;
 
 impl PassThroughBackend {
-    /// The store that grants everything.
+    /// Creates the store.
     #[must_use]
     pub const fn new() -> Self {
         Self

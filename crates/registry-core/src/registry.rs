@@ -1,4 +1,5 @@
-//! The trait that framework code is written against, and the one engine that implements it over any backend.
+//! The trait [`LockRegistry`] for framework code, and [`Registry`], which implements it over any
+//! backend.
 
 use std::fmt;
 use std::sync::atomic::Ordering;
@@ -30,25 +31,31 @@ use crate::siblings::Sibling;
 use crate::signal::Signal;
 use crate::slot::{Slot, SlotTable};
 
-/// Gives out locks by key, whatever store they live in. Framework code holds an `Arc<dyn LockRegistry>`.
+/// Provides locks by key, independent of the store. Framework code holds an
+/// `Arc<dyn LockRegistry>`.
 ///
-/// [`LockRegistryExt`](crate::LockRegistryExt) has the convenience on top.
+/// [`LockRegistryExt`](crate::LockRegistryExt) adds convenience methods.
 #[async_trait]
 pub trait LockRegistry: fmt::Debug + Send + Sync {
-    /// The lock of `key`. Cheap, without I/O, and never fails: a key that cannot be locked says so when it is locked. The same key gives
-    /// the same lock.
+    /// Returns the lock of `key`. Cheap, without I/O.
+    ///
+    /// Never fails: an invalid key causes an error when the lock is used. The same key always
+    /// returns the same lock.
     fn obtain(&self, key: &str) -> DistributedLock;
 
-    /// What this registry's store can do and what it promises.
+    /// Returns the functions and promises of this registry's store.
     fn capabilities(&self) -> Capabilities;
 
-    /// Ends this registry: gives no more locks, sends waiters away with [`LockError::Closed`], waits up to `limit` for guards
-    /// to be let go, and gives back what is left. A guard that is still alive then is lost with
-    /// [`LostReason::Closed`], and only then is its key freed. A key that is kept for a
-    /// [`min_hold`](crate::LockOptions::min_hold) beyond `limit` is left to its lease. Closing twice is harmless.
+    /// Closes this registry and releases its locks.
+    ///
+    /// New and waiting calls return [`LockError::Closed`]. For at most `limit`, this waits until
+    /// all guards are released. After that, each remaining lock is lost with
+    /// [`LostReason::Closed`], and its key is freed only after that notification. A key that is
+    /// kept for a [`min_hold`](crate::LockOptions::min_hold) beyond `limit` stays locked until its
+    /// lease ends. A second call is harmless.
     ///
     /// # Cancel safety
-    /// Dropping the future leaves the registry closing; calling again goes on where it was.
+    /// If the future is dropped, the registry stays in the closing state. Another call continues.
     async fn close(&self, limit: Duration) -> CloseReport;
 }
 
@@ -67,23 +74,24 @@ impl<R: LockRegistry + ?Sized> LockRegistry for Arc<R> {
     }
 }
 
-/// What [`LockRegistry::close`] did.
+/// The outcome of [`LockRegistry::close`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize))]
 #[non_exhaustive]
 pub struct CloseReport {
-    /// Locks that were let go and given back, of those that were held when closing began.
+    /// Of the locks held at the start of closing, the number that were released and freed in the
+    /// store.
     pub released: usize,
-    /// Locks that were lost since closing began, among them those whose guards were still alive at the limit. Their holders
-    /// have been told.
+    /// The number of locks lost since the start of closing, including those with guards alive at
+    /// the limit. Their holders have been notified.
     pub lost: usize,
-    /// Claims that were left to their lease since closing began: the store did not answer or refused, or `min_hold` reaches
-    /// beyond the limit. The store's clock frees them.
+    /// The number of claims since the start of closing that only the end of their lease frees.
+    /// Either the store did not respond or refused, or `min_hold` reaches beyond the limit.
     pub abandoned: usize,
 }
 
 impl CloseReport {
-    /// Whether everything was let go and given back.
+    /// Returns whether every lock was released and freed.
     #[must_use]
     pub fn is_clean(&self) -> bool {
         self.lost == 0 && self.abandoned == 0
@@ -100,10 +108,11 @@ impl CloseReport {
 
 /// A registry over one store. Clones are the same registry.
 ///
-/// It lives in the tokio runtime that it was built in. While that runtime is not driven (a `current_thread` runtime outside of
-/// `block_on`), leases are not renewed, so guards are lost at their deadlines, and dropped guards are not released. When it has shut
-/// down, locking fails with [`LockError::Closed`]. When the last clone and the last guard are gone, pending releases are finished in
-/// the background.
+/// Its background tasks run in the tokio runtime in which it was built. While that runtime is not
+/// driven (a `current_thread` runtime outside of `block_on`), leases are not renewed and dropped
+/// guards are not released. Guards are then lost at their deadlines. After the runtime has shut
+/// down, locking fails with [`LockError::Closed`]. After the last clone and the last guard are
+/// dropped, pending releases are completed in the background.
 #[derive(Clone)]
 pub struct Registry {
     engine: Arc<Engine>,
@@ -111,18 +120,18 @@ pub struct Registry {
 }
 
 struct Closing {
-    /// The keeper's task, until closing waits for it.
+    /// The lease renewer's task, until `close` takes it to wait for it.
     keeper: Mutex<Option<JoinHandle<()>>>,
-    /// The last part of closing, once it has begun.
+    /// The last step of closing, once it has begun.
     finish: OnceLock<Shared<BoxFuture<'static, ()>>>,
-    /// The janitor's task. Ends by itself when the registry is gone and nothing is left to do.
+    /// The background releaser's task. Ends when the registry is gone and no job is left.
     _janitor: JoinHandle<()>,
-    /// The task that looks after futures that are not polled. Ends as the janitor's does.
+    /// The task that checks futures that are not polled. Ends like the background releaser's.
     _watch: JoinHandle<()>,
     start: OnceLock<Start>,
 }
 
-/// The engine's counts when closing began.
+/// The engine's counters at the start of closing.
 #[derive(Clone, Copy)]
 struct Start {
     held: usize,
@@ -132,9 +141,10 @@ struct Start {
 }
 
 impl Registry {
-    /// Begins a registry over `backend`.
+    /// Returns a builder for a registry over `backend`.
     pub fn builder(backend: Arc<dyn LockBackend>) -> RegistryBuilder {
-        // Some stores take only shorter ones, which nobody need know who does not care.
+        // Some stores accept only leases shorter than the default. The default must still work
+        // there.
         let lease = Defaults::LEASE.min(backend.capabilities().lease_max);
         RegistryBuilder {
             backend,
@@ -150,7 +160,7 @@ impl Registry {
         }
     }
 
-    /// A registry over a fresh in-process store, with all defaults.
+    /// Opens a registry over a new in-process store, with all defaults.
     ///
     /// # Errors
     /// [`ConfigError::NoRuntime`] outside a tokio runtime.
@@ -158,7 +168,7 @@ impl Registry {
         Self::builder(Arc::new(MemoryBackend::new())).build()
     }
 
-    /// Checks that a registry can be opened here, for those who open its store first.
+    /// Checks that a registry can be opened here. For callers that open the store first.
     ///
     /// # Errors
     /// [`ConfigError::NoRuntime`] outside a tokio runtime that has time enabled.
@@ -166,7 +176,7 @@ impl Registry {
         runtime().map(drop)
     }
 
-    /// Waits until nothing is left to be given back in the background. Tests await this instead of sleeping.
+    /// Waits until no release is pending in the background. Tests await this instead of sleeping.
     ///
     /// # Cancel safety
     /// Dropping the future has no effect.
@@ -174,22 +184,22 @@ impl Registry {
         self.engine.janitor.idle().await;
     }
 
-    /// The number of keys with a handle, guard or waiter in this registry.
+    /// Returns the number of keys with a handle, guard or waiter in this registry.
     #[must_use]
     pub fn slots(&self) -> usize {
         self.engine.slots.len()
     }
 
-    /// The number of locks that this registry holds now.
+    /// Returns the number of locks that this registry holds now.
     #[must_use]
     pub fn held(&self) -> usize {
         self.engine.held.alive()
     }
 
-    /// Tells the holders of all keys that are held, by whomever, in the order of their keys.
+    /// Returns the holders of all locked keys, of this and all other clients, sorted by key.
     ///
     /// # Errors
-    /// [`LockError::Unsupported`] if the store cannot tell; [`LockError::Backend`].
+    /// [`LockError::Unsupported`] if the store cannot report holders; [`LockError::Backend`].
     ///
     /// # Cancel safety
     /// Dropping the future has no effect.
@@ -202,16 +212,19 @@ impl Registry {
         Ok(holders)
     }
 
-    /// Frees `key`, whichever client holds it, and returns whether it was held. The holder's fencing token is outdated from the next grant on.
+    /// Frees `key`, whichever client holds it, and returns whether it was held. The holder's
+    /// fencing token is outdated from the next grant on.
     ///
-    /// A holder in any registry over this backend is notified at once. A holder elsewhere is notified at once where the store
-    /// [tells losses](Capabilities::tells_losses), and otherwise at its next renewal.
+    /// A holder in any registry over this backend is notified at once. A holder elsewhere is
+    /// notified at once if the store [reports losses](Capabilities::tells_losses), and otherwise at
+    /// its next renewal.
     ///
     /// # Errors
-    /// [`LockError::Unsupported`] if the store cannot do it; [`LockError::InvalidKey`]; [`LockError::Backend`].
+    /// [`LockError::Unsupported`] if the store cannot force a release; [`LockError::InvalidKey`];
+    /// [`LockError::Backend`].
     ///
     /// # Cancel safety
-    /// Dropping the future may or may not have freed the key.
+    /// If the future is dropped, the key may or may not be freed.
     pub async fn force_release(&self, key: &str) -> Result<bool, LockError> {
         self.engine.require_inspect()?;
         let key = Key::new(key)?;
@@ -221,7 +234,8 @@ impl Registry {
         let asked = key.clone();
         let freed = Box::pin(async move {
             let freed = backend.force_release(&asked).await;
-            // Whatever the answer is: after an error the key may be free, too. The store need not report to its client what that did.
+            // After an error too, because the key may be free. A store need not report a change to
+            // the client that made it.
             if !mutated(Mutant::BrokenLockUnverified) {
                 sibling.verify(&asked);
             }
@@ -230,7 +244,7 @@ impl Registry {
         Ok(self.engine.ask("break", key.as_str(), freed).await? == Release::Freed)
     }
 
-    /// Looks for what is set up wrong in the store, or soon will be.
+    /// Checks the store for problems in its configuration or state, present or soon to come.
     ///
     /// # Errors
     /// [`LockError::Backend`] if the store cannot be reached.
@@ -242,7 +256,7 @@ impl Registry {
         self.engine.ask("diagnose", "*", Box::pin(async move { backend.diagnose().await })).await
     }
 
-    /// The backend, if it is a `B`.
+    /// Returns the backend if it is a `B`.
     #[must_use]
     pub fn backend<B: LockBackend>(&self) -> Option<&B> {
         let backend: &dyn std::any::Any = &*self.engine.backend;
@@ -251,22 +265,22 @@ impl Registry {
 }
 
 impl Registry {
-    /// How long a store operation may stay unanswered.
+    /// Returns how long a store operation may take before its outcome counts as unknown.
     #[cfg(feature = "blocking")]
     pub(crate) fn answer_limit(&self) -> Duration {
         self.engine.defaults.answer_limit
     }
 
-    /// What all callers of `key` share.
+    /// Returns the local lock of `key`, which all callers in this registry share.
     pub(crate) fn slot(&self, key: Key) -> Arc<Slot> {
         let engine = &self.engine;
         engine.slots.get_or_insert(key, |key| Arc::new(Slot::new(key, Arc::clone(engine))))
     }
 
-    /// Tells all holders that their lock is lost, and gives back what they had.
+    /// Notifies all holders that their lock is lost, and releases their claims.
     async fn lose_all(&self) {
         let engine = &self.engine;
-        // More than one look: a caller that contends may yet come to hold.
+        // Repeated, because a pending acquisition may still become a held claim.
         loop {
             let all = engine.keeper.all();
             if all.is_empty() && engine.contending.alive() == 0 {
@@ -277,7 +291,7 @@ impl Registry {
             }
             tokio::time::sleep(Duration::from_millis(1)).await;
         }
-        // What is still counted is on its way back, in its caller's hands.
+        // A claim that is still counted here is being released by its own caller.
         engine.held.none_left().await;
         engine.janitor.idle().await;
     }
@@ -313,20 +327,22 @@ impl LockRegistry for Registry {
             engine.tell(|| LockEvent::Closing);
         }
         let orderly = async {
-            // In this order: a caller that contends may come to hold, a holder leaves work to the janitor.
+            // The order matters: an acquisition may become a held claim, and a holder may leave a
+            // job to the background releaser.
             engine.contending.none_left().await;
             engine.held.none_left().await;
             engine.janitor.idle().await;
         };
         let in_order = tokio::time::timeout(limit, orderly).await.is_ok();
         if !in_order {
-            // The holders' time is over; the store still gets its own to answer.
+            // The holders' time is over. The store still gets the operation time-out to respond.
             engine.out_of_time.give();
             let _ = tokio::time::timeout(engine.defaults.answer_limit, self.lose_all()).await;
         }
         let lost = engine.lost.load(Ordering::Acquire) - start.lost;
-        // What is being given back counts as held and is the janitor's. A caller that comes to its turn only now is
-        // counted for a moment, but asks the store for nothing.
+        // A claim that is being released counts both as held and as a job of the releaser, hence
+        // `max`. A caller that gets its local permit only now is counted briefly but sends no
+        // request.
         let held = engine.held.alive();
         let under_way = if in_order {
             0
@@ -341,8 +357,8 @@ impl LockRegistry for Registry {
             abandoned: under_way + left,
         };
         engine.keeper.stop();
-        // One for all calls: whichever of them is polled drives it, so that none waits for one that is not. The janitor drives it for a
-        // call that is dropped.
+        // One future for all calls of `close`: any of them that is polled drives it for the others.
+        // If a call is dropped, the background releaser drives it.
         let finish = closing.finish.get_or_init(|| {
             let keeper = closing.keeper.lock().unwrap_or_else(PoisonError::into_inner).take();
             finish(Arc::clone(engine), keeper).boxed().shared()
@@ -362,7 +378,7 @@ impl fmt::Debug for Registry {
     }
 }
 
-/// Sets up a [`Registry`]. Made by [`Registry::builder`].
+/// Configures a [`Registry`]. Created by [`Registry::builder`].
 #[derive(Debug)]
 #[must_use = "a builder does nothing until it is built"]
 pub struct RegistryBuilder {
@@ -372,60 +388,65 @@ pub struct RegistryBuilder {
 }
 
 impl RegistryBuilder {
-    /// The shortest poll that can be asked for.
+    /// The shortest poll interval.
     pub const POLL_MIN: Duration = Duration::from_millis(1);
-    /// The longest poll that can be asked for: one hour.
+    /// The longest poll interval: one hour.
     pub const POLL_MAX: Duration = Duration::from_secs(60 * 60);
-    /// The shortest time that a store operation can be given.
+    /// The shortest operation time-out.
     pub const TIMEOUT_MIN: Duration = Duration::from_millis(10);
-    /// The longest time that a store operation can be given: one hour.
+    /// The longest operation time-out: one hour.
     pub const TIMEOUT_MAX: Duration = Duration::from_secs(60 * 60);
-    /// The largest number of hand-overs in a row that can be configured.
+    /// The maximum number of consecutive hand-overs.
     ///
-    /// A grant reserves a fencing token for each hand-over, and a token counts a microsecond of the store's clock. With this
-    /// limit the tokens of a key stay behind the clock, so that they grow even after the store has lost its data.
+    /// A grant reserves one fencing token per hand-over, and a token stands for one microsecond of
+    /// the store's clock. With this limit, the tokens of a key stay behind the clock. They
+    /// therefore grow even after the store has lost its data.
     pub const HANDOFF_MAX: u32 = 256;
 
-    /// How long a key stays taken when its holder dies. Default: 30 s, or the longest that the store takes if that is shorter.
+    /// Sets the lease: how long a key stays locked after its holder dies. Default: 30 s, or the
+    /// store's maximum if that is shorter.
     pub fn lease(mut self, lease: Duration) -> Self {
         self.defaults.lease = lease;
         self
     }
 
-    /// Whether leases are renewed while their guards live. Default: yes.
+    /// Sets whether leases are renewed while their guards live. Default: yes.
     pub fn renew(mut self, renew: bool) -> Self {
         self.defaults.renew = renew;
         self
     }
 
-    /// How often a waiter looks by itself, at the most; wake-ups by the store shorten the wait. Jittered upwards by up to a quarter.
-    /// Default: 250 ms. Between [`POLL_MIN`](Self::POLL_MIN) and [`POLL_MAX`](Self::POLL_MAX).
+    /// Sets the poll interval of waiters. A random part of up to a quarter is added; a notification
+    /// from the store ends the wait earlier. Default: 250 ms. Between [`POLL_MIN`](Self::POLL_MIN)
+    /// and [`POLL_MAX`](Self::POLL_MAX).
     pub fn poll(mut self, poll: Duration) -> Self {
         self.defaults.poll = poll;
         self
     }
 
-    /// How many times in a row a claim may pass to the next caller of this process without asking the store. Zero switches
-    /// it off. Default: 32, and up to 64 within 20 ms of the grant. At most [`HANDOFF_MAX`](Self::HANDOFF_MAX).
+    /// Sets how many times in a row a claim may pass to the next caller of this process without a
+    /// request to the store. Zero disables hand-over. Default: 32, and up to 64 within 20 ms of the
+    /// grant. At most [`HANDOFF_MAX`](Self::HANDOFF_MAX).
     pub fn handoff(mut self, times: u32) -> Self {
         self.defaults.handoffs = Handoffs::exactly(times);
         self
     }
 
-    /// How long a store operation may stay unanswered before its outcome counts as unknown. Default: 3 s. Between
-    /// [`TIMEOUT_MIN`](Self::TIMEOUT_MIN) and [`TIMEOUT_MAX`](Self::TIMEOUT_MAX).
+    /// Sets the operation time-out: how long a store operation may take before its outcome counts
+    /// as unknown. Default: 3 s. Between [`TIMEOUT_MIN`](Self::TIMEOUT_MIN) and
+    /// [`TIMEOUT_MAX`](Self::TIMEOUT_MAX).
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.defaults.answer_limit = timeout;
         self
     }
 
-    /// What others see when they ask who holds a lock. Default: nothing.
+    /// Sets the label that other clients see when they query the holder of a lock. Default: none.
     pub fn label(mut self, label: impl Into<String>) -> Self {
         self.defaults.label = Some(label.into().into());
         self
     }
 
-    /// Tells `observer` what happens.
+    /// Adds an observer, which receives all events of this registry.
     pub fn observer(mut self, observer: Arc<dyn Observer>) -> Self {
         self.observers.add(observer);
         self
@@ -434,7 +455,8 @@ impl RegistryBuilder {
     /// Opens the registry in the current tokio runtime, which must have time enabled.
     ///
     /// # Errors
-    /// [`ConfigError::NoRuntime`] outside a runtime, or in one without time; [`ConfigError::Invalid`] for values out of range.
+    /// [`ConfigError::NoRuntime`] outside a runtime, or in one without time.
+    /// [`ConfigError::Invalid`] for values out of range.
     pub fn build(self) -> Result<Registry, ConfigError> {
         let runtime = runtime()?;
         let Self { backend, defaults, observers } = self;
@@ -494,32 +516,33 @@ impl RegistryBuilder {
     }
 }
 
-/// Waits for the keeper's task and closes the backend.
+/// Waits for the lease renewer's task, closes the backend, and emits the last event.
 async fn finish(engine: Arc<Engine>, keeper: Option<JoinHandle<()>>) {
     let limit = engine.defaults.answer_limit;
     if let Some(keeper) = keeper {
-        // Renewals in flight are carried to their end, so that the backend is not closed under them.
+        // Renewals in flight complete first, so that the backend is not closed during a call.
         let _ = within(limit, keeper).await;
     }
     engine.close_backend().answer_within(limit).await;
     engine.tell(|| LockEvent::Closed);
 }
 
-/// The current runtime, if a registry can live in it.
+/// Returns the current runtime if a registry can run in it.
 fn runtime() -> Result<Handle, ConfigError> {
     let runtime = Handle::try_current().map_err(|_| ConfigError::NoRuntime)?;
-    // The only way to ask it whether it has time. Without, waiting would panic later.
+    // tokio offers no other check for its time driver. Without time, waiting would panic later.
     std::panic::catch_unwind(|| drop(tokio::time::sleep(Duration::ZERO)))
         .map_err(|_| ConfigError::NoRuntime)?;
     Ok(runtime)
 }
 
-/// Lives as long as the runtime does its work for the registry.
+/// Exists as long as the runtime runs the registry's background tasks.
 struct Home(Weak<Engine>);
 
 impl Drop for Home {
     fn drop(&mut self) {
-        // The runtime has shut down under the registry. Nobody would ever wake those who wait elsewhere.
+        // The runtime has shut down before the registry. No task would ever wake waiters in other
+        // runtimes.
         if let Some(engine) = self.0.upgrade() {
             engine.begin_to_close();
         }

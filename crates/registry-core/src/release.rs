@@ -1,4 +1,4 @@
-//! Gives a claim back to the store and does not let go before the outcome is known or the lease is over.
+//! Releases a claim in the store, with retries until the outcome is known or the lease is over.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,35 +14,36 @@ use crate::event::LockEvent;
 use crate::mutant::{Mutant, mutated};
 use crate::slot::Turn;
 
-/// A claim on its way back.
+/// A claim that is being released.
 #[derive(Debug)]
 pub(crate) struct GivingBack {
     pub(crate) engine: Arc<Engine>,
     pub(crate) claim: Claim,
-    /// Passed on when the store has answered or the lease is over, so that the next local caller does not meet our own record.
+    /// Passed on once the store has responded or the lease is over, so that the next local caller
+    /// does not find our own record.
     pub(crate) turn: Option<Turn>,
-    /// How long from now the store's clock will have freed the claim at the latest.
+    /// The time from now after which the store's clock has freed the claim in any case.
     pub(crate) lease: Duration,
-    /// Attempts of this claim that may still arrive at the store.
+    /// The number of attempts of this claim that may still reach the store.
     pub(crate) stray_attempts: u32,
-    /// A release that is already on its way.
+    /// A release that is already in flight.
     pub(crate) under_way: Option<Call<Result<Release, BackendError>>>,
     /// Receives the error of the first release that is [blocked](BackendError::as_blocked).
     pub(crate) blocked: Option<oneshot::Sender<BackendError>>,
 }
 
-/// How giving back ended.
+/// The outcome of a release.
 #[derive(Debug)]
 pub(crate) enum GivenBack {
-    /// The grant was there and has ended, or was ended by a release of ours whose reply was lost.
+    /// The grant existed and has ended, possibly by an earlier release whose reply was lost.
     Freed,
-    /// There was no grant any more.
+    /// The grant did not exist any more.
     NotHeld,
-    /// It could not be found out; the store's clock frees the claim at the end of its lease.
+    /// The outcome is unknown; the store's clock frees the claim at the end of its lease.
     Unknown(BackendError),
 }
 
-/// Gives a claim back on the janitor's time.
+/// Releases a claim in the background.
 pub(crate) fn give_back_in_background(giving: GivingBack) {
     let janitor = giving.engine.janitor.clone();
     janitor.hand_over(Box::pin(async move {
@@ -50,15 +51,15 @@ pub(crate) fn give_back_in_background(giving: GivingBack) {
     }));
 }
 
-/// Releases a claim, again and again while the outcome is unknown.
+/// Releases a claim, and repeats this while the outcome is unknown.
 pub(crate) async fn give_back(mut giving: GivingBack) -> GivenBack {
     if mutated(Mutant::TurnBeforeRelease) {
         giving.turn = None;
     }
     let outcome = release_until_answered(&mut giving).await;
     if let GivenBack::Unknown(_) = outcome {
-        // The store is out of reach, or says no. Only its clock frees the key now; local callers must not be kept
-        // from finding that out for themselves.
+        // The store is unreachable or refuses, so only its clock frees the key now. The next local
+        // caller must learn this from its own request.
         giving.engine.leave_to_lease(giving.claim.key());
     }
     giving.turn = None;
@@ -80,7 +81,7 @@ async fn release_until_answered(giving: &mut GivingBack) -> GivenBack {
         let mut release = under_way.unwrap_or_else(|| engine.release(&giving.claim));
         let error = match release.answer_within(engine.defaults.answer_limit).await {
             Some(Ok(Release::Freed)) => return GivenBack::Freed,
-            // An earlier release, whose reply was lost, has done it.
+            // An earlier release, whose reply was lost, has freed it.
             Some(Ok(Release::NotHeld)) if may_have_freed => return GivenBack::Freed,
             Some(Ok(Release::NotHeld)) => return GivenBack::NotHeld,
             Some(Err(error)) => error,
@@ -110,7 +111,8 @@ async fn release_until_answered(giving: &mut GivingBack) -> GivenBack {
     }
 }
 
-/// Ends grants that attempts of this claim may yet cause: a request can be overtaken by its own release.
+/// Releases late grants of unresolved attempts: the release of a claim can overtake its acquire
+/// request.
 async fn hunt_stray_grants(giving: GivingBack, mut freed: u32) {
     let engine = &giving.engine;
     let until = Moment::now().after(giving.lease);

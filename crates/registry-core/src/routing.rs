@@ -1,4 +1,4 @@
-//! One registry in front of several: each key goes to the store that its pattern names.
+//! A registry that routes each key to one of several registries, by pattern.
 
 use std::fmt;
 use std::sync::Arc;
@@ -11,9 +11,11 @@ use crate::capabilities::Capabilities;
 use crate::lock::DistributedLock;
 use crate::registry::{CloseReport, LockRegistry};
 
-/// Picks a registry by key. The first pattern that matches wins; keys that none matches go to the default.
+/// A registry that selects another registry by key. The first matching pattern is used; a key that
+/// matches none goes to the default.
 ///
-/// In a pattern `*` stands for any characters, also none; everything else stands for itself.
+/// In a pattern, `*` stands for any number of characters, including none. Every other character
+/// stands for itself.
 ///
 /// # Examples
 /// ```
@@ -34,13 +36,13 @@ pub struct RoutingRegistry {
 }
 
 impl RoutingRegistry {
-    /// Sends all keys to `default` until routes are added.
+    /// Creates a registry that routes all keys to `default`, until routes are added.
     #[must_use]
     pub fn new(default: Arc<dyn LockRegistry>) -> Self {
         Self { routes: Vec::new(), default }
     }
 
-    /// Sends keys that match `pattern`, and no earlier one, to `registry`.
+    /// Adds a route: keys that match `pattern`, and no earlier pattern, go to `registry`.
     #[must_use]
     pub fn route(mut self, pattern: impl Into<String>, registry: Arc<dyn LockRegistry>) -> Self {
         self.routes.push((pattern.into(), registry));
@@ -52,7 +54,7 @@ impl RoutingRegistry {
         route.map_or(&self.default, |(_, registry)| registry)
     }
 
-    /// Each registry once, however many routes lead to it.
+    /// Returns each registry once, even if it has several routes.
     fn distinct(&self) -> Vec<&Arc<dyn LockRegistry>> {
         let mut distinct: Vec<&Arc<dyn LockRegistry>> = vec![&self.default];
         for (_, registry) in &self.routes {
@@ -70,7 +72,7 @@ impl LockRegistry for RoutingRegistry {
         self.pick(key).obtain(key)
     }
 
-    /// What can be relied on whatever the key.
+    /// Returns the capabilities that apply to every key.
     fn capabilities(&self) -> Capabilities {
         let all = self.distinct();
         all.iter()
@@ -78,10 +80,11 @@ impl LockRegistry for RoutingRegistry {
             .fold(self.default.capabilities(), |met, registry| met.meet(&registry.capabilities()))
     }
 
-    /// Closes all of them at once and adds up their reports. A registry that was given in two different [`Arc`]s counts twice.
+    /// Closes all registries concurrently and adds up their reports. A registry in two different
+    /// [`Arc`]s counts twice.
     ///
     /// # Cancel safety
-    /// Dropping the future leaves all of them closing; calling again goes on where it was.
+    /// If the future is dropped, all registries stay in the closing state. Another call continues.
     async fn close(&self, limit: Duration) -> CloseReport {
         let reports =
             join_all(self.distinct().into_iter().map(|registry| registry.close(limit))).await;
@@ -99,7 +102,8 @@ impl fmt::Debug for RoutingRegistry {
     }
 }
 
-/// Whether `key` matches `pattern`. Each part between stars is looked for after the one before; leftmost is always good enough.
+/// Returns whether `key` matches `pattern`. Each part between stars is searched after the previous
+/// one; the leftmost match is always sufficient.
 fn matches(pattern: &str, key: &str) -> bool {
     let Some((head, rest)) = pattern.split_once('*') else {
         return pattern == key;

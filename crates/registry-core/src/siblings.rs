@@ -1,6 +1,7 @@
 //! The registries of this process that share a backend.
 //!
-//! After a forced release, all of them verify their claims: a store need not report a change to the client that made it.
+//! After a forced release, all of them verify their claims: a store need not report a change to the
+//! client that made it.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};

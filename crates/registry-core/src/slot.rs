@@ -1,7 +1,10 @@
-//! The local half of a lock: one slot per key and process, a turn that one caller has at a time, a FIFO queue for the rest.
+//! The local half of a lock: one local lock per key and registry, with one local permit and a FIFO
+//! wait queue.
 //!
-//! Nothing here talks to a store. Whoever has the [`Turn`] may contend for the key remotely; dropping it lets the next in
-//! line. A slot lives as long as a handle, guard or waiter does, so nothing is ever evicted under anybody.
+//! Nothing here sends a request to a store. The caller that has the local permit ([`Turn`]) may
+//! compete for the key in the store; dropping the permit passes it to the next caller in the queue.
+//! A local lock lives as long as a handle, guard or waiter of its key, so none is evicted while it
+//! is in use. [`acquire`](crate::acquire) enters it; releases and hand-overs end here.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
@@ -29,12 +32,12 @@ use crate::watch::Watched;
 use dashmap::DashMap;
 use dashmap::mapref::entry::Entry as MapEntry;
 
-/// The slots of one registry, by key.
+/// The local locks of one registry, by key.
 pub(crate) struct SlotTable {
     slots: DashMap<Key, Weak<Slot>>,
-    /// How many have left since it was last checked whether the table is far too large.
+    /// The number of local locks removed since the size of the table was last checked.
     left: AtomicUsize,
-    /// How many may leave until then.
+    /// The number of removals that triggers the next check.
     left_max: AtomicUsize,
 }
 
@@ -44,35 +47,37 @@ impl SlotTable {
         Self { slots: DashMap::new(), left: AtomicUsize::new(0), left_max }
     }
 
-    /// How many slots are alive.
+    /// Returns the number of entries.
     pub(crate) fn len(&self) -> usize {
         self.slots.len()
     }
 
-    /// All slots that are alive now.
+    /// Returns all local locks that are alive now.
     pub(crate) fn all(&self) -> Vec<Arc<Slot>> {
         self.slots.iter().filter_map(|entry| entry.value().upgrade()).collect()
     }
 
-    /// Whether anybody here has to do with `key`. Takes hold of no slot: letting it go might end the registry.
+    /// Returns whether this registry has a local lock for `key`. Does not upgrade the reference,
+    /// because dropping the last one might end the registry.
     pub(crate) fn has(&self, key: &Key) -> bool {
         self.slots.contains_key(key)
     }
 
-    /// The one slot of `key`; `None` when there is none yet.
+    /// Returns the local lock of `key`, or `None` if there is none yet.
     pub(crate) fn get(&self, key: &str) -> Option<Arc<Slot>> {
         point();
         self.slots.get(key)?.upgrade()
     }
 
-    /// The one slot of `key`, made by `make` if there is none.
+    /// Returns the local lock of `key`. If there is none, `make` creates it.
     pub(crate) fn get_or_insert(&self, key: Key, make: impl FnOnce(Key) -> Arc<Slot>) -> Arc<Slot> {
         point();
         match self.slots.entry(key) {
             MapEntry::Occupied(mut entry) => match entry.get().upgrade() {
                 Some(slot) => slot,
-                // The old slot is dead but has not left the table yet: nobody can reach it any more, so
-                // a new one may take its place. The old one's `Drop` will see that the entry is not its own.
+                // The old local lock is dead but its `Drop` has not removed the entry yet. It is
+                // unreachable, so a new one may replace it; `remove_dead` then leaves the new entry
+                // in place.
                 None => {
                     let slot = make(entry.key().clone());
                     entry.insert(Arc::downgrade(&slot));
@@ -96,7 +101,8 @@ impl SlotTable {
         }
     }
 
-    /// Gives memory back when most of the table is empty. Moves about one slot for each that has left since the last time.
+    /// Frees memory if less than a quarter of the table is used. Moves about one entry per removal
+    /// since the last check.
     fn shrink(&self) {
         self.left.store(0, Ordering::Relaxed);
         let (alive, room) = (self.slots.len(), self.slots.capacity());
@@ -111,7 +117,7 @@ impl SlotTable {
         self.slots.capacity()
     }
 
-    /// Forgets a slot that is still in use. The bug that [`Mutant::HeldSlotEvicted`] stands for.
+    /// Removes a local lock that is still in use: the bug [`Mutant::HeldSlotEvicted`].
     fn evict(&self, key: &Key) {
         self.slots.remove(key);
     }
@@ -123,80 +129,83 @@ impl fmt::Debug for SlotTable {
     }
 }
 
-/// A table that has not lost as many slots is not shrunk: what it has too much is not worth the work.
+/// With fewer removals than this, the table is not shrunk: the memory saved is not worth the work.
 const SHRINK_AFTER_MIN: usize = 16_384;
 
-/// What all callers of one key in one registry share.
+/// A local lock: the state that all callers of one key in one registry share.
 pub(crate) struct Slot {
     key: Key,
     engine: Arc<Engine>,
     line: Mutex<Line>,
-    /// False only if nobody waits, or somebody has just come.
+    /// False only if no caller waits, or one has only just joined the queue.
     wanted: AtomicBool,
-    /// False only if there is no [`Line::trouble`]. Written by whoever has the turn.
+    /// False only if [`Line::trouble`] is `None`. Written by the caller that has the local permit.
     troubled: AtomicBool,
-    /// Counts the news of this key.
+    /// The invalidation epoch of this key.
     news: AtomicU32,
-    /// Where the keeper finds the claim that is held on this key.
+    /// The schedule entry by which the lease renewer finds the claim that is held on this key.
     pub(crate) seat: LastSeat,
 }
 
 #[derive(Default)]
 struct Line {
-    /// Somebody has the turn.
+    /// A caller has the local permit.
     taken: bool,
-    /// What went wrong when the store was asked last, by whoever has the turn. A store that does not answer must not look to those behind
-    /// like a lock that somebody has.
+    /// The store error of the last request by the caller with the local permit. If the store does
+    /// not respond, the callers behind must get this error, not the result "held".
     trouble: Option<BackendError>,
-    /// The current hold, if its owner may enter again.
+    /// The current hold, if its owner may re-enter.
     reentrant: Weak<Hold>,
     next_ticket: u64,
-    /// By ticket, so the first is the longest waiting, and leaving from the middle is cheap.
+    /// By ticket: the first entry has waited longest, and removal from any position is cheap.
     waiters: BTreeMap<u64, Waiter>,
-    /// The waiters that have an owner, to find those of one owner without a look at all.
+    /// The waiters that have an owner, so that those of one owner are found without a scan.
     by_owner: BTreeSet<(Owner, u64)>,
-    /// The turn or the claim that a waiter was given last; it may have taken it.
+    /// The last local permit or claim sent to a waiter, which may have received it already.
     given: Option<Given>,
-    /// The further guards that waiters of the current owner were given; they may have taken them.
+    /// The re-entrant guards sent to waiters of the current owner, which may have received them
+    /// already.
     given_again: Vec<Given>,
-    /// How the registry's watch knows this slot, and for which patience, while somebody waits.
+    /// The ticket and the patience with which the registry's watch checks this local lock, while a
+    /// caller waits.
     watched: Option<(u64, Duration)>,
     closed: bool,
 }
 
 struct Waiter {
     owner: Option<Owner>,
-    /// `None` for the registry's own, so that a crowd need not share a count.
+    /// `None` for the registry's default terms, so that many waiters need not share one reference
+    /// count.
     terms: Option<Arc<Terms>>,
     delivery: Arc<Delivery>,
 }
 
-/// An entry that was given to a waiter.
+/// An entry that was sent to a waiter.
 struct Given {
     delivery: Arc<Delivery>,
     patience: Duration,
-    /// When it was first found not taken.
+    /// When a check first found it not received.
     since: Option<Moment>,
 }
 
 impl Given {
-    /// Whether the waiter has let its patience pass without taking its entry.
+    /// Returns whether the waiter has not received its entry within its patience.
     fn is_overdue(&mut self, now: Moment) -> bool {
         let since = *self.since.get_or_insert(now);
         now.since(since) >= self.patience
     }
 }
 
-/// Where one waiter finds its entry.
+/// The one-value channel through which a waiter receives its entry.
 struct Delivery(Mutex<Delivered>);
 
 enum Delivered {
     NotYet(Option<Waker>),
     Entry(Entry),
-    /// The waiter did not take its entry, which went on to the next one.
+    /// The waiter did not receive its entry in time, and the next waiter got it.
     PassedOn,
     Closed,
-    /// The waiter has taken its entry, or has gone.
+    /// The waiter has received its entry, or is gone.
     Over,
 }
 
@@ -205,7 +214,8 @@ impl Delivery {
         Arc::new(Self(Mutex::new(Delivered::NotYet(None))))
     }
 
-    /// Gives the waiter its entry. Never while the line is locked: a waker may drop the task that it wakes, and that leaves the line.
+    /// Sends the waiter its entry. Must not be called while the wait queue is locked: a waker may
+    /// drop the task that it wakes, and the task's `Drop` locks the queue.
     fn deliver(&self, entry: Entry) {
         self.put(Delivered::Entry(entry));
     }
@@ -218,7 +228,7 @@ impl Delivery {
         let mut state = self.state();
         let Delivered::NotYet(waker) = &mut *state else {
             drop(state);
-            // The waiter is gone. An entry is passed on by its own drop.
+            // The waiter is gone. The drop of an entry passes it to the next waiter.
             drop(delivered);
             return;
         };
@@ -236,7 +246,8 @@ impl Delivery {
             Delivered::NotYet(waker) => {
                 if !waker.as_ref().is_some_and(|waker| waker.will_wake(cx.waker())) {
                     let before = waker.replace(cx.waker().clone());
-                    // Not while this is locked: a waker may own the task that drops this waiter.
+                    // Dropped after the unlock: a waker may own the task whose destructor drops
+                    // this waiter.
                     drop(state);
                     drop(before);
                 }
@@ -251,7 +262,7 @@ impl Delivery {
         }
     }
 
-    /// Takes back an entry that the waiter has not taken, and passes it on.
+    /// Takes back an entry that the waiter has not received, and passes it to the next waiter.
     fn pass_on(&self) {
         let mut state = self.state();
         if matches!(*state, Delivered::Entry(_)) {
@@ -261,13 +272,14 @@ impl Delivery {
         }
     }
 
-    /// Notes that the waiter is gone. An entry that it has not taken is passed on.
+    /// Records that the waiter is gone. An entry that it has not received passes to the next
+    /// waiter.
     fn leave(&self) {
         let before = std::mem::replace(&mut *self.state(), Delivered::Over);
         drop(before);
     }
 
-    /// Whether the waiter may yet take an entry.
+    /// Returns whether the waiter may still receive an entry.
     fn is_open(&self) -> bool {
         matches!(*self.state(), Delivered::NotYet(_) | Delivered::Entry(_))
     }
@@ -277,23 +289,24 @@ impl Delivery {
     }
 }
 
-/// What a caller gets when it comes to the front.
+/// What a caller receives at the front of the queue.
 #[derive(Debug)]
 pub(crate) enum Entry {
-    /// The right to contend for the key in the store.
+    /// The local permit, with which the caller may compete for the key in the store.
     Turn(Turn),
-    /// A further guard of a lock that this owner already holds.
+    /// Another guard of a lock that this owner already holds.
     Again(LockGuard),
-    /// The claim of the one who was in front, who is done with it.
+    /// The claim of the previous local holder, by hand-over.
     HandedOver(LockGuard),
 }
 
-/// Why a caller got nothing.
+/// The reason why a caller received no entry.
 #[derive(Debug)]
 pub(crate) enum NoEntry {
-    /// The deadline came first; with the trouble of the one in front, if that is what held it up.
+    /// The deadline passed. Contains the last store error of the caller in front, if its last
+    /// request failed.
     TimedOut(Option<BackendError>),
-    /// The caller had come to the front and was not polled for a lease. It has to wait again.
+    /// The caller was at the front but was not polled for a lease. It must wait again.
     PassedOn,
     /// The registry is closing.
     Closed,
@@ -320,17 +333,18 @@ impl Slot {
         &self.engine
     }
 
-    /// How much has been heard of this key.
+    /// Returns the current invalidation epoch of this key.
     pub(crate) fn news(&self) -> NewsMark {
         NewsMark { of_key: self.news.load(Ordering::Relaxed), of_all: self.engine.keeper.gaps() }
     }
 
-    /// Notes that there is news of this key, for whoever contends for it.
+    /// Records an invalidation of this key, for acquisitions in flight.
     pub(crate) fn hear(&self) {
         self.news.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Waits for this caller's turn, or enters at once what `owner` already holds.
+    /// Waits for the local permit or a hand-over. Re-enters at once if `owner` already holds the
+    /// lock.
     pub(crate) async fn enter(
         self: &Arc<Self>,
         owner: Option<&Owner>,
@@ -378,12 +392,13 @@ impl Slot {
                 }
             },
         };
-        // Whoever gave us an answer has taken our place off the line.
+        // The sender of the result has already removed this waiter from the queue.
         waiting.ticket = None;
         entered
     }
 
-    /// Has the registry's watch check this line, in time for a waiter of this `patience`.
+    /// Registers this local lock with the registry's watch, so that a waiter of this `patience` is
+    /// checked in time.
     fn watch_line(self: &Arc<Self>, line: &mut Line, patience: Duration) {
         if line.watched.is_some_and(|(_, watched)| watched <= patience) {
             return;
@@ -396,22 +411,22 @@ impl Slot {
         line.watched = Some((watch.register(slot, patience), patience));
     }
 
-    /// Notes what the store, asked by whoever has the turn, has failed with.
+    /// Records a store error of the caller with the local permit.
     pub(crate) fn failed(&self, error: &BackendError) {
         let mut line = self.line();
         line.trouble = Some(error.clone());
         self.troubled.store(true, Ordering::Relaxed);
     }
 
-    /// Notes that the store has answered whoever has the turn.
+    /// Records that the store responded to the caller with the local permit.
     pub(crate) fn answered(&self) {
         if self.troubled.load(Ordering::Relaxed) {
             self.line().forget_trouble(&self.troubled);
         }
     }
 
-    /// Notes that `hold` is the current one, and lets in those who wait under the same owner. Called by the holder, who
-    /// still has the first guard.
+    /// Records `hold` as the current hold, and sends guards to the waiters of the same owner. The
+    /// caller still has the first guard of `hold`.
     pub(crate) fn held_by(&self, hold: &Arc<Hold>) {
         if hold.owner().is_none() {
             return;
@@ -424,14 +439,15 @@ impl Slot {
         }
     }
 
-    /// Passes a claim to the next caller, if that one asked for the same. `make` makes its guard, if the claim is good for it
-    /// still; the turn stays with the claim. Returns false when there is nobody to take it.
+    /// Hands a claim over to the next caller if its terms are the same. `make` creates the guard,
+    /// or returns `None` if the claim can no longer be handed over. The local permit stays with the
+    /// claim. Returns false if nothing was handed over.
     pub(crate) fn hand_over(
         &self,
         terms: &Terms,
         make: impl FnOnce(Option<Owner>) -> Option<LockGuard>,
     ) -> bool {
-        // Whoever has come only just now gets the turn.
+        // A caller that joins the queue only now gets the local permit instead.
         if !self.wanted.load(Ordering::Relaxed) {
             return false;
         }
@@ -439,7 +455,7 @@ impl Slot {
         if line.closed {
             return false;
         }
-        // Strictly the first in line: passing over it would break the order.
+        // Only the first in the queue: skipping it would break the order.
         let Some(first) = line.waiters.first_entry() else {
             return false;
         };
@@ -452,7 +468,7 @@ impl Slot {
         };
         let (ticket, waiter) = first.remove_entry();
         let delivery = line.give(ticket, waiter, &self.engine);
-        // Before the line is unlocked: the taker may be done by then, and the next one's hold begun.
+        // Before the unlock: afterwards the receiver may already be done, and the next hold begun.
         let friends = line.begin_hold(guard.hold());
         drop(line);
         delivery.deliver(Entry::HandedOver(guard));
@@ -462,7 +478,7 @@ impl Slot {
         true
     }
 
-    /// Sends everybody away, now and from now on.
+    /// Ends all waits with [`NoEntry::Closed`], now and from now on.
     pub(crate) fn close(&self) {
         let mut line = self.line();
         line.closed = true;
@@ -477,7 +493,7 @@ impl Slot {
     fn pass_on(self: &Arc<Self>) {
         let mut line = self.line();
         line.reentrant = Weak::new();
-        // Whoever is next asks the store again.
+        // The next caller sends its own request to the store.
         line.forget_trouble(&self.troubled);
         let next = line.waiters.pop_first();
         let next = next.map(|(ticket, waiter)| line.give(ticket, waiter, &self.engine));
@@ -492,7 +508,8 @@ impl Slot {
     }
 
     fn line(&self) -> MutexGuard<'_, Line> {
-        // A panic between two field assignments cannot happen here; poisoning carries no meaning.
+        // No code panics between two assignments to these fields, so a poisoned queue is
+        // consistent.
         self.line.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -529,14 +546,16 @@ impl Line {
         troubled.store(false, Ordering::Relaxed);
     }
 
-    /// Takes those off the line who wait under the owner of `hold`, with the guards that they are to get.
+    /// Removes the waiters with the owner of `hold` from the queue, and returns them with their
+    /// guards.
     fn begin_hold(&mut self, hold: &Arc<Hold>) -> Vec<(Arc<Delivery>, Entry)> {
         let mut entries = Vec::new();
         let Some(owner) = hold.owner() else {
             self.reentrant = Weak::new();
             return entries;
         };
-        // Lost already: the turn may be another's by now, and so is the place of the current hold.
+        // If the hold is already lost, another caller may have the local permit and be the current
+        // hold.
         if hold.held().valid_until() <= Moment::about_now() {
             return entries;
         }
@@ -547,7 +566,7 @@ impl Line {
             self.given_again.retain(|given| given.delivery.is_open());
         }
         for ticket in friends {
-            // A hold that is over already leaves its friends in line; they get their own turn.
+            // If the hold has ended, the remaining waiters stay in the queue for a local permit.
             let Some(guard) = hold.enter_again() else { break };
             let Some(waiter) = self.remove(ticket) else { break };
             self.given_again.push(waiter.given(hold.held().slot().engine()));
@@ -575,7 +594,8 @@ impl Line {
         }
     }
 
-    /// Notes that the waiter that has just left the line gets the turn, or the claim with it. One waiter has it at a time.
+    /// Records that `waiter`, just removed from the queue, gets the local permit or the claim. Only
+    /// one waiter has it at a time.
     fn give(&mut self, ticket: u64, waiter: Waiter, engine: &Engine) -> Arc<Delivery> {
         self.forget_owner(ticket, &waiter);
         self.given = Some(waiter.given(engine));
@@ -608,13 +628,14 @@ impl Drop for Slot {
         if let Some((ticket, _)) = line.watched {
             self.engine.janitor.watch().deregister(ticket);
         }
-        // Here the slot is dead and still in the table.
+        // At this point the local lock is dead but still in the table.
         point();
         self.engine.slots().remove_dead(&self.key);
     }
 }
 
-/// The right of one caller of this process to contend for the key in the store. Dropping it lets the next in line.
+/// The local permit: the right of one caller of this process to compete for the key in the store.
+/// Dropping it passes it to the next caller in the queue.
 #[derive(Debug)]
 pub(crate) struct Turn {
     slot: Option<Arc<Slot>>,
@@ -632,7 +653,7 @@ impl Turn {
         self.slot.as_ref().expect("a turn has its slot until it is dropped")
     }
 
-    /// Notes that the store has granted the claim of this turn.
+    /// Records that the store has granted the claim of this permit.
     pub(crate) fn taken(&mut self, now: Moment) {
         self.granted_at = Some(now);
         if let Some(slot) = &self.slot {
@@ -656,10 +677,11 @@ impl Drop for Turn {
     }
 }
 
-/// A place in the line. Dropping it gives the place up; an entry that has already been given is passed on by its own drop.
+/// A place in the wait queue. Dropping it leaves the queue; an entry that was already sent passes
+/// to the next waiter.
 struct Waiting<'a> {
     slot: &'a Slot,
-    /// `None` once the place is not in the line any more.
+    /// `None` once the waiter is not in the queue any more.
     ticket: Option<u64>,
     delivery: Arc<Delivery>,
 }

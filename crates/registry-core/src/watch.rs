@@ -1,9 +1,10 @@
 //! Abandons acquisitions, and finishes calls to the store, of futures that are kept and not polled.
 //!
-//! A future that is not polled cannot release anything. Between two polls it therefore stores its state (a claim, a turn, a
-//! call) in a [`Suspended`] cell. One task per registry checks these cells. If a future is not polled for half of its
-//! *patience*, a time that it sets, the task wakes it once. If it is not polled for all of its patience, the task takes the
-//! state: it abandons an acquisition, and lets the background finish a call to the store.
+//! A future that is not polled cannot release anything. Between two polls it therefore stores its
+//! state (a claim, a local permit, a call) in a [`Suspended`] cell. One task per registry checks
+//! these cells. Each future sets a *patience*, the time for which it may go without a poll. After
+//! half of it, the task wakes the future once. After all of it, the task takes the state: it
+//! abandons an acquisition, and lets the background releaser complete a call to the store.
 
 use std::collections::BTreeMap;
 use std::future::{Future, poll_fn};
@@ -50,13 +51,15 @@ struct Entry {
 }
 
 impl Watch {
-    /// Registers `watched` to be checked four times per `patience`. Returns a ticket for [`deregister`](Self::deregister).
+    /// Registers `watched` to be checked four times per `patience`. Returns a ticket for
+    /// [`deregister`](Self::deregister).
     pub(crate) fn register(&self, watched: Weak<dyn Watched>, patience: Duration) -> u64 {
         let every = patience / 4;
         let mut entries = self.entries();
         let ticket = entries.next_ticket;
         entries.next_ticket += 1;
-        // The first round sets the time of the next check, so that the caller need not read the clock.
+        // The first round sets the time of the next check, so that the caller need not read the
+        // clock.
         entries.by_ticket.insert(ticket, Entry { watched, every, next_at: Moment::PAST });
         let is_news = entries.round.is_none_or(|round| every < round);
         if is_news {
@@ -85,7 +88,8 @@ impl Watch {
         work(self.clone())
     }
 
-    /// Returns the time until the next round: `Some(None)` if nothing is registered, `None` after [`stop`](Self::stop).
+    /// Returns the time until the next round: `Some(None)` if nothing is registered, `None` after
+    /// [`stop`](Self::stop).
     fn next_round(&self) -> Option<Option<Duration>> {
         let mut entries = self.entries();
         if entries.stopped {
@@ -100,7 +104,8 @@ impl Watch {
         let mut due = Vec::new();
         for (ticket, entry) in &mut entries.by_ticket {
             if entry.next_at <= now {
-                // Slightly less than `every`, so that a round of the same length does not skip the entry.
+                // Slightly less than `every`, so that a round of the same length does not skip the
+                // entry.
                 entry.next_at = now.after(entry.every - entry.every / 8);
                 due.push((*ticket, Weak::clone(&entry.watched)));
             }
@@ -142,8 +147,8 @@ pub(crate) trait Parked: Send + Sized + 'static {
     /// What the future gets instead of its state when it is polled after the state was taken.
     type Left: Send + 'static;
 
-    /// Abandons or finishes the future's work, because the future was not polled for its patience. The implementation passes a
-    /// value for the future to [`Suspended::leave`] of `cell`.
+    /// Abandons or finishes the future's work, because the future was not polled for its patience.
+    /// The implementation passes a value for the future to [`Suspended::leave`] of `cell`.
     fn abandon(self, cell: &Arc<Suspended<Self>>);
 }
 
@@ -196,7 +201,8 @@ impl<P: Parked> Suspended<P> {
         }
     }
 
-    /// Takes the content. If the state was taken and its value is not stored yet, the content stays.
+    /// Takes the content. If the state was taken and its value is not stored yet, the content
+    /// stays.
     fn take(&self) -> Content<P> {
         let mut state = self.state();
         match state.content {
@@ -241,7 +247,8 @@ impl<P: Parked> Watched for Suspended<P> {
         }
         let unpolled = now.since(state.unpolled_since);
         if !state.woken {
-            // A future that waits for its store is not polled either, but a wake-up makes its task poll it.
+            // A future that waits for its store is not polled either, but a wake-up makes its task
+            // poll it.
             if unpolled >= self.patience / 2 {
                 state.woken = true;
                 let waker = state.waker.clone();
@@ -276,8 +283,9 @@ impl<'a, P: Parked> Suspension<'a, P> {
         Self { watch, patience, cell: None }
     }
 
-    /// Polls `step` until it is ready, and returns `parked` with the output. Between two polls `parked` is in the cell. If the
-    /// watch took it from there, this returns the value that [`Suspended::leave`] stored.
+    /// Polls `step` until it is ready, and returns `parked` with the output. Between two polls
+    /// `parked` is in the cell. If the watch took it from there, this returns the value that
+    /// [`Suspended::leave`] stored.
     pub(crate) async fn run<T>(
         &mut self,
         parked: P,

@@ -1,4 +1,5 @@
-//! The engine over the in-process store, on paused time: what one registry promises its callers.
+//! The engine over the in-process store, on paused time: the promises of one registry to its
+//! callers.
 
 #![expect(
     clippy::unwrap_used,
@@ -170,7 +171,7 @@ async fn a_lock_kept_for_its_min_hold_is_free_after_it() {
     assert!(theirs.obtain("k").try_lock().await.unwrap().is_some());
 }
 
-/// The in-process store with leases of 20 s at most.
+/// The in-process store with leases of at most 20 s.
 #[derive(Debug)]
 struct ShortLeases(MemoryBackend);
 
@@ -215,7 +216,8 @@ async fn a_min_hold_longer_than_the_stores_longest_lease_is_kept_to_its_end() {
     }
 }
 
-/// How long it takes to serve 20,000 callers who wait, each under an owner of its own or under none.
+/// Returns the time to serve 20,000 waiting callers, each with an owner of its own or none with an
+/// owner.
 async fn serving_takes(owned: bool) -> Duration {
     let (ours, _) = two_processes();
     let lock = ours.obtain("k");
@@ -239,7 +241,7 @@ async fn serving_takes(owned: bool) -> Duration {
 
 #[tokio::test]
 async fn a_grant_takes_no_longer_however_many_owners_wait() {
-    // The best of some rounds, because the machine may do something else in one of them.
+    // The best of several rounds, because other processes of the machine may slow one of them down.
     let mut bests = [Duration::MAX; 2];
     for _ in 0..5 {
         for (best, owned) in bests.iter_mut().zip([false, true]) {
@@ -290,8 +292,8 @@ fn a_runtime_without_time_is_refused_when_the_registry_is_built() {
     assert!(matches!(Registry::check_runtime(), Err(ConfigError::NoRuntime)));
 }
 
-/// Each guard uses one token. A store that gave more than a microsecond's token per guard would outrun its clock, and a restarted
-/// process would begin below the tokens of the last one.
+/// Each guard uses one token. With more than one token per microsecond, the tokens would outrun the
+/// clock. A restarted process would then begin below the tokens of the previous one.
 #[tokio::test]
 async fn tokens_grow_by_what_was_used_and_not_by_what_hand_overs_could_have_used() {
     let store = MemoryBackend::new();

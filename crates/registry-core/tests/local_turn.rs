@@ -1,4 +1,5 @@
-//! A lock that the engine does not acquire itself waits in the same line as those that it does.
+//! A lock that the engine does not acquire itself waits in the same queue as the locks that it
+//! does.
 
 use std::future::pending;
 use std::pin::pin;
@@ -50,7 +51,7 @@ async fn a_turn_that_does_not_come_in_time_or_at_all_is_done_without() {
     let began = Instant::now();
     assert_eq!(registry.in_local_turn(&key(), Duration::from_millis(500), async { 7 }).await, 7);
     assert_eq!(began.elapsed(), Duration::from_millis(500));
-    // The caller in front may wait for something that this one has locked.
+    // The caller in front may wait for something that this caller has locked.
     let began = Instant::now();
     assert_eq!(registry.in_local_turn(&key(), Duration::MAX, async { 7 }).await, 7);
     assert_eq!(began.elapsed(), Duration::from_secs(1));
@@ -77,7 +78,8 @@ async fn a_turn_is_over_after_a_lease_polled_or_not() {
             behind.await
         };
         let guard = guard.expect("the turn goes to the next caller").unwrap();
-        // The one who lost it waits for another, and holds up nobody until then.
+        // The caller that lost its turn waits for the next one, and blocks no other caller until
+        // then.
         assert!(poll!(turn.as_mut()).is_pending());
         guard.unlock().await.unwrap();
     }

@@ -1,5 +1,5 @@
-//! What a store tells by itself of a lock that was taken away: heard at once, looked into as often as makes sense, and no
-//! reason for anything else.
+//! Invalidations of held locks: they lead to a verification at once, at a limited rate, and have no
+//! other effect.
 
 #![expect(
     clippy::unwrap_used,
@@ -19,20 +19,21 @@ use registry_core::{
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep, timeout};
 
-/// A store whose hints are the test's, and whose answers can be held back or be errors.
+/// A store whose hints the test sends, and whose responses the test can delay or turn into errors.
 #[derive(Debug)]
 struct Store {
     inner: MemoryBackend,
     hints: Mutex<Vec<LossHints>>,
-    /// What was asked for in each call to renew.
+    /// The requested leases of each call of `renew`.
     renewals: Mutex<Vec<Vec<Duration>>>,
-    /// Answers to renewals, and to attempts, wait for a permit after the store has done its part.
+    /// Responses to renewals and to attempts wait for a permit after the store has executed the
+    /// request.
     renew_answers: Semaphore,
     acquire_answers: Semaphore,
     renewals_fail: AtomicBool,
-    /// Renewals are swallowed.
+    /// Renewals get no response.
     is_mute: AtomicBool,
-    /// Renewals that have not been answered.
+    /// The number of renewals without a response so far.
     in_flight: AtomicU32,
 }
 
@@ -62,7 +63,7 @@ impl Store {
         self.hints().look_at(&key(name));
     }
 
-    /// Breaks a lock, of which nobody is told.
+    /// Forces a release without a hint.
     async fn breaks(&self, name: &str) {
         assert_eq!(self.inner.force_release(&key(name)).await.unwrap(), Release::Freed);
     }
@@ -75,14 +76,14 @@ impl Store {
         self.renewals.lock().unwrap().len()
     }
 
-    /// Holds answers back from here on.
+    /// Delays all responses from here on.
     fn hold_back(answers: &Semaphore) {
         answers.forget_permits(Semaphore::MAX_PERMITS);
     }
 
     async fn answer(answers: &Semaphore) {
         answers.acquire().await.unwrap().forget();
-        // Those that nobody holds back are not used up.
+        // While responses are not delayed, they use up no permits.
         if answers.available_permits() > 1_000 {
             answers.add_permits(1);
         }
@@ -162,7 +163,7 @@ async fn a_hint_for_nothing_costs_a_renewal_and_nothing_else() {
     assert!(guard.is_held());
     assert_eq!(store.renewals(), 1);
     assert_eq!(registry.slots(), 1);
-    // A third of the lease after the look, as after any renewal.
+    // The next renewal is a third of the lease after the verification, as after any renewal.
     sleep(ms(9_900)).await;
     assert_eq!(store.renewals(), 1);
     sleep(ms(200)).await;
@@ -182,7 +183,7 @@ async fn a_hint_during_a_renewal_is_followed_by_another_look() {
     store.hint("k");
     sleep(ms(5)).await;
     assert_eq!(store.in_flight.load(Ordering::Relaxed), 1);
-    // Its answer was made before.
+    // After the store has executed the renewal in flight.
     store.breaks("k").await;
     for _ in 0..1_000 {
         store.hint("k");
@@ -209,7 +210,7 @@ async fn a_look_at_a_fixed_lease_makes_it_no_longer() {
         assert_eq!(guard.valid_until(), until);
     }
     assert_eq!(store.renewals(), 98);
-    // So near to the end a look would make the lease longer.
+    // This close to the end, a verification would extend the lease.
     sleep(ms(200)).await;
     store.hint("k");
     sleep(ms(1)).await;
@@ -259,7 +260,7 @@ async fn hints_without_end_lead_to_few_renewals() {
     }
     assert!((10..40).contains(&store.renewals()), "{} renewals", store.renewals());
     assert!(guards.iter().all(registry_core::LockGuard::is_held));
-    // When they have come to an end, one is heard at once again.
+    // After a quiet interval, a hint is followed at once again.
     sleep(ms(2_000)).await;
     let before = store.renewals();
     store.breaks("k").await;
@@ -268,7 +269,7 @@ async fn hints_without_end_lead_to_few_renewals() {
     assert_eq!(store.renewals(), before + 1);
 }
 
-/// A store whose notices of its own renewals come back as hints must not keep the two busy.
+/// A store that reports our own renewals as changes must not cause an endless loop.
 #[tokio::test(start_paused = true)]
 async fn a_store_that_takes_our_renewals_for_news_is_asked_now_and_then() {
     #[derive(Debug)]
@@ -317,17 +318,17 @@ async fn a_store_that_fails_is_not_stormed_by_hints() {
         store.hints().look_at_all();
         sleep(ms(1)).await;
     }
-    // Each of the two once in half a second to a second.
+    // Each of the two claims once per half a second to a second.
     assert!((14..=34).contains(&store.renewals()), "{} renewals", store.renewals());
     assert!(guard.is_held() && fixed.is_held(), "a failure says nothing");
-    // What was asked in vain is asked again when the store is back, hint or not.
+    // A failed verification is retried when the store is back, without another hint.
     store.breaks("fixed").await;
     store.renewals_fail.store(false, Ordering::Relaxed);
     assert_eq!(timeout(ms(1_001), fixed.lost()).await, Ok(LostReason::Gone));
     assert!(guard.is_held());
 }
 
-/// Looks that are swallowed use up none of the tries that renewals have.
+/// Verifications without a response use up no tries of renewals.
 #[tokio::test(start_paused = true)]
 async fn looks_that_stay_unanswered_cost_no_lock() {
     for hinted in [false, true] {
@@ -346,7 +347,7 @@ async fn looks_that_stay_unanswered_cost_no_lock() {
     }
 }
 
-/// And they come to an end.
+/// The number of verifications without a response is limited too.
 #[tokio::test(start_paused = true)]
 async fn a_silent_store_is_looked_into_a_bounded_number_of_times() {
     let store = Store::new();
@@ -384,7 +385,7 @@ async fn a_hint_for_a_grant_on_its_way_is_remembered() {
         let store = Store::new();
         let registry = store.registry();
         Store::hold_back(&store.acquire_answers);
-        // What was heard before the request is older than the grant.
+        // A hint before the request is older than the grant.
         store.hint("k");
         let lock = registry.obtain("k");
         let granted = tokio::spawn(async move { lock.lock().await.unwrap() });
@@ -400,7 +401,7 @@ async fn a_hint_for_a_grant_on_its_way_is_remembered() {
         let guard = granted.await.unwrap();
         assert_eq!(timeout(ms(1), guard.lost()).await, Ok(LostReason::Gone), "all: {all}");
         assert_eq!(store.renewals(), 1);
-        // The next grant is not under suspicion.
+        // The next grant needs no verification.
         store.acquire_answers.add_permits(1);
         let next = registry.obtain("k").lock().await.unwrap();
         sleep(ms(1_000)).await;
@@ -498,7 +499,7 @@ fn a_registry_whose_runtime_is_gone_does_not_listen() {
     hints.look_at_all();
 }
 
-/// Real time, real threads: hints come faster than anything can be done about them.
+/// Real time, real threads: hints arrive faster than they can be handled.
 #[test]
 fn hints_from_another_thread_without_a_runtime_hold_nobody_up() {
     let store = Store::new();
@@ -518,7 +519,7 @@ fn hints_from_another_thread_without_a_runtime_hold_nobody_up() {
                 hints.is_live()
             }
         });
-        // Everything else goes on on the thread of the keeper.
+        // All other work continues on the lease renewer's thread.
         for n in 0..200 {
             registry.obtain(&format!("other{n}")).lock().await.unwrap().unlock().await.unwrap();
             sleep(ms(1)).await;

@@ -1,4 +1,4 @@
-//! Which claims are renewed in one call.
+//! Tests which claims are renewed in one call.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -13,7 +13,7 @@ use registry_core::{
 use tokio::time::sleep;
 
 const LEASE: Duration = Duration::from_secs(12);
-/// From one renewal to the next.
+/// The time from one renewal to the next.
 const PERIOD: Duration = Duration::from_secs(4);
 
 /// Counts the claims of each call.
@@ -62,7 +62,7 @@ impl LockBackend for Store {
     }
 }
 
-/// Takes `count` locks, one each `apart`.
+/// Acquires `count` locks at intervals of `apart`.
 async fn take(registry: &Registry, count: u32, apart: Duration) -> Vec<LockGuard> {
     let mut guards = Vec::new();
     for n in 0..count {
@@ -76,7 +76,7 @@ async fn take(registry: &Registry, count: u32, apart: Duration) -> Vec<LockGuard
 async fn a_call_takes_along_what_is_due_soon_and_leaves_the_rest() {
     let store = Store::new(100);
     let registry = store.registry();
-    // The last ones of these are due a second after the first one, the others later.
+    // The first five are due within a second of the first one, and the sixth later.
     let guards = take(&registry, 6, Duration::from_millis(250)).await;
     sleep(PERIOD - Duration::from_millis(6 * 250) + Duration::from_millis(100)).await;
     assert_eq!(store.calls(), [5]);
@@ -95,7 +95,7 @@ async fn no_call_is_larger_than_the_store_takes_and_few_are_smaller() {
     sleep(PERIOD * 10).await;
     let calls = store.calls();
     assert!(calls.iter().all(|&claims| claims <= 50), "{calls:?}");
-    // Four for all of them would be the least.
+    // The minimum is four calls per period.
     assert!(calls.len() <= 10 * 5 + 5, "{} calls: {calls:?}", calls.len());
     assert!(guards.iter().all(LockGuard::is_held));
 }

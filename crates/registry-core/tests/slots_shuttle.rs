@@ -1,11 +1,11 @@
-//! The local half of a lock under a model checker: one slot per key whoever obtains and drops handles when, one turn at a
-//! time, nobody in line forgotten.
+//! The local half of a lock under a model checker. One local lock exists per key, whenever handles
+//! are obtained and dropped. One caller at a time has the local permit, and every waiter gets it.
 //!
 //! `RUSTFLAGS="--cfg shuttle" cargo test -p registry-core --test slots_shuttle`
 //!
-//! The code that runs is the engine's own; the checker chooses at each [point](../src/interleave.rs) which thread goes on.
-//! The store grants everything to everybody, so that only the slots keep callers apart. A failure prints a schedule that
-//! `shuttle::replay` repeats.
+//! The code under test is the engine's own. At each [point](../src/interleave.rs), the checker
+//! chooses the thread that continues. The store grants every claim, so that only the local locks
+//! keep callers apart. A failure prints a schedule that `shuttle::replay` repeats.
 #![cfg(shuttle)]
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -24,12 +24,14 @@ use shuttle::sync::atomic::{AtomicBool, Ordering};
 use shuttle::{future::block_on, thread};
 use tokio::runtime::Runtime;
 
-/// Schedules per test and strategy.
+/// The number of schedules per test and strategy.
 const SCHEDULES: usize = 2_000;
 
-/// Runs `scene` under many schedules: random ones, and such that switch rarely at the worst places.
+/// Runs `scene` under many schedules: random ones, and schedules with few switches at the most
+/// harmful points.
 fn check(scene: impl Fn(&Registry) + Send + Sync + 'static, handoff: u32) {
-    // No runtime is driven: what these scenes call is answered in place. The engine only wants to see one.
+    // No runtime is driven, because all calls of these scenes are ready at once. The engine only
+    // needs a runtime to exist.
     check_in(move |registry, _| scene(registry), handoff);
 }
 
@@ -54,7 +56,7 @@ fn check_in(scene: impl Fn(&Registry, &Arc<Runtime>) + Send + Sync + 'static, ha
     }
 }
 
-/// Fails when two are inside at once.
+/// Fails when two threads are inside at the same time.
 #[derive(Default)]
 struct Room(AtomicBool);
 
@@ -91,7 +93,7 @@ fn lock(lock: &DistributedLock) -> Lock {
     Box::pin(async move { lock.lock().await })
 }
 
-/// Threads that obtain and drop handles of one key as they like share one slot at any time.
+/// Threads that obtain and drop handles of one key at random share one local lock at any time.
 #[test]
 fn handles_that_come_and_go_never_make_two_slots() {
     check(
@@ -103,7 +105,7 @@ fn handles_that_come_and_go_never_make_two_slots() {
                     for _ in 0..2 {
                         let mut lock = registry.obtain("k");
                         if thread_rng().gen_bool(0.5) {
-                            // The old handle may be the last one when it goes.
+                            // The old handle may be the last one when it is dropped.
                             lock = registry.obtain("k");
                         }
                         if thread_rng().gen_bool(0.8) {
@@ -117,7 +119,7 @@ fn handles_that_come_and_go_never_make_two_slots() {
     );
 }
 
-/// A guard keeps the slot alive when all handles have gone.
+/// A guard keeps the local lock alive when all handles are dropped.
 #[test]
 fn a_held_slot_is_found_by_whoever_comes_next() {
     check(
@@ -158,19 +160,21 @@ fn leave_the_line(registry: &Registry) {
     all(stay.chain(leave).collect::<Vec<_>>());
 }
 
-/// The turn goes past callers who have left, at whatever moment they leave, and reaches those who stay.
+/// The local permit skips callers that have left the queue, whenever they leave, and reaches those
+/// that remain.
 #[test]
 fn callers_who_leave_the_line_take_no_turn_along() {
     check(leave_the_line, 0);
 }
 
-/// A claim that was handed to somebody who has left goes on to the next, or back to the store.
+/// A claim that was handed over to a caller that has left passes to the next caller, or is released
+/// in the store.
 #[test]
 fn callers_who_leave_the_line_take_no_claim_along() {
     check_in(
         |registry, runtime| {
             let over = Arc::new(AtomicBool::new(false));
-            // The janitor's hands: a guard that nobody took is let go in the background.
+            // Drives the background releaser, which releases a guard that no caller received.
             let janitor = {
                 let (runtime, over) = (Arc::clone(runtime), Arc::clone(&over));
                 thread::spawn(move || {
@@ -192,7 +196,7 @@ fn callers_who_leave_the_line_take_no_claim_along() {
     );
 }
 
-/// Whoever has come first goes first.
+/// Callers get the local permit in the order of their arrival.
 #[test]
 fn turns_come_in_the_order_of_arrival() {
     for handoff in [0, 32] {
@@ -231,7 +235,8 @@ fn turns_come_in_the_order_of_arrival() {
     }
 }
 
-/// A claim that is handed from caller to caller has one holder at a time, and comes to an end.
+/// A claim that is handed over from caller to caller has one holder at a time, and is released at
+/// the end.
 #[test]
 fn a_claim_that_is_handed_over_has_one_holder() {
     check(
@@ -246,7 +251,8 @@ fn a_claim_that_is_handed_over_has_one_holder() {
     );
 }
 
-/// An owner who holds the lock enters it again at once, whoever had it before and however it came.
+/// An owner that holds the lock re-enters it at once, whichever caller held it before, and however
+/// the owner got it.
 #[test]
 fn an_owner_never_waits_for_itself() {
     for handoff in [0, 32] {
@@ -273,7 +279,7 @@ fn an_owner_never_waits_for_itself() {
     }
 }
 
-/// Callers of one owner may wait for another owner's lock together; all of them get in.
+/// Several callers of one owner may wait for another owner's lock; all of them get a guard.
 #[test]
 fn callers_of_one_owner_all_get_in() {
     for handoff in [0, 32] {
@@ -300,13 +306,14 @@ fn callers_of_one_owner_all_get_in() {
     }
 }
 
-/// Without points in the slot table, the tests above would let each caller run to its end before the next one.
+/// Without points in the table of local locks, the tests above would run each caller to its end
+/// before the next one.
 #[test]
 fn the_checker_sees_into_the_slot_table() {
     check(
         |registry| {
             let before = shuttle::current::context_switches();
-            // Somebody else to switch to.
+            // Another thread to switch to.
             let other = thread::spawn(|| ());
             drop(registry.obtain("k"));
             let points = shuttle::current::context_switches() - before;

@@ -1,4 +1,5 @@
-//! Code of users that runs inside the engine: observers, wakers, destructors. Whatever it does, it harms no lock.
+//! User code that runs inside the engine: observers, wakers, destructors. Whatever it does, it
+//! damages no lock.
 
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
@@ -22,7 +23,8 @@ type Locking = Pin<Box<dyn Future<Output = Result<Option<LockGuard>, LockError>>
 
 fn locking(registry: &Registry, options: LockOptions) -> Locking {
     let lock = registry.obtain("k");
-    // Whoever polls by hand has no budget after some hundred polls, and would get no further.
+    // A future that is polled manually never gets a new coop budget, so it would stop after some
+    // hundred polls.
     Box::pin(unconstrained(async move { lock.lock_with(options).await }))
 }
 
@@ -30,7 +32,7 @@ fn poll<F: Future + Unpin>(future: &mut F, waker: &Waker) -> Poll<F::Output> {
     Pin::new(future).poll(&mut Context::from_waker(waker))
 }
 
-/// A panic's payload that panics again.
+/// The payload of a panic that panics again when it is dropped.
 struct PanicsOnDrop;
 
 impl Drop for PanicsOnDrop {
@@ -110,7 +112,7 @@ struct PollsInPlace {
 
 impl Wake for PollsInPlace {
     fn wake(self: Arc<Self>) {
-        // Not while it is being polled.
+        // `None` while the task is being polled.
         let Some(mut task) = self.task.lock().unwrap().take() else { return };
         let waker = Waker::from(Arc::clone(&self));
         match poll(&mut task, &waker) {
@@ -137,7 +139,7 @@ fn a_waker_that_polls_in_place_does_not_block_the_in_process_store() {
                 done,
             };
             Waker::from(Arc::new(task)).wake();
-            // The engine's timers are not driven here: what wakes is the end of the record.
+            // The engine's timers are not driven here, so the end of the record wakes the task.
             std::thread::sleep(Duration::from_millis(2_100));
             let next = claim(Duration::from_secs(600));
             matches!(store.try_acquire(&next).await, Ok(Attempt::Granted(_)))
@@ -147,7 +149,7 @@ fn a_waker_that_polls_in_place_does_not_block_the_in_process_store() {
     assert!(end.recv_timeout(Duration::from_secs(30)).expect("the store is not blocked"));
 }
 
-/// Drops its task when it is to wake it.
+/// Drops its task instead of waking it.
 struct DropsItsTask(Mutex<Option<Locking>>, Arc<AtomicUsize>);
 
 impl Wake for DropsItsTask {

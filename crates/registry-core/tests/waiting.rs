@@ -1,5 +1,6 @@
-//! When a process asks the store, on paused time: waiters seldom where wake-ups are confirmed, and never without a bound; after a turn that
-//! others waited for, not at once.
+//! When a process sends requests to the store, on paused time. Waiters with confirmed wake-ups send
+//! few, but the interval has a limit. After a turn for which other processes waited, a process
+//! pauses.
 
 #![expect(
     clippy::unwrap_used,
@@ -22,17 +23,18 @@ fn secs(secs: u64) -> Duration {
     Duration::from_secs(secs)
 }
 
-/// The in-process store with countable attempts and wake-ups of choice.
+/// The in-process store, with a count of attempts and configurable wake-ups.
 #[derive(Debug, Default)]
 struct Store {
     inner: MemoryBackend,
     attempts: AtomicU64,
     /// Wake-ups do not arrive.
     loses_wakes: bool,
-    /// It wakes at once and again and again, each time with the token of another holder.
+    /// The store wakes waiters at once, again and again, each time with the token of another
+    /// holder.
     wakes_always: bool,
     confirms: AtomicBool,
-    /// Other processes reach it.
+    /// Other processes can reach the store.
     is_shared: bool,
 }
 
@@ -90,7 +92,8 @@ impl LockBackend for Store {
     }
 }
 
-/// A registry that holds `k`, one that waits for it, and the store that counts the waiter's attempts.
+/// Returns the guard of `k`, the task of a registry that waits for it, and the store that counts
+/// the waiter's attempts.
 async fn a_waiter(
     store: Store,
 ) -> (registry_core::LockGuard, tokio::task::JoinHandle<registry_core::LockGuard>, Arc<Store>) {
@@ -178,7 +181,7 @@ async fn a_deadline_is_kept_though_wake_ups_are_confirmed() {
     assert_eq!(began.elapsed(), Duration::from_millis(3_333));
 }
 
-/// A registry whose lock `k` was met by another process, which has it no more, and the store.
+/// Returns a registry that has met another holder of `k`, now gone, and its store.
 async fn a_registry_that_has_met_another() -> (Registry, Arc<Store>) {
     let store = Arc::new(Store { is_shared: true, ..Store::new(true) });
     let theirs = Registry::builder(Arc::new(store.inner.clone())).build().unwrap();

@@ -1,4 +1,4 @@
-//! The lock store that the engine drives. What happens in a queue is in `queue`, what keeps a place in `renew`.
+//! The `LockBackend` implementation. The queue of a lock is in `queue`, renewal is in `renew`.
 
 use std::fmt;
 use std::time::Duration;
@@ -23,18 +23,21 @@ use crate::traces::Traces;
 use crate::txn::{self, Answer};
 use crate::wire::{KeyValue, LeaseTimeToLiveRequest, RangeRequest, RangeResponse, TxnRequest};
 
-/// Locks in an etcd cluster, of version 3.4 or later.
+/// A lock store on an etcd cluster of version 3.4 or later.
 ///
-/// Each lock has a queue in the cluster, with one claim per process and key, and only the first claim holds the lock. A
-/// release, or the end of the holder's lease, wakes the next one alone. Tokens are the revisions in which the keys came to be: they grow over
-/// everything that a majority of the members survives.
+/// Each lock has a queue in the cluster, with at most one claim per process and key. The first
+/// claim in the queue holds the lock. A release, or the end of the holder's lease, wakes only the
+/// next claim. Fencing tokens are the revisions in which the keys were created. They grow over
+/// every failure that a majority of the members survives.
 ///
-/// Each claim has a lease of its own for as long as it lasts, which no other claim has at the same time: so a crashed guard is freed by itself,
-/// however many others its process holds. When a claim is over its lease is kept for the next one, which spares a write. All leases are
-/// kept alive over one stream, or a few where the member is slow, and all that is waited for is heard over another one.
+/// Each claim has its own lease for as long as it lasts. A lock that is no longer renewed is
+/// therefore freed independently of the other locks of its process. A later claim reuses the lease
+/// of a finished claim, which saves a write. One stream keeps all leases alive, or a few streams if
+/// the member is slow. Another stream carries all watches.
 ///
-/// Leases last for whole seconds, at least 2. The one in the cluster is up to 2 s longer than the one that was asked for, and the members look
-/// each half second for those that are over: that long after its lease the lock of a crashed holder is free.
+/// Leases last whole seconds, at least 2. The lease in the cluster is up to 2 s longer than the
+/// requested one, and the members check for expired leases every 0.5 s. The lock of a crashed
+/// holder is free that long after its lease.
 pub struct EtcdBackend {
     pub(crate) config: EtcdConfig,
     pub(crate) names: Names,
@@ -48,11 +51,12 @@ pub struct EtcdBackend {
 }
 
 impl EtcdBackend {
-    /// Connects to a member, and logs in.
+    /// Connects to a member and logs in.
     ///
     /// # Errors
-    /// [`BackendError`] with a message that says what to do: `Misconfigured` for a configuration that cannot work, `Denied` for a
-    /// wrong user or password, `Transient` when no member can be reached or has a leader.
+    /// Returns a [`BackendError`] whose message names the remedy. `Misconfigured`: the
+    /// configuration cannot work. `Denied`: the user or password is wrong. `Transient`: no member
+    /// can be reached, or the cluster has no leader.
     ///
     /// # Cancel safety
     /// Dropping the future closes the connection.
@@ -74,13 +78,13 @@ impl EtcdBackend {
         Ok(backend)
     }
 
-    /// The namespace that this backend's locks live in.
+    /// Returns the namespace of this backend's locks.
     #[must_use]
     pub fn namespace(&self) -> &str {
         self.config.namespace()
     }
 
-    /// Reads from the namespace, of each member that is named at most once.
+    /// Reads one key of the namespace. Tries each configured member at most once.
     async fn try_out(&self) -> Result<(), BackendError> {
         let mut tried = 0;
         loop {
@@ -107,7 +111,7 @@ impl EtcdBackend {
         Ok(self.range(txn::first(&self.names.queue(key))).await?.kvs.into_iter().next())
     }
 
-    /// Tells who holds `key`, by the first in its queue.
+    /// Returns the holder of `key`, given the first entry of its queue.
     async fn holder(&self, key: Key, first: &KeyValue) -> Result<Holder, BackendError> {
         let asked = LeaseTimeToLiveRequest { id: first.lease };
         let answer = self.link.call(asked).await.map_err(Failure::into_error)?;
@@ -115,7 +119,9 @@ impl EtcdBackend {
         Ok(record::holder(key, first, left))
     }
 
-    /// Keys of this namespace from `after` on. They come in their order anyway; members that are asked for it read them all for each page.
+    /// Returns a range request for the keys of this namespace from `after` on. It requests no sort
+    /// order: keys arrive in order anyway, and a sorted request makes the member read all keys for
+    /// each page.
     fn all_names(&self, after: Vec<u8>) -> RangeRequest {
         let prefix = self.names.prefix().as_bytes();
         let begin = if prefix.is_empty() { b"\0" } else { prefix };
@@ -181,16 +187,17 @@ impl LockBackend for EtcdBackend {
     }
 
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
-        // Queues stand next to each other, so their first ones can be told while the pages come.
+        // Queues are contiguous, so the first entry of each is found page by page.
         let mut firsts: Vec<(Key, KeyValue)> = Vec::new();
         let mut after = Vec::new();
         loop {
-            // Not as they were at the first page: the members may have forgotten that by now.
+            // Each page reads the current revision: the members may have compacted that of the
+            // first page.
             let page = self.range(self.all_names(after)).await?;
             after = page.kvs.last().map(|last| [&*last.key, b"\0"].concat()).unwrap_or_default();
             let more = page.more && !after.is_empty();
             for found in page.kvs {
-                // Whatever else is in there has no lease.
+                // Keys without a lease belong to other programs.
                 let Some(key) = self.names.key(&found.key).filter(|_| found.lease != 0) else {
                     continue;
                 };
@@ -220,7 +227,7 @@ impl LockBackend for EtcdBackend {
     async fn force_release(&self, key: &Key) -> Result<Release, BackendError> {
         for _ in 0..TRIES {
             let Some(first) = self.first(key).await? else { return Ok(Release::NotHeld) };
-            // Its lease stays: it may be that of a peer's session, which has more than this lock.
+            // The lease is not revoked: it may belong to a peer's session that holds other locks.
             let gone = txn::delete(&first.key, first.create_revision);
             if self.ask(gone).await.map_err(Failure::into_error)?.succeeded {
                 return Ok(Release::Freed);
@@ -235,7 +242,7 @@ impl LockBackend for EtcdBackend {
 
     async fn close(&self) {
         if self.ears.are_wanted() {
-            // Another registry is still there.
+            // Another registry still uses this backend.
             return;
         }
         self.pool.close().await;
@@ -250,13 +257,14 @@ impl fmt::Debug for EtcdBackend {
     }
 }
 
-/// The shortest lease that members grant as they are set up by default.
+/// The shortest lease that members grant by default.
 const LEASE_MIN: Duration = Duration::from_secs(2);
-/// Holders of locks that are held for longer than this hear of a loss at once. It costs the members a watch.
+/// How long a lock is held before the store watches its key for losses. Each watch costs the
+/// members resources.
 const FIRST_LOOK: Duration = Duration::from_millis(25);
-/// What is asked together: members take 128 parts of a transaction unless they are told to take more.
+/// The number of operations per transaction. The members' default limit is 128.
 const BATCH_MAX: usize = 100;
-/// Keys in one answer.
+/// The number of keys per page.
 const PAGE: i64 = 1_000;
-/// How often something is tried that somebody else may have changed meanwhile.
+/// The limit of attempts for an operation that concurrent changes may invalidate.
 pub(crate) const TRIES: usize = 4;

@@ -1,4 +1,5 @@
-//! What this client remembers of its claims: where each one stands, and its lease. A memory only: what is not in it is found in the queue.
+//! This client's cache of its claims: the queue entry and the lease of each. A claim that is not in
+//! the cache is looked up in the queue.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -12,32 +13,34 @@ use crate::lease::Lease;
 use crate::names::Names;
 use crate::wire::KeyValue;
 
-/// A claim's place in a queue.
+/// A claim's entry in a queue.
 #[derive(Debug)]
 pub(crate) struct Place {
-    /// Its key.
+    /// The entry's key.
     pub(crate) name: Vec<u8>,
     pub(crate) lease: Lease,
-    /// What was asked for when the lease was made, in seconds. `None` for a lease of another client.
+    /// The requested duration of the lease in seconds. `None` for a lease that another client
+    /// created.
     pub(crate) seconds: Option<i64>,
-    /// The revision in which the key came to be. `None` while that is not known, or whether it did.
+    /// The revision in which the key was created. `None` while that is unknown, or while the key
+    /// may not exist.
     pub(crate) created: Option<i64>,
-    /// It was the first, and has been since.
+    /// The entry was first in the queue, and so has been since.
     pub(crate) granted: bool,
-    /// Since when it has been the first after somebody who may not have heard yet of having been put out.
+    /// When the entry became first after a holder that may not know yet that its lock is lost.
     pub(crate) settling: Option<Moment>,
-    /// Something that was asked for it may not have been carried out yet.
+    /// An earlier request for this entry may still take effect.
     pub(crate) stray: bool,
-    /// The one before it, if there was any at the last look.
+    /// The predecessor in the queue, if the last read found one.
     pub(crate) before: Option<Before>,
-    /// Listens for its end.
+    /// Watches for the deletion of the entry.
     pub(crate) watch: Option<Watch>,
-    /// The lease that its trace is attached to, as far as that is known.
+    /// The lease of the entry's tombstone, if known.
     pub(crate) trace: Option<i64>,
 }
 
 impl Place {
-    /// A place that is not taken yet.
+    /// Creates an entry that is not in the queue yet.
     pub(crate) fn new(queue: &[u8], lease: Lease, seconds: i64) -> Self {
         Self {
             name: Names::place(queue, lease.id),
@@ -53,8 +56,8 @@ impl Place {
         }
     }
 
-    /// The last answer, if it still holds for all that is known without asking: the one before is watched, nothing was heard of it, and
-    /// the place's own lease was kept alive.
+    /// Returns the last `Busy` if it is still valid without a request: the predecessor is watched
+    /// and not deleted, and the entry's own lease was kept alive.
     pub(crate) fn still_waits(&self, now: Moment) -> Option<Busy> {
         let before = self.before.as_ref()?;
         let (busy, at) = before.first.as_ref()?;
@@ -65,15 +68,16 @@ impl Place {
         is_certain.then(|| busy.clone())
     }
 
-    /// Whether nobody has kept its lease alive for so long that it is over. Longer than that: the members give leases more time when their
-    /// leader changes, and then a place is worth keeping.
+    /// Returns whether the lease has not been kept alive for twice its duration. One duration is
+    /// not enough: the members extend leases when their leader changes, and the entry is then
+    /// still valid.
     fn is_over(&self, now: Moment) -> bool {
         let asked_for = self.seconds.and_then(|seconds| u64::try_from(seconds).ok());
         let lasts = self.lease.ttl().max(Duration::from_secs(asked_for.unwrap_or(0)));
         now.since(self.lease.latest()) >= lasts * 2
     }
 
-    /// The place that was found under a key.
+    /// Creates the entry for a key that was found in the queue.
     pub(crate) fn found(key: KeyValue, lease: Lease, is_first: bool) -> Self {
         Self {
             name: key.key,
@@ -90,22 +94,22 @@ impl Place {
     }
 }
 
-/// The one that stands before a claim.
+/// The predecessor of an entry.
 #[derive(Debug)]
 pub(crate) struct Before {
     pub(crate) name: Vec<u8>,
-    /// The revision in which it came to be.
+    /// The revision in which its key was created.
     pub(crate) created: i64,
     pub(crate) lease: i64,
-    /// A revision in which it was there.
+    /// A revision in which the key existed.
     pub(crate) seen: i64,
-    /// It was heard that it is gone.
+    /// The watch has reported its deletion.
     pub(crate) gone: bool,
-    /// Who was the first of the queue when all of it was looked at last, and when that was.
+    /// The holder of the lock at the last read of the whole queue, and the time of that read.
     pub(crate) first: Option<(Busy, Moment)>,
-    /// It is none of a peer, which would write no record.
+    /// This library created the key. Peers write no record.
     pub(crate) is_ours: bool,
-    /// Listens for its end, once somebody has waited for that.
+    /// Watches for its deletion, once a caller has waited for it.
     pub(crate) watch: Option<Watch>,
 }
 
@@ -124,7 +128,7 @@ impl Before {
         }
     }
 
-    /// Takes over the watch of an earlier look, if that was at the same key.
+    /// Takes over the watch of an earlier read, if that found the same key.
     pub(crate) fn with_watch_of(mut self, earlier: Option<&mut Self>) -> Self {
         let is_same =
             |earlier: &&mut Self| earlier.created == self.created && earlier.name == self.name;
@@ -135,18 +139,18 @@ impl Before {
 
 type Known = Arc<tokio::sync::Mutex<Option<Place>>>;
 
-/// The places of all claims.
+/// The entries of all claims.
 #[derive(Debug, Default)]
 pub(crate) struct Claims(Mutex<Table>);
 
 #[derive(Debug, Default)]
 struct Table {
     known: HashMap<(ClaimId, Key), Known>,
-    /// When those that are over were looked for last.
+    /// The time of the last search for expired entries.
     looked: Option<Moment>,
 }
 
-/// What is known of one claim, for one request about it at a time.
+/// Exclusive access to the entry of one claim, so that its requests run one at a time.
 pub(crate) struct Seat<'a> {
     claims: &'a Claims,
     id: (ClaimId, Key),
@@ -160,7 +164,8 @@ impl Claims {
         Seat { claims: self, id, place: Some(known.lock_owned().await) }
     }
 
-    /// Forgets places whose lease nobody keeps alive, and tells them: the engine has left them to their end.
+    /// Removes and returns the entries whose lease is no longer kept alive. The engine has left
+    /// them to expire.
     pub(crate) fn over(&self) -> Vec<Place> {
         let (now, mut table) = (Moment::now(), self.table());
         if table.looked.is_some_and(|looked| now.since(looked) < OVER_EACH) {
@@ -169,7 +174,7 @@ impl Claims {
         table.looked = Some(now);
         let mut over = Vec::new();
         table.known.retain(|_, known| {
-            // Whoever is about to use it has it already, as the table is locked.
+            // The table is locked, so every user of an entry already has a reference to it.
             let unused = Arc::strong_count(known) == 1;
             let Some(mut place) = known.try_lock().ok().filter(|_| unused) else { return true };
             let is_over = place.as_ref().is_none_or(|place| place.is_over(now));
@@ -204,7 +209,7 @@ impl Drop for Seat<'_> {
     fn drop(&mut self) {
         let mut table = self.claims.table();
         let is_empty = self.place.take().is_none_or(|place| place.is_none());
-        // Nobody else has it or waits for it; whoever wants it must ask the table first.
+        // No other caller uses or awaits the entry, and a new one must lock the table first.
         if is_empty && table.known.get(&self.id).is_some_and(|known| Arc::strong_count(known) == 1)
         {
             table.known.remove(&self.id);
@@ -212,9 +217,10 @@ impl Drop for Seat<'_> {
     }
 }
 
-/// How often a waiter that is told of the end of the one before it reads its queue: somebody may have deleted its own key, or be the first by now.
+/// How often a waiter with a watched predecessor reads its queue. Another client may have deleted
+/// the waiter's key, and the holder may have changed.
 const LOOK_EACH_WATCHED: Duration = Duration::from_secs(3 * 60);
-/// How often places are looked for that are over.
+/// How often expired entries are searched for.
 const OVER_EACH: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
@@ -252,7 +258,7 @@ mod tests {
         assert_eq!(claims.table().known.len(), 1);
     }
 
-    /// Its lease is found again by the next renewal, and is not known until then.
+    /// The next renewal looks up its lease, which is unknown until then.
     #[tokio::test(start_paused = true)]
     async fn a_place_whose_lease_is_not_known_just_now_is_not_over() {
         let claims = Claims::default();
@@ -263,7 +269,7 @@ mod tests {
         assert!(claims.over().is_empty());
     }
 
-    /// Those who wait keep their leases alive, but ask nobody whether that counts.
+    /// Waiters keep their leases alive but do not verify them by a majority.
     #[tokio::test(start_paused = true)]
     async fn who_waits_for_longer_than_a_lease_is_not_forgotten() {
         let claims = Claims::default();

@@ -1,4 +1,5 @@
-//! What must be known to reach the members, and how locks are kept in them. No I/O.
+//! The configuration of an etcd store: its members, the access to them, and the format of the
+//! locks. No I/O.
 
 use std::fmt;
 use std::time::Duration;
@@ -11,7 +12,7 @@ use tonic::transport::{Certificate, ClientTlsConfig, Identity};
 
 use crate::error::unusable;
 
-/// Where the locks of an [`EtcdBackend`](crate::EtcdBackend) live, and in what form.
+/// The members and the format of the locks of an [`EtcdBackend`](crate::EtcdBackend).
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct EtcdConfig {
@@ -28,33 +29,38 @@ pub struct EtcdConfig {
     certificate: Option<(Vec<u8>, Vec<u8>)>,
 }
 
-/// A user and its password.
+/// A user and the user's password.
 #[derive(Clone)]
 pub(crate) struct Login {
     pub(crate) user: String,
     pub(crate) password: String,
 }
 
-/// What a lock looks like in etcd.
+/// The format of a lock's keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Layout {
-    /// This library's own: `NAMESPACE/KEY/LEASE`, with namespace and key percent-encoded, so that every key is possible.
+    /// This library's own format: `NAMESPACE/KEY/LEASE`. Namespace and key are percent-encoded, so
+    /// every key is valid.
     #[default]
     Native,
-    /// That of `etcdctl lock NAME`, of Go's `concurrency.Mutex` and of the servers' own locks (`v3lock`), whose programs then contend for the same
-    /// locks: `KEY/LEASE`, or `NAMESPACE/KEY/LEASE` with a namespace, as they are. A key must have no slash, because whatever is below a
-    /// lock's name stands in its queue; what comes before the last slash of `NAME` goes into the namespace.
+    /// The format of `etcdctl lock NAME`, of Go's `concurrency.Mutex` and of etcd's own lock API
+    /// (`v3lock`). Their clients contend for the same locks.
+    ///
+    /// The names are `KEY/LEASE`, or `NAMESPACE/KEY/LEASE` with a namespace, without escaping. A
+    /// key must not contain a slash, because every key below a lock's name is an entry of its
+    /// queue. The part of `NAME` before its last slash is the namespace.
     Etcdctl,
 }
 
 impl EtcdConfig {
-    /// The port of members unless they are told to use another one.
+    /// The default port of members.
     pub const PORT: u16 = 2379;
-    /// The patience with unanswered requests unless [another](Self::with_response_timeout) is set.
+    /// The default [response timeout](Self::with_response_timeout).
     pub const RESPONSE_TIMEOUT: Duration = Duration::from_secs(3);
 
-    /// The members of one cluster, each a host (a name, or an address without brackets) and its port for clients. They need not be all.
+    /// Configures a cluster by some of its members. Each is a host and its client port. The host is
+    /// a name, or an IP address without brackets.
     #[must_use]
     pub fn new(members: impl IntoIterator<Item = (String, u16)>) -> Self {
         Self {
@@ -72,10 +78,12 @@ impl EtcdConfig {
         }
     }
 
-    /// Reads a URL: `etcd://[USER:PASSWORD@]HOST[:PORT],HOST[:PORT]…`, or `etcds://…` for encrypted connections (feature `tls`).
+    /// Parses a URL: `etcd://[USER:PASSWORD@]HOST[:PORT],HOST[:PORT]…`, or `etcds://…` for
+    /// encrypted connections (feature `tls`).
     ///
     /// # Errors
-    /// `Misconfigured` for what cannot be read. The message does not repeat the URL, which may hold a password.
+    /// Returns `Misconfigured` for a URL that cannot be parsed. The message does not repeat the
+    /// URL, which may contain a password.
     pub fn from_url(url: &str) -> Result<Self, BackendError> {
         let unreadable = || unusable("the URL cannot be used; write etcd://HOST:PORT,HOST:PORT");
         let (scheme, rest) = url.split_once("://").ok_or_else(unreadable)?;
@@ -102,43 +110,44 @@ impl EtcdConfig {
         Ok(config)
     }
 
-    /// The same with this user and password.
+    /// Sets the user and the password.
     #[must_use]
     pub fn with_login(mut self, user: &str, password: &str) -> Self {
         self.login = Some(Login { user: user.to_owned(), password: password.to_owned() });
         self
     }
 
-    /// The same with locks that look like this. Native unless set.
+    /// Sets the format of the locks. The default is [`Layout::Native`].
     #[must_use]
     pub fn with_layout(mut self, layout: Layout) -> Self {
         self.layout = layout;
         self
     }
 
-    /// The same with this namespace. Locks of different namespaces never meet, even if their keys are equal. `lock-registry` unless set;
-    /// none in the layout of etcdctl.
+    /// Sets the namespace. Locks in different namespaces are independent, even if their keys are
+    /// equal. The default is `lock-registry`, or no namespace in the etcdctl layout.
     #[must_use]
     pub fn with_namespace(mut self, namespace: impl Into<String>) -> Self {
         self.namespace = Some(namespace.into());
         self
     }
 
-    /// The same with this time to connect to a member. 2 s unless set.
+    /// Sets the time limit for connecting to a member. The default is 2 s.
     #[must_use]
     pub fn with_connect_timeout(mut self, connect_timeout: Duration) -> Self {
         self.connect_timeout = connect_timeout;
         self
     }
 
-    /// The same with this patience with unanswered requests, after which the next member is asked. 3 s unless set.
+    /// Sets the time limit for a response, after which the next member is used. The default is 3 s.
     #[must_use]
     pub fn with_response_timeout(mut self, response_timeout: Duration) -> Self {
         self.response_timeout = response_timeout;
         self
     }
 
-    /// The same over encrypted connections, verified against the certificate authorities of the host. Feature `tls`.
+    /// Encrypts the connections and verifies the members against the host's certificate
+    /// authorities. Requires the feature `tls`.
     #[cfg(feature = "tls")]
     #[must_use]
     pub fn with_tls(mut self) -> Self {
@@ -146,8 +155,8 @@ impl EtcdConfig {
         self
     }
 
-    /// The same over encrypted connections that are verified against these certificates (PEM) instead of the host's authorities.
-    /// Feature `tls`.
+    /// Encrypts the connections and verifies the members against these authorities (PEM) instead of
+    /// the host's. Requires the feature `tls`.
     #[cfg(feature = "tls")]
     #[must_use]
     pub fn with_certificate_authority(mut self, certificates: impl Into<Vec<u8>>) -> Self {
@@ -155,8 +164,8 @@ impl EtcdConfig {
         self.with_tls()
     }
 
-    /// The same over encrypted connections, in which this certificate (PEM) tells the members who we are; `key` (PEM) is its private key.
-    /// Feature `tls`.
+    /// Encrypts the connections and authenticates the client by this certificate (PEM) and its
+    /// private `key` (PEM). Requires the feature `tls`.
     #[cfg(feature = "tls")]
     #[must_use]
     pub fn with_client_certificate(
@@ -168,7 +177,7 @@ impl EtcdConfig {
         self.with_tls()
     }
 
-    /// The namespace that is meant.
+    /// Returns the configured namespace or the default of the layout.
     pub(crate) fn namespace(&self) -> &str {
         match (&self.namespace, self.layout) {
             (Some(namespace), _) => namespace,
@@ -177,10 +186,11 @@ impl EtcdConfig {
         }
     }
 
-    /// Refuses what cannot work, without I/O. Opening a store asks this first.
+    /// Returns an error if the configuration cannot work. Performs no I/O. Opening a store calls
+    /// this first.
     ///
     /// # Errors
-    /// [`BackendError`], `Misconfigured`, for the first thing that is wrong.
+    /// Returns [`BackendError`] of kind `Misconfigured` for the first invalid setting.
     pub fn check(&self) -> Result<(), BackendError> {
         let least = usize::from(self.layout == Layout::Native);
         if !(least..=NAMESPACE_BYTES_MAX).contains(&self.namespace().len()) {
@@ -212,7 +222,7 @@ impl EtcdConfig {
         Ok(())
     }
 
-    /// Where each member is, and how to reach it.
+    /// Returns the endpoint of each member.
     pub(crate) fn endpoints(&self) -> Result<Vec<Endpoint>, BackendError> {
         self.check()?;
         #[cfg(feature = "tls")]
@@ -226,8 +236,9 @@ impl EtcdConfig {
                 .map_err(|_| unusable("the client cannot be set up"))?
                 .tcp_nodelay(true)
                 .connect_timeout(self.connect_timeout)
-                // Only finds that a host is gone while nothing is asked: members call it an attack when they are asked more often than each
-                // 5 s. What stands still while something is asked is found by the time that answers take.
+                // Detects a dead host only while no request is running: members reject clients that
+                // ping more often than every 5 s. During a request, the response timeout detects
+                // it.
                 .http2_keep_alive_interval(PING_INTERVAL)
                 .keep_alive_timeout(PING_TIMEOUT)
                 .keep_alive_while_idle(false);
@@ -259,7 +270,7 @@ impl EtcdConfig {
     }
 }
 
-/// `HOST`, `HOST:PORT`, `[ADDRESS]` or `[ADDRESS]:PORT`.
+/// Parses `HOST`, `HOST:PORT`, `[ADDRESS]` or `[ADDRESS]:PORT`.
 fn member(text: &str) -> Option<(String, u16)> {
     let (host, port) = match text.strip_prefix('[') {
         Some(rest) => {
@@ -284,7 +295,7 @@ const TIME_MAX: Duration = Duration::from_secs(60 * 60);
 const PING_INTERVAL: Duration = Duration::from_secs(6);
 const PING_TIMEOUT: Duration = Duration::from_secs(4);
 
-// By hand: it holds passwords and keys.
+// Written manually, because the fields include passwords and keys.
 impl fmt::Debug for EtcdConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("EtcdConfig")

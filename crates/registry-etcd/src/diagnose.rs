@@ -1,4 +1,4 @@
-//! What is set up wrong in the cluster, or soon will be.
+//! Checks the members' versions and states for hazards.
 
 use futures_util::future::join_all;
 use registry_core::{BackendError, Finding};
@@ -8,12 +8,12 @@ use crate::error::Failure;
 use crate::wire::{MemberListRequest, StatusRequest, StatusResponse};
 
 impl EtcdBackend {
-    /// Looks at all members that are named.
+    /// Checks all configured members.
     pub(crate) async fn look_for_trouble(&self) -> Result<Vec<Finding>, BackendError> {
         let members = 0..self.link.members();
         let looks = members.map(|member| self.link.call_at(member, StatusRequest {}));
         let looks = join_all(looks).await;
-        // If none of them can be reached at all, that is an error; if some cannot, it is a finding.
+        // Some unreachable members are a finding; if all of them are unreachable, that is an error.
         let (mut findings, mut failed, mut reached) = (Vec::new(), None, false);
         for (look, (host, port)) in looks.into_iter().zip(&self.config.members) {
             match look {
@@ -30,7 +30,7 @@ impl EtcdBackend {
         if let Some(error) = failed.filter(|_| !reached) {
             return Err(error);
         }
-        // Not every user may ask.
+        // Not every user has the right to list the members.
         let list = self.link.call(MemberListRequest {}).await.map_err(Failure::into_error);
         if let Ok(list) = list {
             let voters = list.members.iter().filter(|member| !member.is_learner).count();

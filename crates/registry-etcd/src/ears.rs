@@ -1,4 +1,5 @@
-//! Hears of keys that are deleted: one stream for all of them. Wakes those who wait, and passes on losses. Decides nothing.
+//! Watches keys for deletion, over one stream for all of them. Wakes waiters and sends loss
+//! notifications to the registries. The engine decides what follows.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -18,7 +19,7 @@ use crate::wire::{
     WatchResponse, WatchUnion,
 };
 
-/// The task that has the stream. It ends with this handle.
+/// The handle of the task that owns the stream. Dropping it ends the task.
 pub(crate) struct Ears {
     orders: Orders,
     next_id: AtomicI64,
@@ -26,7 +27,7 @@ pub(crate) struct Ears {
     task: JoinHandle<()>,
 }
 
-// Without a limit: whoever waits or holds a lock has one watch.
+// Unbounded: each waiter and each holder has at most one watch.
 type Orders = mpsc::UnboundedSender<Order>;
 
 enum Order {
@@ -34,27 +35,27 @@ enum Order {
     End(i64),
 }
 
-/// Who wants to know.
+/// The recipient of a watch's result.
 enum Who {
-    /// It reads what has come of its watch.
+    /// A waiter, which reads the result from its [`Watch`].
     Waiter,
     Holder(Key),
 }
 
-/// What was heard of a key.
+/// The result of a watch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Heard {
-    /// It was deleted.
+    /// The key was deleted.
     Deleted,
-    /// Nothing, and nothing will be.
+    /// The watch ended without a deletion.
     Nothing,
 }
 
-/// The registries that want to hear of losses.
+/// The registries that receive loss notifications.
 #[derive(Default)]
 struct Listeners(Mutex<Vec<LossHints>>);
 
-/// Something that is listened for until this is dropped.
+/// The handle of a watch. Dropping it cancels the watch.
 #[derive(Debug)]
 pub(crate) struct Watch {
     id: i64,
@@ -62,29 +63,30 @@ pub(crate) struct Watch {
     orders: Orders,
 }
 
-/// What has come of a watch.
+/// The state of a watch.
 #[derive(Debug, Default)]
 struct Told {
-    /// The member has said that it will tell.
+    /// The member has confirmed the watch.
     confirmed: AtomicBool,
     over: AtomicBool,
     deleted: AtomicBool,
-    /// Notified at the end.
+    /// Notified when the watch ends.
     ended: Notify,
 }
 
 impl Watch {
-    /// Whether it is still listened for.
+    /// Returns whether the watch has not ended.
     pub(crate) fn lives(&self) -> bool {
         !self.told.over.load(Ordering::Acquire)
     }
 
-    /// Whether a deletion of the key would be heard: the member has confirmed the watch, and its stream is not known to have ended.
+    /// Returns whether a deletion would be reported: the member has confirmed the watch, and its
+    /// stream is not known to have ended.
     pub(crate) fn is_confirmed(&self) -> bool {
         self.told.confirmed.load(Ordering::Acquire) && self.lives()
     }
 
-    /// Waits until something is heard, or nothing will be.
+    /// Waits until the watch ends, and returns its result.
     pub(crate) fn heard(&self) -> impl Future<Output = Heard> + Send + use<> {
         let told = Arc::clone(&self.told);
         async move {
@@ -100,7 +102,7 @@ impl Watch {
         }
     }
 
-    /// Whether the key was deleted.
+    /// Returns whether the deletion of the key was reported.
     pub(crate) fn heard_of_end(&self) -> bool {
         self.told.deleted.load(Ordering::Acquire)
     }
@@ -124,12 +126,13 @@ impl Ears {
         Self { orders, next_id: 1.into(), listeners, task }
     }
 
-    /// Listens for the end of `name`, from the revision `from` on.
+    /// Watches `name` for deletion, from the revision `from` on.
     pub(crate) fn wait(&self, name: Vec<u8>, from: i64) -> Watch {
         self.begin(name, from, Who::Waiter)
     }
 
-    /// Passes on when `name`, by which somebody here holds `key`, ends after the revision `from`.
+    /// Watches `name`, by which this process holds `key`, from the revision `from` on. Sends a loss
+    /// notification if the watch ends.
     pub(crate) fn watch_over(&self, key: &Key, name: Vec<u8>, from: i64) -> Watch {
         self.begin(name, from, Who::Holder(key.clone()))
     }
@@ -141,12 +144,12 @@ impl Ears {
         Watch { id, told, orders: self.orders.clone() }
     }
 
-    /// One more registry that wants to hear of losses.
+    /// Subscribes a registry to loss notifications.
     pub(crate) fn tell(&self, hints: LossHints) {
         self.listeners.with(|all| all.push(hints));
     }
 
-    /// Whether any registry, of those that are not closed, wants to hear of losses.
+    /// Returns whether any open registry is subscribed to loss notifications.
     pub(crate) fn are_wanted(&self) -> bool {
         self.listeners.with(|all| !all.is_empty())
     }
@@ -177,12 +180,12 @@ impl Listeners {
     }
 }
 
-/// All that is listened for.
+/// All watches of the stream.
 #[derive(Default)]
 struct Watches(HashMap<i64, (Who, Arc<Told>)>);
 
 impl Watches {
-    /// Tells what was heard. False if nobody wants to know any more.
+    /// Ends a watch and reports its result. Returns false if it has ended already.
     fn tell(&mut self, id: i64, heard: Heard, listeners: &Listeners) -> bool {
         let Some((who, told)) = self.0.remove(&id) else { return false };
         told.deleted.store(heard == Heard::Deleted, Ordering::Release);
@@ -190,7 +193,7 @@ impl Watches {
         told.ended.notify_waiters();
         match who {
             Who::Waiter => {}
-            // In any case: what was not heard may have happened.
+            // Also without a deletion event: the key may have been deleted after the watch ended.
             Who::Holder(key) => listeners.hear_of(&key),
         }
         true
@@ -212,13 +215,13 @@ impl Watches {
 async fn listen(link: Link, mut orders: mpsc::UnboundedReceiver<Order>, listeners: Arc<Listeners>) {
     let mut watches = Watches::default();
     while let Some(order) = orders.recv().await {
-        // Of what a stream had when it ended, nothing more is heard.
+        // Watches end with their stream, because later deletions would not be reported.
         hear(&link, &mut orders, order, &mut watches, &listeners).await;
         watches.tell_all(&listeners);
     }
 }
 
-/// Has a stream until it ends.
+/// Serves one stream until it ends.
 async fn hear(
     link: &Link,
     orders: &mut mpsc::UnboundedReceiver<Order>,
@@ -235,7 +238,7 @@ async fn hear(
             requests.send(WatchRequest { request: Some(WatchUnion::Create(create)) }).is_ok()
         }
         Order::End(id) => {
-            // What has been told is over in any case.
+            // A watch that has ended is cancelled already.
             watches.0.remove(&id).is_none() || requests.send(cancel(id)).is_ok()
         }
     };
@@ -250,7 +253,7 @@ async fn hear(
         return;
     };
     wire.heard();
-    // When the member was asked to show that it is there, and has not answered.
+    // When a progress request was sent that the member has not answered.
     let mut asked: Option<Instant> = None;
     loop {
         let has_watches = !watches.0.is_empty();
@@ -270,7 +273,8 @@ async fn hear(
                 asked = None;
                 let WatchResponse { watch_id, created, canceled, events } = answer;
                 if canceled && watch_id < 0 {
-                    // A watch that was never begun is not named.
+                    // A watch that the member could not create has no id. The stream ends, because
+                    // the affected caller is unknown.
                     return;
                 }
                 if created && !canceled {
@@ -295,7 +299,7 @@ async fn hear(
                     link.leave(wire.number, true);
                     return;
                 } else {
-                    // Waiters rely on a silent stream, so a stream that has died must not pass for one.
+                    // Waiters rely on a silent stream, so a dead stream must be detected.
                     asked = Some(Instant::now());
                     let progress = WatchUnion::Progress(WatchProgressRequest {});
                     _ = requests.send(WatchRequest { request: Some(progress) });

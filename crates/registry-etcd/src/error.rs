@@ -1,4 +1,4 @@
-//! What errors of etcd and of the connection mean for a lock: one table.
+//! Maps the errors of etcd and of the connection to `BackendError`: one table.
 
 use std::error::Error as _;
 
@@ -10,15 +10,15 @@ use BackendErrorKind::{Denied, Misconfigured, Protocol, Transient};
 /// Why a call failed.
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// The member does not know the lease. Nothing was done.
+    /// The member does not know the lease. Nothing was executed.
     NoLease,
-    /// The login has grown old. Nothing was done.
+    /// The login has expired. Nothing was executed.
     Login,
-    /// The members take no transaction of so many parts. Nothing was done.
+    /// The transaction has more operations than the members permit. Nothing was executed.
     TooMany,
-    /// Another member may do better.
+    /// This member failed; another one may succeed.
     Elsewhere(BackendError),
-    /// Any other trouble.
+    /// Any other store error.
     Trouble(BackendError),
 }
 
@@ -41,17 +41,17 @@ impl Failure {
     }
 }
 
-/// Says that what was configured cannot work.
+/// Returns `Misconfigured` for a configuration that cannot work.
 pub(crate) fn unusable(says: impl std::fmt::Display) -> BackendError {
     BackendError::new(Misconfigured, format!("etcd: {says}")).as_refused()
 }
 
-/// Says that a member answered what no member answers.
+/// Returns `Protocol` for a response that no etcd member sends.
 pub(crate) fn unreadable() -> BackendError {
     BackendError::new(Protocol, "etcd: the member answered what makes no sense")
 }
 
-/// Sorts what a call ended with.
+/// Classifies the status of a failed call.
 pub(crate) fn judge(status: &Status) -> Failure {
     let said = status.message();
     let has = |part: &str| said.contains(part);
@@ -60,8 +60,9 @@ pub(crate) fn judge(status: &Status) -> Failure {
     };
     let refused = |kind, says| Failure::Trouble(error(kind, says).as_refused());
     if let Some(alert) = causes(status).find(|cause| cause.contains(ALERT)) {
-        // In the newer TLS the client believes that it is let in before the member has looked at its certificate. Whatever the client
-        // sends before it hears of that is not read.
+        // In TLS 1.3 the client considers the handshake complete before the member has checked the
+        // client certificate. The member does not read a request that the client sends before it
+        // receives the alert.
         if alert.contains("ertificate") || alert.contains("UnknownCA") {
             return Failure::Trouble(untaken(alert));
         }
@@ -73,7 +74,7 @@ pub(crate) fn judge(status: &Status) -> Failure {
         Code::InvalidArgument if has("authentication failed") => {
             refused(Denied, "the members do not take this user or password")
         }
-        // Users are asked for since just now, after we were let in without.
+        // Authentication was enabled after this connection was opened without a login.
         Code::InvalidArgument if has("user name is empty") => Failure::Login,
         Code::InvalidArgument if has("too many operations") => Failure::TooMany,
         Code::PermissionDenied => refused(
@@ -87,14 +88,14 @@ pub(crate) fn judge(status: &Status) -> Failure {
         Code::ResourceExhausted if has("too many requests") => {
             refused(Transient, "the members have too many requests to carry out")
         }
-        // It may yet be carried out: a leader that was lost may have told others of it.
+        // The request may still be executed: a lost leader may have replicated it.
         Code::Unavailable if has("etcdserver:") => {
             Failure::Elsewhere(error(Transient, "the members have no leader just now, or lost it"))
         }
         Code::Unavailable | Code::Cancelled | Code::DeadlineExceeded | Code::Aborted => {
             Failure::Elsewhere(error(Transient, "the connection was lost"))
         }
-        // What the client makes of a stream that was cut.
+        // The client library reports a truncated stream with these codes.
         Code::Unknown | Code::Internal if !has("etcdserver:") => {
             Failure::Elsewhere(error(Transient, "the connection was lost"))
         }
@@ -106,7 +107,7 @@ pub(crate) fn judge(status: &Status) -> Failure {
     }
 }
 
-/// Says that a member ended the encrypted connection because of our certificate.
+/// Returns `Denied`: the member ended the TLS connection because of the client certificate.
 pub(crate) fn untaken(said: String) -> BackendError {
     BackendError::new(Denied, "etcd: the member does not take our certificate, or wants one")
         .with_source(Said(said))
@@ -117,10 +118,10 @@ fn causes(status: &Status) -> impl Iterator<Item = String> {
     std::iter::successors(status.source(), |&cause| cause.source()).map(ToString::to_string)
 }
 
-/// How an encrypted connection ends that the other side does not want.
+/// The text of a TLS connection that the other side refused.
 pub(crate) const ALERT: &str = "received fatal alert";
 
-/// What a member said, without anything that a client would add. It never holds a password.
+/// The member's message, without additions by the client library. It never contains a password.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct Said(String);

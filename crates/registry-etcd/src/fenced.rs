@@ -1,4 +1,4 @@
-//! Writes to etcd that a holder cannot make any more once its lock is gone: the other half of a fencing token.
+//! Fenced writes to etcd: transactions that succeed only while the lock is held.
 
 use std::fmt;
 
@@ -10,13 +10,13 @@ use crate::names::end_of;
 use crate::txn::{self, Answer};
 use crate::wire::{DeleteRangeRequest, Op, PutRequest, TxnRequest};
 
-/// Guards writes to etcd by a lock that lives in the same cluster.
+/// Fenced transactions on the cluster that also stores the lock.
 pub trait Fence {
-    /// A transaction that is carried out only if the lock is still this guard's: the members compare the lock's key, and the revision in
-    /// which it came to be, with the guard's token.
+    /// Starts a transaction that is executed only if this guard still holds the lock. The cluster
+    /// compares the creation revision of the lock's key with the guard's token.
     ///
-    /// A lock can be lost without its holder knowing in time: no lease survives a process that stands still in the middle of a write. What
-    /// such a holder writes late is not written.
+    /// A holder can lose its lock without noticing in time: no lease protects a process that is
+    /// suspended during a write. A late write of such a holder is not executed.
     ///
     /// # Examples
     /// ```no_run
@@ -30,48 +30,50 @@ pub trait Fence {
     fn txn(&self) -> FencedTxn<'_>;
 }
 
-/// What is to be done at once, if the lock is still held. Nothing is sent before [`commit`](Self::commit).
+/// The operations of a transaction that is executed only if the lock is still held. Nothing is sent
+/// before [`commit`](Self::commit).
 #[must_use]
 pub struct FencedTxn<'a> {
     guard: &'a LockGuard,
     operations: Vec<Op>,
 }
 
-/// What came of a transaction.
+/// The result of a transaction.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Committed {
-    /// The revision of the data that it made.
+    /// The revision that the transaction created.
     pub revision: i64,
-    /// What each [`get`](FencedTxn::get) has found, in their order.
+    /// The values that each [`get`](FencedTxn::get) found, in order.
     pub values: Vec<Option<Vec<u8>>>,
 }
 
-/// Why a transaction was not carried out, or may not have been.
+/// Why a transaction was not executed, or may not have been.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum FenceError {
-    /// The lock is not this guard's any more. Nothing was written.
+    /// This guard no longer holds the lock. Nothing was written.
     #[error("lock {key:?} was lost")]
     #[non_exhaustive]
     Lost {
-        /// The key.
+        /// The lock's key.
         key: String,
     },
-    /// The lock lives in another kind of store.
+    /// The lock is in another kind of store.
     #[error("lock {key:?} does not live in etcd, so it cannot guard writes there")]
     #[non_exhaustive]
     Unsupported {
-        /// The key.
+        /// The lock's key.
         key: String,
     },
-    /// The cluster is in trouble. Unless the error is [refused](BackendError::refused), it is not known whether anything was written.
+    /// The cluster returned a store error. Unless it is [refused](BackendError::refused), the
+    /// transaction may or may not have been executed.
     #[error("etcd could not carry out what lock {key:?} guards")]
     #[non_exhaustive]
     Backend {
-        /// The key.
+        /// The lock's key.
         key: String,
-        /// What went wrong.
+        /// The store error.
         source: BackendError,
     },
 }
@@ -83,21 +85,22 @@ impl Fence for LockGuard {
 }
 
 impl FencedTxn<'_> {
-    /// Writes `value` under `key`.
+    /// Adds an operation that writes `value` to `key`.
     pub fn put(mut self, key: impl Into<Vec<u8>>, value: impl Into<Vec<u8>>) -> Self {
         let put = PutRequest { key: key.into(), value: value.into(), ..PutRequest::default() };
         self.operations.push(Op::Put(put));
         self
     }
 
-    /// Deletes `key`.
+    /// Adds an operation that deletes `key`.
     pub fn delete(mut self, key: impl Into<Vec<u8>>) -> Self {
         let gone = DeleteRangeRequest { key: key.into(), range_end: Vec::new() };
         self.operations.push(Op::Delete(gone));
         self
     }
 
-    /// Deletes all keys that begin with `prefix`; with an empty one, all keys that there are.
+    /// Adds an operation that deletes all keys with `prefix`. An empty prefix deletes all keys of
+    /// the cluster.
     pub fn delete_prefix(mut self, prefix: impl Into<Vec<u8>>) -> Self {
         let prefix = prefix.into();
         let range_end = end_of(&prefix);
@@ -106,19 +109,22 @@ impl FencedTxn<'_> {
         self
     }
 
-    /// Reads `key`, as it is after what stands before this.
+    /// Adds an operation that reads `key`, as it is after the preceding operations.
     pub fn get(mut self, key: impl Into<Vec<u8>>) -> Self {
         self.operations.push(Op::Range(txn::one(&key.into())));
         self
     }
 
-    /// Does it all, or nothing.
+    /// Executes all operations, or none.
     ///
     /// # Errors
-    /// [`FenceError::Lost`] when the lock is not this guard's any more: nothing was written. The others say that it could not be done.
+    /// Returns [`FenceError::Lost`] if this guard no longer holds the lock: nothing was written.
+    /// Returns [`FenceError::Unsupported`] if the lock is not in etcd, and [`FenceError::Backend`]
+    /// for a store error.
     ///
     /// # Cancel safety
-    /// Dropping the future leaves open whether it is done. If it is, the lock was held.
+    /// If the future is dropped, the transaction may or may not be executed. If it is, the lock was
+    /// held.
     pub async fn commit(self) -> Result<Committed, FenceError> {
         let key = self.guard.key().to_owned();
         if !self.guard.is_held() {
@@ -141,7 +147,7 @@ impl FencedTxn<'_> {
     }
 }
 
-/// `None` if the lock is not held any more.
+/// Executes the transaction. Returns `None` if the lock is no longer held.
 async fn run(
     backend: &EtcdBackend,
     claim: &Claim,
@@ -173,7 +179,7 @@ async fn run(
     Ok(Some(Committed { revision: answer.header.revision, values }))
 }
 
-// By hand: what is written may be a secret.
+// Written manually, because the written values may be secret.
 impl fmt::Debug for FencedTxn<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("FencedTxn")

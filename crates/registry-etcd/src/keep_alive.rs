@@ -1,8 +1,10 @@
-//! Keeps leases alive: queues the requests and sends them over a few streams, on each of which they are answered in order. Knows no claims.
+//! Keeps leases alive: queues requests and sends them over a few streams, each of which answers in
+//! order. This module handles leases and does not know claims.
 //!
-//! A follower asks the leader for each request and reads the next one of that stream afterwards. One stream therefore carries one request per
-//! round trip between the members, and a long queue is spread over further streams. The lease that ends first is sent first, and its
-//! time counts from the moment of sending, however long it was queued.
+//! A follower forwards each request to the leader before it reads the next one of that stream. One
+//! stream therefore carries one request per round trip between the members, and a long queue is
+//! distributed over further streams. The lease that ends first is sent first. Its time counts from
+//! the moment of sending, however long it was queued.
 
 use std::collections::hash_map::Entry;
 use std::collections::{BTreeSet, HashMap, VecDeque};
@@ -21,25 +23,25 @@ use crate::lease::Lease;
 use crate::link::{Limits, Link, Wire};
 use crate::wire::{KEEP_ALIVE, LeaseKeepAliveRequest, LeaseKeepAliveResponse};
 
-/// The queue of requests and the tasks that send them, which end with this handle.
+/// The queue of requests and the tasks that send them. Dropping it ends the tasks.
 pub(crate) struct KeepAlive {
     queue: Arc<Queue>,
     _streams: JoinSet<()>,
 }
 
-/// Whether a lease goes on.
+/// Whether a lease is alive.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum KeptAlive {
     Yes,
-    /// The member does not know it. One that lags behind may not know it yet.
+    /// The member does not know the lease. A member that lags behind may not know it yet.
     Unknown,
 }
 
-/// An answer, and when the request left that it answers.
+/// A response, and the time at which its request was sent.
 #[derive(Debug, Clone, Copy)]
 struct Answer {
     sent: Moment,
-    /// In seconds. Zero or less for a lease that the member does not know.
+    /// In seconds. Zero or negative for a lease that the member does not know.
     ttl: i64,
     term: u64,
 }
@@ -54,9 +56,10 @@ impl KeepAlive {
         Self { queue, _streams: streams }
     }
 
-    /// Asks for `lease` to last for its whole time again. The answer counts when it is [proven](Lease::prove).
+    /// Extends `lease` to its full duration. The result counts once it is [proven](Lease::prove).
     ///
-    /// A stream that is silent for too long is given up, and the request is sent again over another one.
+    /// A stream that is silent for too long is dropped, and the request is sent again over another
+    /// one.
     pub(crate) async fn keep_alive(
         &self,
         lease: &mut Lease,
@@ -76,7 +79,8 @@ impl KeepAlive {
         Ok(KeptAlive::Yes)
     }
 
-    /// Asks for a lease, which ends at `ends` otherwise, to last for its whole time again. The outcome can be read later.
+    /// Requests to extend a lease that would otherwise end at `ends`. The caller reads the outcome
+    /// later.
     pub(crate) fn ask(&self, lease: i64, ends: Moment, silence: Duration) -> Asked {
         Asked { at: Moment::now(), answered: self.queue.push(lease, ends, silence) }
     }
@@ -89,17 +93,17 @@ pub(crate) struct Asked {
     answered: oneshot::Receiver<Answer>,
 }
 
-/// What came of a request to keep a lease alive.
+/// The outcome of a `LeaseKeepAlive` request.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Outcome {
-    /// The lease lasts for its whole time from this moment on, at least.
+    /// The lease lasts for its full duration from this moment on, at minimum.
     KeptAlive(Moment),
-    /// The member does not know it.
+    /// The member does not know the lease.
     Unknown,
 }
 
 impl Asked {
-    /// The outcome. `None` as long as there is none.
+    /// Returns the outcome; `None` while the request is unanswered.
     pub(crate) fn outcome(&mut self) -> Option<Outcome> {
         let answer = self.answered.try_recv().ok()?;
         Some(if answer.ttl > 0 { Outcome::KeptAlive(answer.sent) } else { Outcome::Unknown })
@@ -112,21 +116,21 @@ impl fmt::Debug for KeepAlive {
     }
 }
 
-/// All requests that are not answered, at most one for each lease.
+/// All unanswered requests, at most one per lease.
 struct Queue {
     requests: Mutex<Requests>,
-    /// Notified when the stream of this number has something to send.
+    /// Notifies the stream of this number that a request is ready.
     ready: [Notify; STREAMS_MAX],
 }
 
 #[derive(Default)]
 struct Requests {
-    /// Those that are not sent, by the end of the lease.
+    /// The requests that are not sent, ordered by the end of the lease.
     unsent: BTreeSet<(Moment, i64)>,
     by_lease: HashMap<i64, Request>,
-    /// Since when there is always something to send.
+    /// Since when the queue has never been empty.
     busy_since: Option<Instant>,
-    /// Which of the further streams is notified next.
+    /// The further stream that is notified next.
     turn: usize,
 }
 
@@ -148,7 +152,8 @@ impl Requests {
         self.busy_since.get_or_insert_with(Instant::now);
     }
 
-    /// How many streams beside the first one have something to send: none until the first has been too slow for a while.
+    /// Returns how many further streams are needed: none until the first one has been too slow for
+    /// `BUSY`.
     fn further_streams(&self) -> usize {
         let is_slow = self.busy_since.is_some_and(|since| since.elapsed() > BUSY);
         if is_slow { (self.unsent.len() / WINDOW).min(STREAMS_MAX - 1) } else { 0 }
@@ -162,7 +167,7 @@ impl Default for Queue {
 }
 
 impl Queue {
-    /// Adds a request, or joins the one for the same lease that is not answered.
+    /// Adds a request, or joins the unanswered request for the same lease.
     fn push(&self, lease: i64, ends: Moment, silence: Duration) -> oneshot::Receiver<Answer> {
         let (answer, answered) = oneshot::channel();
         let mut requests = self.requests();
@@ -182,8 +187,8 @@ impl Queue {
         answered
     }
 
-    /// Takes the request to be sent next over the stream `number`. The first stream takes every request, each further one only those of a
-    /// queue that is too long for the streams before it.
+    /// Takes the next request for the stream `number`. The first stream takes any request. A
+    /// further stream takes requests only if the queue is too long for the streams before it.
     fn next(&self, number: usize) -> Option<Sent> {
         let mut requests = self.requests();
         while number == 0 || number <= requests.further_streams() {
@@ -209,12 +214,12 @@ impl Queue {
     fn answer(&self, lease: i64, answer: Answer) {
         let request = self.requests().by_lease.remove(&lease);
         for waiting in request.into_iter().flat_map(|request| request.answers) {
-            // The caller may not wait any more.
+            // The caller may no longer wait.
             _ = waiting.send(answer);
         }
     }
 
-    /// Has requests that a stream has left unanswered sent again.
+    /// Returns unanswered requests of a stream to the queue.
     fn push_back(&self, sent: impl IntoIterator<Item = Sent>) {
         let mut requests = self.requests();
         for Sent { lease, .. } in sent {
@@ -225,7 +230,7 @@ impl Queue {
         self.ready[0].notify_one();
     }
 
-    /// Fails all requests that are not sent, whose callers see that their answer will not come.
+    /// Fails all unsent requests. Dropping their senders notifies the callers.
     fn fail_unsent(&self) {
         let mut requests = self.requests();
         for (_, lease) in std::mem::take(&mut requests.unsent) {
@@ -238,7 +243,7 @@ impl Queue {
     }
 }
 
-/// A request that was sent over a stream and is not answered.
+/// A request that was sent and is unanswered.
 #[derive(Debug, Clone, Copy)]
 struct Sent {
     lease: i64,
@@ -246,7 +251,7 @@ struct Sent {
     silence: Duration,
 }
 
-/// The requests that one stream has to answer, in their order. Puts them back into the queue when it is dropped.
+/// The unanswered requests of one stream, in order. Dropping it returns them to the queue.
 struct InFlight<'a> {
     queue: &'a Queue,
     sent: VecDeque<Sent>,
@@ -265,7 +270,7 @@ impl InFlight<'_> {
         }
     }
 
-    /// How long nothing may arrive. `None` while nothing is awaited.
+    /// Returns how long the stream may be silent; `None` if no response is due.
     fn silence(&self) -> Option<Duration> {
         self.sent.iter().map(|sent| sent.silence).min()
     }
@@ -277,7 +282,7 @@ impl Drop for InFlight<'_> {
     }
 }
 
-/// Sends requests over one stream after the other.
+/// Sends requests, over one stream after the other.
 async fn send_all(link: Link, queue: Arc<Queue>, number: usize) {
     let mut pause = PAUSE_MIN;
     loop {
@@ -291,7 +296,8 @@ async fn send_all(link: Link, queue: Arc<Queue>, number: usize) {
                 if stream(&link, &wire, number, &mut in_flight).await {
                     pause = PAUSE_MIN;
                 } else {
-                    // A cluster without a leader ends each stream at once, and each stream costs a connection and a login.
+                    // A cluster without a leader ends each stream at once, and each stream costs a
+                    // connection and a login.
                     drop(in_flight);
                     sleep(pause).await;
                     pause = (pause * 2).min(PAUSE_MAX);
@@ -305,14 +311,15 @@ async fn send_all(link: Link, queue: Arc<Queue>, number: usize) {
     }
 }
 
-/// Keeps a stream open until it ends. Returns false if no answer has arrived over it, unless another caller replaced its
-/// connection.
+/// Serves one stream until it ends. Returns false if no response arrived over it, unless another
+/// caller replaced its connection.
 async fn stream(link: &Link, wire: &Wire, number: usize, in_flight: &mut InFlight<'_>) -> bool {
     let mut departures = link.departures();
     let (requests, mut outgoing) = mpsc::unbounded_channel();
     let outgoing = poll_fn(move |cx| outgoing.poll_recv(cx));
     let send = |sent: Sent| requests.send(LeaseKeepAliveRequest { id: sent.lease }).is_ok();
-    // Before the stream is opened: a member answers to that when it has something to say.
+    // Sent before the stream opens, because a member answers the opening only with its first
+    // response.
     if !in_flight.sent.iter().all(|sent| send(*sent)) {
         return false;
     }
@@ -331,7 +338,7 @@ async fn stream(link: &Link, wire: &Wire, number: usize, in_flight: &mut InFligh
             && let Some(sent) = in_flight.queue.next(number)
         {
             if in_flight.sent.is_empty() {
-                // Nothing was awaited until now.
+                // No response was due until now.
                 heard = Instant::now();
             }
             in_flight.sent.push_back(sent);
@@ -363,7 +370,7 @@ async fn stream(link: &Link, wire: &Wire, number: usize, in_flight: &mut InFligh
                 return true;
             }
             () = silent => {
-                // Where others still hear of the member, only this stream hangs.
+                // Other traffic with the member succeeds, so only this stream hangs.
                 if !in_flight.silence().is_some_and(|silence| wire.was_heard_within(silence)) {
                     link.leave(wire.number, true);
                 }
@@ -373,12 +380,13 @@ async fn stream(link: &Link, wire: &Wire, number: usize, in_flight: &mut InFligh
     }
 }
 
-/// The pause after a stream over which nothing arrived. It doubles.
+/// The limits of the pause after a stream without a response. The pause doubles each time.
 const PAUSE_MIN: Duration = Duration::from_millis(50);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
-/// How many streams there are at most. A leader answers thousands of requests a second on the first one.
+/// The maximum number of streams. A leader answers thousands of requests per second on the first
+/// one.
 const STREAMS_MAX: usize = 16;
-/// How long there must be something to send all the time until further streams are opened.
+/// How long the queue must be continuously non-empty before further streams are opened.
 const BUSY: Duration = Duration::from_millis(200);
-/// How many requests of one stream are in flight.
+/// The maximum number of unanswered requests per stream.
 const WINDOW: usize = 8;

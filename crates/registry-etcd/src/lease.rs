@@ -1,17 +1,17 @@
-//! One lease: what the servers have granted, and how much of it is surely left. No I/O.
+//! One lease: the duration that the members granted, and how much of it is certainly left. No I/O.
 
 use std::time::Duration;
 
 use registry_core::Moment;
 
-/// A lease in the servers, which ends unless it is kept alive.
+/// A lease in the cluster, which ends unless it is kept alive.
 #[derive(Debug, Clone)]
 pub(crate) struct Lease {
     pub(crate) id: i64,
     ttl: Duration,
-    /// It lasts for its whole time from here on, at least.
+    /// The lease lasts for its full duration from here on, at minimum.
     refreshed: Moment,
-    /// A later moment of which that is not proven yet.
+    /// A later such time, which is not proven yet.
     pending: Option<Pending>,
 }
 
@@ -22,42 +22,46 @@ struct Pending {
 }
 
 impl Lease {
-    /// A lease that was granted for `ttl` in answer to a request that left at `sent`.
+    /// Creates a lease of duration `ttl` that was granted by a response to a request sent at
+    /// `sent`.
     pub(crate) fn new(id: i64, ttl: Duration, sent: Moment) -> Self {
         Self { id, ttl, refreshed: sent, pending: None }
     }
 
-    /// How long it lasts after it was kept alive.
+    /// Returns the full duration of the lease.
     pub(crate) fn ttl(&self) -> Duration {
         self.ttl
     }
 
-    /// How much is surely left.
+    /// Returns how much of the lease is certainly left.
     pub(crate) fn left(&self) -> Duration {
         self.ttl.saturating_sub(Moment::now().since(self.refreshed))
     }
 
-    /// When it surely has not ended yet, if nobody keeps it alive.
+    /// Returns the time until which the lease certainly lasts unless it is kept alive again.
     pub(crate) fn ends(&self) -> Moment {
         self.refreshed.after(self.ttl)
     }
 
-    /// When it was last kept alive, as far as anybody has said.
+    /// Returns when the lease was last kept alive, proven or not.
     pub(crate) fn latest(&self) -> Moment {
         self.pending.map_or(self.refreshed, |pending| pending.refreshed)
     }
 
-    /// Notes that a request of `sent` to keep it alive was answered by a member in `term`.
+    /// Records that a member answered, in `term`, the `LeaseKeepAlive` request sent at `sent`.
     ///
-    /// That proves nothing yet. A leader that stood still, and has been replaced without having heard of it, keeps leases alive that
-    /// the new one lets end. No majority is asked for it, unlike for a write, or for a read that tells the newest.
+    /// The answer proves nothing yet. A leader that was suspended and replaced without noticing
+    /// keeps leases alive that its successor lets expire. Unlike a write or a linearizable read,
+    /// `LeaseKeepAlive` does not need a majority.
     pub(crate) fn kept_alive(&mut self, sent: Moment, ttl: Duration, term: u64) {
         self.ttl = ttl;
         self.pending = Some(Pending { refreshed: sent, term });
     }
 
-    /// Notes that a majority has answered a request that left after the last answer, in `term`. In the same term it was the same
-    /// leader, which was still leading: a new one gives each lease its whole time again.
+    /// Records that a majority answered, in `term`, a request sent after the last `LeaseKeepAlive`
+    /// response. If the term is the same, the leader that kept the lease alive was still leading,
+    /// so the lease counts from that response's request. Any later leader gives each lease its full
+    /// duration again.
     pub(crate) fn prove(&mut self, term: u64) {
         if let Some(pending) = self.pending.take_if(|pending| pending.term <= term)
             && pending.term == term
@@ -67,8 +71,8 @@ impl Lease {
     }
 }
 
-/// How long a lease must last for a claim of `lease`: in whole seconds, as etcd counts, and up to a second more, for which it can pass
-/// from one claim to the next without being kept alive.
+/// Returns how many seconds a lease must last for a claim of `lease`: rounded up to whole seconds,
+/// plus one. In that extra second another claim can reuse the lease without keeping it alive first.
 pub(crate) fn seconds(lease: Duration) -> i64 {
     let whole = lease.as_secs() + u64::from(lease.subsec_nanos() > 0);
     i64::try_from(whole).unwrap_or(i64::MAX - 1) + 1

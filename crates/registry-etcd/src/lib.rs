@@ -1,12 +1,14 @@
 //! etcd as a lock store, version 3.4 and later.
 //!
-//! A lock is a queue of keys under its name, each attached to a lease of its own; the one that was created first holds the lock. This is the
-//! recipe of `etcdctl lock` and of Go's `concurrency.Mutex`, and with [`Layout::Etcdctl`] their programs contend for the same locks. Where the
-//! recipe has holes this store has none: a claim is granted only after its key was read again together with the revision in which it
-//! was created, and a release deletes nothing but the key of that revision.
+//! A lock is a queue of keys under its name. Each key is attached to its own lease, and the key
+//! that was created first holds the lock. This is the recipe of `etcdctl lock` and of Go's
+//! `concurrency.Mutex`. With [`Layout::Etcdctl`], programs that use them contend for the same
+//! locks. This store closes two gaps of the recipe. A claim is granted only after its key was read
+//! again with the expected creation revision. A release deletes only the key of that revision.
 //!
-//! The client is part of this crate: the few messages that are needed are written down in it, so building needs nothing but cargo.
-//! Waiting in line, renewal and loss are not decided here: the engine in `registry-core` drives a backend through `LockBackend`.
+//! The crate contains its own client with the few messages that it needs, so a build requires only
+//! cargo. Waiting, renewal and loss detection are not part of this crate: the engine in
+//! `registry-core` drives a backend through `LockBackend`.
 //!
 //! # Examples
 //! ```no_run
@@ -49,7 +51,7 @@ pub use backend::EtcdBackend;
 pub use config::{EtcdConfig, Layout};
 pub use fenced::{Committed, Fence, FenceError, FencedTxn};
 
-// The example of the README is compiled.
+// The README example must compile.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;

@@ -1,8 +1,8 @@
-//! The way to the members: which one is asked, the login, and what happens when it does not answer. Repeats nothing, unless the member
-//! said that it did nothing.
+//! Connects to the members: selects a member, logs in, and replaces a connection that does not
+//! answer. Retries a request only if the member reported that it did nothing.
 //!
-//! All go through one connection to one member, which passes on what is for the leader. Whoever finds that it does not answer leaves it, and
-//! the next request goes to the next member.
+//! All requests share one connection to one member, which forwards requests to the leader. A caller
+//! that finds the member silent drops the connection, and the next request uses the next member.
 
 use std::error::Error as _;
 use std::fmt;
@@ -35,56 +35,57 @@ struct Inner {
     login: Option<Login>,
     connect_timeout: Duration,
     patience: Duration,
-    /// Which member is asked next.
+    /// The member for the next connection.
     current: AtomicUsize,
     wire: Mutex<Option<Wire>>,
-    /// Held while somebody connects, so that others wait for that instead of connecting too. Has why that failed the last time.
+    /// Held while a caller connects, so that other callers wait for the same connection. Contains
+    /// the last error.
     connecting: tokio::sync::Mutex<Option<BackendError>>,
-    /// How many have tried to connect in vain.
+    /// The number of failed attempts to connect.
     in_vain: AtomicU64,
-    /// The number of the last connection or login that was left.
+    /// The number of the last connection or login that was dropped.
     left: watch::Sender<u64>,
     next_number: AtomicU64,
 }
 
-/// A connection to a member, with a login.
+/// A connection to a member, with its login.
 #[derive(Clone)]
 pub(crate) struct Wire {
     channel: Channel,
     token: Option<MetadataValue<Ascii>>,
     pub(crate) number: u64,
     opened: Instant,
-    /// When something arrived last, in milliseconds after it was opened.
+    /// When data last arrived, in milliseconds after `opened`.
     heard_ms: Arc<AtomicU64>,
 }
 
-/// How long an answer is waited for.
+/// The time limits of a request.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limits {
-    /// A connection over which nothing at all arrives for this long is given up.
+    /// A connection is dropped if nothing arrives over it for this long.
     pub(crate) silence: Duration,
-    /// The time until the request fails.
+    /// The request fails after this time.
     pub(crate) total: Duration,
 }
 
 impl Wire {
-    /// Notes that something has arrived.
+    /// Records that data has arrived.
     pub(crate) fn heard(&self) {
         let ms = u64::try_from(self.opened.elapsed().as_millis()).unwrap_or(u64::MAX);
         self.heard_ms.fetch_max(ms, Ordering::Relaxed);
     }
 
-    /// Whether something has arrived in the last `span`.
+    /// Returns whether data has arrived in the last `span`.
     pub(crate) fn was_heard_within(&self, span: Duration) -> bool {
         self.last_heard().elapsed() < span
     }
 
-    /// When something arrived last.
+    /// Returns when data last arrived.
     pub(crate) fn last_heard(&self) -> Instant {
         self.opened + Duration::from_millis(self.heard_ms.load(Ordering::Relaxed))
     }
 
-    /// Waits for `answer`. `None` when a limit is over before it comes.
+    /// Waits for `answer`. Returns `None` if a limit is reached first.
     async fn answer<T>(&self, answer: impl Future<Output = T>, limits: Limits) -> Option<T> {
         let begun = Instant::now();
         let mut answer = pin!(answer);
@@ -102,10 +103,10 @@ impl Wire {
 }
 
 impl Link {
-    /// A way to the members of `config`, which are not asked yet.
+    /// Creates a link to the members of `config`, without connecting.
     pub(crate) fn new(config: &EtcdConfig) -> Result<Self, BackendError> {
         let members = config.endpoints()?;
-        // Not all clients begin with the same member.
+        // Clients start at different members to distribute their load.
         let current = start(members.len());
         Ok(Self(Arc::new(Inner {
             members,
@@ -121,22 +122,22 @@ impl Link {
         })))
     }
 
-    /// How long an answer is waited for.
+    /// Returns the default time limit of a request.
     pub(crate) fn patience(&self) -> Duration {
         self.0.patience
     }
 
-    /// How many members there are.
+    /// Returns the number of configured members.
     pub(crate) fn members(&self) -> usize {
         self.0.members.len()
     }
 
-    /// Asks a member and waits for the answer.
+    /// Sends a request to the current member and waits for the response.
     pub(crate) async fn call<C: Call>(&self, request: C) -> Result<C::Answer, Failure> {
         self.call_within(request, self.0.patience).await
     }
 
-    /// As [`call`](Self::call); a connection over which nothing arrives for `silence` is given up.
+    /// Like [`call`](Self::call), but drops a connection over which nothing arrives for `silence`.
     pub(crate) async fn call_within<C: Call>(
         &self,
         request: C,
@@ -168,7 +169,7 @@ impl Link {
         }
     }
 
-    /// As [`call`](Self::call), of one member.
+    /// Sends a request to the given member over a new connection.
     pub(crate) async fn call_at<C: Call>(
         &self,
         member: usize,
@@ -179,7 +180,7 @@ impl Link {
         answer.map_err(|_| silent())?.map_err(|status| judge(&status).into_error())
     }
 
-    /// Opens a stream of requests, and of answers. A member that has no leader ends it.
+    /// Opens a bidirectional stream. A member without a leader ends it.
     pub(crate) async fn stream<Q, A>(
         &self,
         wire: &Wire,
@@ -204,7 +205,7 @@ impl Link {
             stream = timeout(self.0.patience, opened) => {
                 Ok(stream.map_err(|_| Status::unavailable("silent"))??.into_inner())
             }
-            // Others have found that it does not answer.
+            // Another caller has found that the member does not answer.
             left = departures.wait_for(|&left| left >= wire.number) => {
                 drop(left);
                 Err(Status::unavailable("left"))
@@ -212,7 +213,8 @@ impl Link {
         }
     }
 
-    /// The present connection, or a new one: to the present member, or to the first after it that takes it.
+    /// Returns the current connection or opens a new one. Tries the members in order, beginning
+    /// with the current one.
     pub(crate) async fn wire(&self) -> Result<Wire, BackendError> {
         if let Some(wire) = &*self.present() {
             return Ok(wire.clone());
@@ -222,7 +224,8 @@ impl Link {
         if let Some(wire) = &*self.present() {
             return Ok(wire.clone());
         }
-        // Somebody has tried all members meanwhile. If each one did, one after the other, the last would wait for a multiple of the time.
+        // Another caller has tried all members meanwhile. If every queued caller tried them in
+        // turn, the last one would wait for a multiple of the time limit.
         if let Some(error) = &*connecting
             && self.0.in_vain.load(Ordering::Acquire) != in_vain
         {
@@ -238,7 +241,8 @@ impl Link {
                     return Ok(wire);
                 }
                 Err(error) => {
-                    // What does not pass is the same everywhere, but for a member that is set up differently.
+                    // A permanent refusal is the same at every member, unless one is configured
+                    // differently.
                     let is_over = error.kind() == BackendErrorKind::Denied;
                     failed = Some(error);
                     if is_over {
@@ -253,7 +257,8 @@ impl Link {
         Err(error)
     }
 
-    /// Has no more requests go through the connection of this number. With `to_another`, the next member gets them.
+    /// Stops using the connection of this number. With `to_another`, the next connection goes to
+    /// the next member.
     pub(crate) fn leave(&self, number: u64, to_another: bool) {
         let mut present = self.present();
         if present.as_ref().is_some_and(|wire| wire.number == number) {
@@ -261,17 +266,17 @@ impl Link {
             if to_another {
                 self.0.current.fetch_add(1, Ordering::Relaxed);
             }
-            // Still under the lock: the numbers that are told only grow.
+            // Sent under the lock, so that the numbers only grow.
             self.0.left.send_replace(number);
         }
     }
 
-    /// Tells when a connection was left.
+    /// Returns a receiver of the number of the last dropped connection.
     pub(crate) fn departures(&self) -> watch::Receiver<u64> {
         self.0.left.subscribe()
     }
 
-    /// Closes the connection as soon as nobody uses it any more.
+    /// Drops the connection. It closes once its last request has finished.
     pub(crate) fn close(&self) {
         let number = self.present().as_ref().map(|wire| wire.number);
         if let Some(number) = number {
@@ -301,7 +306,7 @@ impl Link {
                     token.set_sensitive(true);
                     Some(token)
                 }
-                // Who logs in where nobody has to is let in.
+                // The cluster does not require a login.
                 Err(status) if status.message().contains("authentication is not enabled") => None,
                 Err(status) => return Err(judge(&status).into_error().as_refused()),
             };
@@ -335,7 +340,7 @@ fn silent() -> BackendError {
     BackendError::transient("etcd: the member did not answer in time")
 }
 
-/// Why there is no connection. Nothing was sent.
+/// Classifies a failure to connect. No request was sent.
 fn unconnected(error: &tonic::transport::Error) -> BackendError {
     let causes = std::iter::successors(error.source(), |&cause| cause.source());
     let mut causes: Vec<String> = causes.map(ToString::to_string).collect();
@@ -360,7 +365,7 @@ fn unconnected(error: &tonic::transport::Error) -> BackendError {
 #[error("{0}")]
 struct Unconnected(String);
 
-/// Some number below `members`.
+/// Returns a random number below `members`.
 fn start(members: usize) -> usize {
     use std::hash::{BuildHasher as _, RandomState};
 
@@ -368,10 +373,10 @@ fn start(members: usize) -> usize {
     usize::try_from(random % u64::try_from(members.max(1)).unwrap_or(1)).unwrap_or(0)
 }
 
-/// The longest answer, in bytes: as much as etcd's own client takes.
+/// The maximum size of a response in bytes, the same as in etcd's own client.
 const ANSWER_MAX: usize = i32::MAX as usize;
 
-// By hand: it holds a login.
+// Written manually, because the fields include a login.
 impl fmt::Debug for Link {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Link").field("members", &self.members()).finish_non_exhaustive()

@@ -1,27 +1,29 @@
-//! What the keys of a lock are called in etcd, in each layout.
+//! Builds and parses the names of a lock's keys in each layout.
 //!
-//! | layout | the queue of a lock | one in it |
+//! | layout | queue of a lock | entry in it |
 //! |---|---|---|
-//! | native | `NAMESPACE/KEY/`, both percent-encoded | `NAMESPACE/KEY/LEASE`, as hexadecimal digits |
-//! | etcdctl | `NAMESPACE/KEY/`, or `KEY/` without a namespace, as they are | the same |
+//! | native | `NAMESPACE/KEY/`, both percent-encoded | `NAMESPACE/KEY/LEASE`, in hexadecimal |
+//! | etcdctl | `NAMESPACE/KEY/`, or `KEY/` without a namespace | the same |
 //!
-//! In the native layout each one in a queue has a trace beside it, `NAMESPACE/KEY!LEASE`, which is not in the queue.
+//! In the native layout each entry has a tombstone, `NAMESPACE/KEY!LEASE`, outside the queue. The
+//! etcdctl layout escapes nothing.
 //!
-//! Whatever is below a lock's queue stands in it, so no lock's name may begin with that of another one and a slash.
+//! Every key below a queue's prefix is an entry of that queue. Therefore no lock's name may begin
+//! with another lock's name and a slash.
 
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, percent_decode_str, utf8_percent_encode};
 use registry_core::{InvalidKey, Key};
 
 use crate::config::Layout;
 
-/// Escaped in the native layout: all but what people read easily.
+/// Escaped in the native layout: all characters except those that remain readable.
 const ESCAPED: &AsciiSet =
     &NON_ALPHANUMERIC.remove(b'-').remove(b'_').remove(b'.').remove(b':').remove(b'~');
 
 #[derive(Debug, Clone)]
 pub(crate) struct Names {
     layout: Layout,
-    /// What all names begin with.
+    /// The prefix of all names.
     prefix: String,
 }
 
@@ -35,12 +37,13 @@ impl Names {
         Self { layout, prefix }
     }
 
-    /// What all names of this namespace begin with; empty where that is all keys of the servers.
+    /// Returns the prefix of all names of this namespace. It is empty if that means all keys of the
+    /// cluster.
     pub(crate) fn prefix(&self) -> &str {
         &self.prefix
     }
 
-    /// What the names of all that stand in the queue of `key` begin with.
+    /// Returns the prefix of all entries in the queue of `key`.
     pub(crate) fn queue(&self, key: &Key) -> Vec<u8> {
         let key = match self.layout {
             Layout::Native => escaped(key.as_str()),
@@ -49,31 +52,32 @@ impl Names {
         [&*self.prefix, &key, "/"].concat().into_bytes()
     }
 
-    /// The name of the one in `queue` that has this lease.
+    /// Returns the name of the entry in `queue` with this lease.
     pub(crate) fn place(queue: &[u8], lease: i64) -> Vec<u8> {
         [queue, format!("{lease:x}").as_bytes()].concat()
     }
 
-    /// Whether whoever stands in a queue has a trace beside it. Peers have none, and users of theirs may have rights for the queue alone.
+    /// Returns whether entries have tombstones. Peers write none, and their users may have rights
+    /// for the queue only.
     pub(crate) fn have_traces(&self) -> bool {
         self.layout == Layout::Native
     }
 
-    /// What the names of the traces of all that stand in `queue` begin with, if they have any.
+    /// Returns the prefix of all tombstones of `queue`, if entries have tombstones.
     pub(crate) fn traces(&self, queue: &[u8]) -> Option<Vec<u8>> {
         let lock = queue.strip_suffix(b"/").filter(|_| self.have_traces())?;
-        // No key has this sign in it: it is escaped.
+        // No key contains an unescaped `!`.
         Some([lock, b"!"].concat())
     }
 
-    /// The name of the trace of the one who stands under `place`.
+    /// Returns the name of the tombstone of the entry `place`.
     pub(crate) fn trace(&self, place: &[u8]) -> Option<Vec<u8>> {
         let end = place.iter().rposition(|&byte| byte == b'/')? + 1;
         let (queue, lease) = place.split_at(end);
         Some([&*self.traces(queue)?, lease].concat())
     }
 
-    /// Refuses a key whose queue would be part of another lock's.
+    /// Refuses a key whose queue would be inside another lock's queue.
     pub(crate) fn check(&self, key: &Key) -> Result<(), InvalidKey> {
         if self.layout == Layout::Etcdctl && key.as_str().contains('/') {
             return Err(InvalidKey::layout(
@@ -84,7 +88,7 @@ impl Names {
         Ok(())
     }
 
-    /// The lock's key, if `name` is that of something in the queue of a lock of this namespace.
+    /// Returns the lock's key if `name` is the name of a queue entry in this namespace.
     pub(crate) fn key(&self, name: &[u8]) -> Option<Key> {
         let name = std::str::from_utf8(name).ok()?.strip_prefix(&self.prefix)?;
         let (key, lease) = name.rsplit_once('/')?;
@@ -98,7 +102,7 @@ impl Names {
         };
         let known = Key::new(&key).ok()?;
         self.check(&known).ok()?;
-        // Only names as we write them.
+        // Accept only the spelling that `queue` produces.
         self.queue(&known)
             .strip_suffix(b"/")?
             .ends_with(name.rsplit_once('/')?.0.as_bytes())
@@ -106,7 +110,7 @@ impl Names {
     }
 }
 
-/// The first key after all that begin with `prefix`, as etcd writes the end of a range.
+/// Returns the first key after all keys with `prefix`, as etcd expects the end of a range.
 pub(crate) fn end_of(prefix: &[u8]) -> Vec<u8> {
     let mut end = prefix.to_vec();
     while let Some(last) = end.pop() {

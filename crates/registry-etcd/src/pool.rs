@@ -1,5 +1,5 @@
-//! Leases that no claim has just now. A claim takes one for itself alone and gives it back for the next one, which spares a write; a
-//! lease of which something may still be on its way is never given to anybody else.
+//! A pool of unused leases. A claim takes a lease exclusively and returns it for later claims,
+//! which saves a write. A lease with a request that may still arrive is never reused.
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -19,19 +19,20 @@ use crate::wire::{LeaseGrantRequest, LeaseGrantResponse, LeaseRevokeRequest};
 
 pub(crate) struct Pool {
     link: Link,
-    /// By the time in seconds that was asked for.
+    /// Unused leases by their requested duration in seconds.
     idle: Mutex<HashMap<i64, Vec<Lease>>>,
-    // Without a limit: these are numbers, and most claims give their lease back.
+    // Unbounded: the items are small, and most claims return their lease to the pool.
     done: mpsc::UnboundedSender<Left>,
     task: JoinHandle<()>,
 }
 
-/// What nobody needs any more.
+/// An item for the background task to delete.
 enum Left {
     Lease(i64),
-    /// A trace that came to be in that revision.
+    /// A tombstone that was created in that revision.
     Trace(Vec<u8>, i64),
-    /// The trace of a holder that hears of its loss just now.
+    /// The tombstone of a holder that is being notified of its loss, and the time at which to
+    /// delete it.
     LostTrace(Vec<u8>, Instant),
 }
 
@@ -42,12 +43,12 @@ impl Pool {
         Self { link, idle: Mutex::default(), done, task }
     }
 
-    /// A lease that lasts for `seconds` when it is kept alive, and is not known to have ended.
+    /// Returns a lease of duration `seconds` that is not known to have ended.
     pub(crate) async fn take(&self, seconds: i64) -> Result<Lease, BackendError> {
         {
             let mut idle = self.idle();
             if let Some(leases) = idle.get_mut(&seconds) {
-                // The last that was given back is the youngest.
+                // The lease that was returned last is the youngest.
                 let lease = leases.pop().filter(|lease| !lease.left().is_zero());
                 if lease.is_none() || leases.is_empty() {
                     idle.remove(&seconds);
@@ -60,7 +61,7 @@ impl Pool {
         self.grant(seconds).await
     }
 
-    /// A new lease.
+    /// Requests a new lease.
     pub(crate) fn grant(
         &self,
         seconds: i64,
@@ -68,14 +69,15 @@ impl Pool {
         let link = self.link.clone();
         async move {
             let sent = Moment::now();
-            // A lease that nobody hears of ends by itself, and has nothing attached to it.
+            // If the response is lost, the lease expires on its own, with nothing attached to it.
             let granted = link.call(LeaseGrantRequest { ttl: seconds }).await;
             let granted = granted.map_err(|failure| failure.into_error().as_refused())?;
             read(&granted, sent).ok_or_else(|| unreadable().as_refused())
         }
     }
 
-    /// Takes back a lease that has nothing attached to it, nor anything on its way.
+    /// Returns a lease to the pool. No key may be attached to it, and no request for it may be
+    /// pending.
     pub(crate) fn give_back(&self, seconds: i64, lease: Lease) {
         {
             let mut idle = self.idle();
@@ -88,23 +90,24 @@ impl Pool {
         self.end(lease.id);
     }
 
-    /// Ends a lease with all that is attached to it, in the background.
+    /// Revokes a lease in the background, which deletes all its keys.
     pub(crate) fn end(&self, lease: i64) {
         _ = self.done.send(Left::Lease(lease));
     }
 
-    /// Does away with the trace `name`, if it is the one that came to be in the revision `created`, in the background.
+    /// Deletes the tombstone `name` in the background, if it was created in the revision `created`.
     pub(crate) fn erase(&self, name: Vec<u8>, created: i64) {
         _ = self.done.send(Left::Trace(name, created));
     }
 
-    /// Does away with the trace `name` of a place that is lost, in the background, and a little later: when this is called its holder is yet
-    /// to hear of it.
+    /// Deletes the tombstone `name` of a lost entry in the background, after [`HEARING`]. The
+    /// holder is notified of its loss only after this call.
     pub(crate) fn erase_later(&self, name: Vec<u8>) {
         _ = self.done.send(Left::LostTrace(name, Instant::now() + HEARING));
     }
 
-    /// Ends a lease with all that is attached to it, and all that may yet arrive for it. True if it was there.
+    /// Revokes a lease, which deletes all its keys and fails every request for it that arrives
+    /// later. Returns true if the lease existed.
     pub(crate) async fn end_now(&self, lease: i64) -> Result<bool, BackendError> {
         match self.link.call(LeaseRevokeRequest { id: lease }).await {
             Ok(_) => Ok(true),
@@ -113,17 +116,17 @@ impl Pool {
         }
     }
 
-    /// Forgets all leases: the servers have ended one that should have lasted.
+    /// Forgets all leases, because the members have ended one that should have lasted.
     pub(crate) fn distrust(&self) {
         self.idle().clear();
     }
 
-    /// Ends all leases that no claim has.
+    /// Revokes all unused leases.
     pub(crate) async fn close(&self) {
         let idle = std::mem::take(&mut *self.idle());
         for lease in idle.into_values().flatten() {
             if self.end_now(lease.id).await.is_err() {
-                // They end by themselves.
+                // The leases expire on their own.
                 return;
             }
         }
@@ -146,16 +149,16 @@ impl fmt::Debug for Pool {
     }
 }
 
-/// The lease that was granted in answer to a request of `sent`, if one was.
+/// Returns the lease that was granted in response to a request sent at `sent`, if one was.
 fn read(granted: &LeaseGrantResponse, sent: Moment) -> Option<Lease> {
     let ttl = u64::try_from(granted.ttl).ok().filter(|&ttl| ttl > 0)?;
-    // What is attached to a lease of no number is attached to none, and would stay for ever.
+    // A key that is attached to lease 0 has no lease and would never expire.
     let is_one = granted.id != 0 && granted.error.is_empty();
     is_one.then(|| Lease::new(granted.id, Duration::from_secs(ttl), sent))
 }
 
 async fn clear_away(link: Link, mut done: mpsc::UnboundedReceiver<Left>) {
-    // In the order of their time.
+    // Ordered by time.
     let mut later: VecDeque<(Vec<u8>, Instant)> = VecDeque::new();
     loop {
         let due = later.front().map(|&(_, at)| at);
@@ -165,11 +168,12 @@ async fn clear_away(link: Link, mut done: mpsc::UnboundedReceiver<Left>) {
                 None => std::future::pending().await,
             }
         };
-        // What is not heard ends by itself, with its lease.
+        // Failures are ignored: each item expires with its lease.
         tokio::select! {
             biased;
             () = is_due => if let Some((name, _)) = later.pop_front() {
-                // Whatever its revision is: nobody can leave it again, as nobody has that lease any more.
+                // The revision does not matter: no claim can write this name again, because none
+                // has its lease.
                 _ = link.call(txn::erase(&name)).await;
             },
             left = done.recv() => match left {
@@ -184,10 +188,12 @@ async fn clear_away(link: Link, mut done: mpsc::UnboundedReceiver<Left>) {
     }
 }
 
-/// How long a holder needs at most from the answer that its lock is lost until it knows. Nothing but its own work is between these.
+/// The maximum time from the response that a lock is lost until its holder is notified. Only local
+/// work happens in between.
 const HEARING: Duration = Duration::from_millis(25);
 
-/// How many leases of one length wait for a claim. Those who hold many locks and let them go at once need no more of them afterwards.
+/// The maximum number of unused leases of one duration. A process that releases many locks at once
+/// does not need more afterwards.
 const IDLE_MAX: usize = 64;
 
 #[cfg(test)]

@@ -1,4 +1,5 @@
-//! The queue of a lock: who is first in it holds the lock. Joins, looks, waits and leaves.
+//! The queue of a lock, whose first entry holds the lock. Joins, reads, waits in and leaves the
+//! queue. Called by the `LockBackend` implementation.
 
 use std::pin::pin;
 use std::time::Duration;
@@ -19,15 +20,15 @@ use crate::record;
 use crate::txn;
 use crate::wire::{KeyValue, LeaseTimeToLiveRequest};
 
-/// What came of one look.
+/// The result of one read of the queue.
 enum Step {
     Answer(Attempt),
-    /// The queue has changed, or the place is lost: once more.
+    /// The queue has changed or the entry is lost: try again.
     Again,
 }
 
 impl EtcdBackend {
-    /// Takes the claim's place in the queue, if it has none, and looks whether it is the first.
+    /// Adds the claim to the queue unless it has an entry, and returns whether that entry is first.
     pub(crate) async fn step_up(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         let mut seat = self.claims.seat(claim).await;
         for _ in 0..TRIES {
@@ -42,12 +43,12 @@ impl EtcdBackend {
         Err(BackendError::transient("etcd: the leases end faster than they can be used"))
     }
 
-    /// Joins the queue; if the claim does not wait, only where nobody stands.
+    /// Joins the queue. A claim that does not wait joins only an empty queue.
     async fn join(&self, claim: &Claim, seat: &mut Seat<'_>) -> Result<Step, BackendError> {
         self.clear_away_what_is_over();
         let queue = self.names.queue(claim.key());
         let mut place = match seat.take() {
-            // The one of an attempt whose outcome is not known.
+            // The entry of an attempt with an unknown outcome.
             Some(place) => place,
             None => {
                 let seconds = seconds(claim.lease());
@@ -60,7 +61,7 @@ impl EtcdBackend {
                 self.abandon(place);
                 return Ok(Step::Again);
             }
-            // Nothing was asked for the place this time.
+            // No request for the entry was sent this time.
             Err(error) => return Err(self.keep_or_drop(seat, place, error.as_refused())),
         }
         let trace = match self.new_trace(&queue, &place).await {
@@ -74,7 +75,8 @@ impl EtcdBackend {
         let mut answer = match self.ask(join).await {
             Ok(answer) => answer,
             Err(Failure::NoLease) => {
-                // It may be that of the trace. Nothing that was asked for the place may arrive any more.
+                // The missing lease may be the tombstone's. Without the entry's lease, no earlier
+                // request for the entry can take effect any more.
                 self.abandon(place);
                 self.pool.distrust();
                 trace_lease.into_iter().for_each(|lease| self.traces.forget(lease));
@@ -101,7 +103,7 @@ impl EtcdBackend {
         let (own, first) = (answer.key()?, answer.key()?);
         if let Some(own) = own {
             if !record::is_of(&own.value, claim.id()) {
-                // Nobody else has this lease, unless somebody chose the same number.
+                // Another client has chosen the same lease number.
                 self.abandon(place);
                 return Ok(Step::Again);
             }
@@ -117,7 +119,8 @@ impl EtcdBackend {
         Ok(Step::Answer(Attempt::Busy(busy(claim, &first).with_mark(mark(&first)))))
     }
 
-    /// Looks at the place of the claim again: first of all, whether it is still there and still the same.
+    /// Reads the queue for an existing entry. Verifies first that the entry still exists with the
+    /// same revision.
     async fn look(&self, claim: &Claim, seat: &mut Seat<'_>) -> Result<Step, BackendError> {
         if let Some(busy) = seat.as_ref().and_then(|place| place.still_waits(Moment::now())) {
             return Ok(Step::Answer(Attempt::Busy(busy)));
@@ -129,7 +132,7 @@ impl EtcdBackend {
         match self.refresh(claim, &mut place.lease).await {
             Ok(KeptAlive::Yes) => {}
             Ok(KeptAlive::Unknown) => {
-                // The next one of the queue may hold the lock by now. Whoever was too late stands behind it.
+                // The next entry may hold the lock by now, so the claim must rejoin behind it.
                 self.abandon(place);
                 return Ok(Step::Again);
             }
@@ -153,12 +156,13 @@ impl EtcdBackend {
             None => None,
         };
         let traces = self.names.traces(&queue);
-        // One that was left again later is younger than those who stood behind it by then.
+        // A tombstone that was written again later is younger than the entries behind it, so the
+        // search by revision does not find it.
         let trace = was_before.as_ref().and_then(|before| self.names.trace(&before.name));
         let look = txn::look(&queue, &place.name, created, traces.as_deref(), trace.as_deref());
         let look = self.ask(look);
         let (answer, let_go) = match &was_before {
-            // Most likely it is its turn: both questions at once.
+            // This entry is probably first now, so both requests run concurrently.
             Some(before) if before.gone => join(look, self.has_let_go(before)).await,
             _ => (look.await, false),
         };
@@ -189,7 +193,8 @@ impl EtcdBackend {
             .map(|before| Before::new(before, header.revision).with_watch_of(was_before.as_mut()));
         if place.before.is_none() {
             if place.lease.left() < claim.lease() / 2 {
-                // Granted, but it is not proven for how long: the leader has just changed.
+                // The entry is first, but its remaining lease is not proven: the leader has just
+                // changed.
                 place.before = was_before;
                 **seat = Some(place);
                 return Ok(Step::Again);
@@ -209,7 +214,8 @@ impl EtcdBackend {
         Ok(self.judge(claim, seat, place, first.as_ref()))
     }
 
-    /// The answer to one who stands where it stood, behind the one who stood `before` it. Otherwise all of the queue has to be looked at.
+    /// Returns `Busy` if the entry and its predecessor `before` are unchanged. Otherwise returns
+    /// `before`, and the caller must read the whole queue.
     async fn still_waits(
         &self,
         place: &mut Place,
@@ -239,7 +245,7 @@ impl EtcdBackend {
         Ok(Ok(Attempt::Busy(busy)))
     }
 
-    /// A trace for a place that is not taken yet.
+    /// Creates a tombstone for an entry that is not in the queue yet.
     async fn new_trace(
         &self,
         queue: &[u8],
@@ -251,14 +257,15 @@ impl EtcdBackend {
         Ok(Some(txn::Trace { name, lease, all }))
     }
 
-    /// Whether any of these traces is that of somebody else.
+    /// Returns whether any of these tombstones belongs to another entry.
     fn others(&self, place: &Place, traces: &[KeyValue]) -> bool {
         let own = self.names.trace(&place.name);
         traces.iter().any(|trace| own.as_ref() != Some(&trace.key))
     }
 
-    /// Lets somebody who was first without leaving by its own will hear of its end, before the place that is the first now is looked at again. At
-    /// the end of a lease that was not kept alive its holder has known for longer, but these cannot be told apart.
+    /// Waits for `SETTLING` before the entry, which is first now, is checked again. Its predecessor
+    /// was deleted without a release, and the wait lets that holder detect its loss. A holder whose
+    /// lease expired detects the loss earlier, but the two cases cannot be distinguished.
     async fn let_hear(
         &self,
         seat: &mut Seat<'_>,
@@ -268,7 +275,7 @@ impl EtcdBackend {
         let own = self.names.trace(&place.name);
         traces.retain(|trace| own.as_ref() != Some(&trace.key));
         let since = *place.settling.get_or_insert_with(Moment::now);
-        // Whoever is dropped meanwhile and asks again goes on waiting.
+        // A caller that is cancelled during the wait and calls again continues the same wait.
         **seat = Some(place);
         sleep(SETTLING.saturating_sub(Moment::now().since(since))).await;
         for trace in traces {
@@ -282,8 +289,10 @@ impl EtcdBackend {
         matches!(self.link.call(asked).await, Ok(answer) if answer.ttl > 0)
     }
 
-    /// Whether the one before, which is gone, left by its own will, where there are no traces to tell. If it did not, its lease has ended
-    /// too; but peers end theirs with the lock, and none of them would hear of a loss any sooner.
+    /// Returns whether the deleted predecessor released its lock, in a layout without tombstones.
+    /// Its lease still exists then; otherwise the lease has ended with the lock. Peers end their
+    /// lease even at a release, and a delay would not help them to detect a loss. They therefore
+    /// always count as released.
     async fn has_let_go(&self, before: &Before) -> bool {
         if !before.is_ours || self.names.have_traces() {
             return true;
@@ -291,7 +300,7 @@ impl EtcdBackend {
         self.lives(before.lease).await
     }
 
-    /// Whether the place is the first.
+    /// Returns the grant if the entry is first, otherwise `Busy`.
     fn judge(
         &self,
         claim: &Claim,
@@ -317,7 +326,7 @@ impl EtcdBackend {
         Step::Answer(attempt)
     }
 
-    /// Takes over what another client was granted for the same claim.
+    /// Takes over the entry that another client created for the same claim.
     async fn adopt(
         &self,
         claim: &Claim,
@@ -329,7 +338,7 @@ impl EtcdBackend {
         self.look(claim, seat).await
     }
 
-    /// Makes sure that the lease lasts for as long as the claim wants.
+    /// Keeps the lease alive if it may end before the claim's lease would.
     async fn refresh(&self, claim: &Claim, lease: &mut Lease) -> Result<KeptAlive, BackendError> {
         if lease.left() >= claim.lease() {
             return Ok(KeptAlive::Yes);
@@ -339,7 +348,7 @@ impl EtcdBackend {
         self.keep_alive.keep_alive(lease, limits).await
     }
 
-    /// Does away with a place that is worth nothing any more, and with whatever may be left of it.
+    /// Ends an entry's lease and erases its tombstone, in the background.
     pub(crate) fn abandon(&self, place: Place) {
         if place.seconds.is_some() {
             self.pool.end(place.lease.id);
@@ -349,14 +358,16 @@ impl EtcdBackend {
         }
     }
 
-    /// Does away with places that the engine has left to their end: their traces have leases that may go on for long.
+    /// Abandons the entries that the engine left to expire, because the leases of their tombstones
+    /// may last for long.
     fn clear_away_what_is_over(&self) {
         let over = self.claims.over().into_iter();
-        // What another client has made it keeps itself.
+        // Another client maintains the leases that it created.
         over.filter(|place| place.seconds.is_some()).for_each(|place| self.abandon(place));
     }
 
-    /// After trouble: a place that something may have been asked for is remembered.
+    /// Handles a failed request: keeps the entry if a request for it may have taken effect,
+    /// otherwise reuses its lease.
     fn keep_or_drop(
         &self,
         seat: &mut Seat<'_>,
@@ -374,7 +385,7 @@ impl EtcdBackend {
         error
     }
 
-    /// A place that was not taken.
+    /// Handles an entry that was not created in the queue.
     fn leave_unused(&self, seat: &mut Seat<'_>, place: Place) {
         if place.stray {
             **seat = Some(place);
@@ -383,7 +394,7 @@ impl EtcdBackend {
         }
     }
 
-    /// Keeps the lease of a place that is over for the next claim, if nothing is on its way for it.
+    /// Returns an entry's lease to the pool, unless a request for the entry may still arrive.
     fn give_lease_back(&self, place: Place) {
         match place.seconds {
             Some(seconds) if !place.stray => self.pool.give_back(seconds, place.lease),
@@ -391,7 +402,7 @@ impl EtcdBackend {
         }
     }
 
-    /// Leaves the queue.
+    /// Removes the claim's entry from the queue.
     pub(crate) async fn step_down(&self, claim: &Claim) -> Result<Release, BackendError> {
         let mut seat = self.claims.seat(claim).await;
         let known = seat.as_ref().is_some_and(|place| place.created.is_some());
@@ -399,7 +410,7 @@ impl EtcdBackend {
             return self.leave_unknown(claim, &mut seat).await;
         }
         let Some(place) = &mut *seat else { return Ok(Release::NotHeld) };
-        // What comes of it is our own doing, and no loss.
+        // The deletion of the own key is not a loss.
         place.watch = None;
         let (created, queue) = (place.created.unwrap_or_default(), self.names.queue(claim.key()));
         let trace = self.names.trace(&place.name);
@@ -416,7 +427,7 @@ impl EtcdBackend {
         Ok(if was_first { Release::Freed } else { Release::NotHeld })
     }
 
-    /// Leaves the queue wherever the claim stands in it, if it does.
+    /// Removes the claim's entry from the queue if the cache does not know its revision.
     async fn leave_unknown(
         &self,
         claim: &Claim,
@@ -433,7 +444,7 @@ impl EtcdBackend {
             None => false,
         };
         if let Some(place) = &**seat {
-            // Nothing that was asked for the place can take effect after that.
+            // Without its lease, no earlier request for the entry can take effect.
             self.pool.end_now(place.lease.id).await.map_err(BackendError::as_unknown)?;
             if let Some(place) = seat.take() {
                 self.abandon(place);
@@ -442,7 +453,7 @@ impl EtcdBackend {
         Ok(if freed { Release::Freed } else { Release::NotHeld })
     }
 
-    /// Looks for the claim in the queue.
+    /// Searches the queue for the claim's entry.
     pub(crate) async fn find(&self, claim: &Claim) -> Result<Option<Place>, BackendError> {
         let all = self.range(txn::all(&self.names.queue(claim.key()))).await?.kvs;
         let at = all.iter().position(|place| record::is_of(&place.value, claim.id()));
@@ -453,7 +464,8 @@ impl EtcdBackend {
         }))
     }
 
-    /// The key by which the claim that was granted in the revision `created` holds its lock; `None` if it is not there.
+    /// Returns the key of the claim that was granted in the revision `created`; `None` if it does
+    /// not exist.
     pub(crate) async fn name_of(
         &self,
         claim: &Claim,
@@ -471,13 +483,14 @@ impl EtcdBackend {
         Ok(self.one_of(claim, mark).await?.map(|(name, _)| name))
     }
 
-    /// Returns when the one before the claim may be gone; keeps its place in the queue until then. `mark` is when the one before came.
+    /// Waits until the claim's predecessor may be deleted, and keeps the claim's lease alive
+    /// meanwhile. `mark` is the creation revision of the predecessor.
     pub(crate) async fn stand_by(&self, claim: &Claim, mark: u64) {
         let known = {
             let mut seat = self.claims.seat(claim).await;
             seat.as_mut().and_then(|place| {
                 let before = place.before.as_mut()?;
-                // Kept with the place: the next poll must not pay for another one.
+                // Stored with the entry, so that the next poll does not create another watch.
                 let watch = before.watch.take_if(|watch| watch.lives() || watch.heard_of_end());
                 let watch = watch.unwrap_or_else(|| {
                     self.ears.wait(before.name.clone(), before.seen.saturating_add(1))
@@ -510,7 +523,7 @@ impl EtcdBackend {
             tokio::select! {
                 heard = &mut heard => {
                     if heard != Heard::Deleted {
-                        // It is looked again, but not at once and again and again.
+                        // The caller reads the queue again, after a pause that limits the rate.
                         return sleep(PAUSE).await;
                     }
                     if let Some(place) = &mut *self.claims.seat(claim).await
@@ -525,7 +538,7 @@ impl EtcdBackend {
             let every = every.unwrap_or(BEAT_MIN);
             let next = match self.beat(claim, every / 4).await {
                 Ok(KeptAlive::Yes) => every,
-                // The place may be lost: it is time to look.
+                // The entry may be lost, so the caller must read the queue.
                 Ok(KeptAlive::Unknown) => return,
                 Err(_) => (every / 8).max(BEAT_RETRY_MIN),
             };
@@ -533,7 +546,8 @@ impl EtcdBackend {
         }
     }
 
-    /// The one that came to be in the revision `mark`, and the revision in which it was there.
+    /// Returns the entry that was created in the revision `mark`, and a revision in which it
+    /// existed.
     async fn one_of(
         &self,
         claim: &Claim,
@@ -545,7 +559,7 @@ impl EtcdBackend {
         Ok(found.kvs.into_iter().next().map(|found| (found.key, revision)))
     }
 
-    /// Keeps the lease of one who waits alive.
+    /// Keeps the lease of a waiter alive.
     async fn beat(&self, claim: &Claim, limit: Duration) -> Result<KeptAlive, BackendError> {
         let mut seat = self.claims.seat(claim).await;
         let Some(place) = &mut *seat else { return Ok(KeptAlive::Unknown) };
@@ -556,13 +570,14 @@ impl EtcdBackend {
         if kept == KeptAlive::Unknown
             && let Some(before) = &mut place.before
         {
-            // Nothing that is remembered of the place may answer the next poll.
+            // The cached `Busy` must not answer the next poll.
             before.first = None;
         }
         Ok(kept)
     }
 
-    /// The lease for traces of places of this time, if there is one. Has it kept alive.
+    /// Returns the tombstone lease for entries of this duration, if it exists. Requests its renewal
+    /// if that is due.
     pub(crate) fn trace_lease(&self, seconds: Option<i64>) -> Option<i64> {
         self.clear_away_what_is_over();
         seconds.and_then(|seconds| self.traces.kept(seconds, &self.keep_alive))
@@ -577,22 +592,24 @@ fn mark(place: &KeyValue) -> u64 {
     u64::try_from(place.create_revision).unwrap_or(0)
 }
 
-/// How often a waiter keeps its lease alive: as seldom as leaves time to try again, as all waiters of the cluster add up.
+/// Returns the interval at which a waiter keeps its lease alive. It is as long as retries permit,
+/// because the cluster carries the load of all waiters.
 fn beats(ttl: Duration) -> Duration {
     (ttl * 3 / 4).min(ttl.saturating_sub(BEAT_SPARE)).max(ttl / 3).clamp(BEAT_MIN, BEAT_MAX)
 }
 
-/// The time that is left for further tries, where the lease is long enough.
+/// The time that remains for retries, if the lease is long enough.
 const BEAT_SPARE: Duration = Duration::from_secs(5);
 const BEAT_RETRY_MIN: Duration = Duration::from_millis(100);
-/// The least time between two signs of life of one who waits.
+/// The minimum interval at which a waiter keeps its lease alive.
 const BEAT_MIN: Duration = Duration::from_millis(500);
-/// The most, whatever a member says of how long a lease lasts.
+/// The maximum interval, however long the lease lasts according to the member.
 const BEAT_MAX: Duration = Duration::from_secs(60 * 60);
-/// How long a holder whose lease somebody has ended early has to hear of it before the next one begins. It is many times the time
-/// after which all holders listen, as answers may be slow on a machine that has much to do. None is lost where a lock is let go.
+/// How long the next grant is delayed after a holder's lease was ended early, so that the holder
+/// can detect its loss. It is many times the 25 ms after which every held lock is watched, because
+/// responses may be slow on a busy machine. A released lock is granted without this delay.
 const SETTLING: Duration = Duration::from_millis(250);
-/// How often a waiter looks at all of the queue, in which somebody else may be the first by now: only to tell who.
+/// How often a waiter reads the whole queue. This only updates the reported holder.
 const LOOK_EACH: Duration = Duration::from_secs(10);
-/// How long a waiter that cannot listen waits before it looks.
+/// The pause before the next read if a watch is not possible.
 const PAUSE: Duration = Duration::from_millis(100);

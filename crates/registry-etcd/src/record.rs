@@ -1,4 +1,5 @@
-//! What is written under the key of one in a queue: `CLAIM SINCE HOST LABEL`, in text that people can read. Peers write nothing.
+//! The value of a queue entry: the readable text `CLAIM SINCE HOST LABEL`. Peers write an empty
+//! value.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -7,22 +8,23 @@ use registry_core::{Claim, ClaimId, FencingToken, Holder, Key};
 
 use crate::wire::KeyValue;
 
-/// Writes the record of a claim that joins the queue now.
+/// Returns the record of a claim that joins the queue now.
 pub(crate) fn write(claim: &Claim, host: &str) -> Vec<u8> {
     let label = claim.label().unwrap_or_default();
     format!("{} {} {host} {label}", claim.id(), now_ms()).into_bytes()
 }
 
-/// Whether the record is that of the claim `id`.
+/// Returns whether the record belongs to the claim `id`.
 pub(crate) fn is_of(record: &[u8], id: ClaimId) -> bool {
     record.get(..ID_LENGTH).is_some_and(|written| written == id.to_string().as_bytes())
         && record.get(ID_LENGTH) == Some(&b' ')
 }
 
-/// Tells who holds `key`, by the first in its queue. Of somebody else's record nothing is known but that it is there.
+/// Returns the holder of `key`, given the first entry of its queue. Another program's record yields
+/// no label and no time.
 pub(crate) fn holder(key: Key, first: &KeyValue, left: Option<Duration>) -> Holder {
     let fields = read(&first.value);
-    // When it was written is told by the holder's wall clock, and how long ago that is by ours. It is shown to people and decides nothing.
+    // Compares the holder's wall clock with the local one. The result is only displayed.
     let held_for = fields.and_then(|(since, _)| now_ms().checked_sub(since));
     Holder::new(key)
         .with_label(fields.and_then(|(_, label)| label).map(str::to_owned))
@@ -30,12 +32,12 @@ pub(crate) fn holder(key: Key, first: &KeyValue, left: Option<Duration>) -> Hold
         .with_times(held_for.map(Duration::from_millis), left)
 }
 
-/// The fencing token of a holder: the revision in which its key came to be.
+/// Returns a holder's fencing token: the creation revision of its key.
 pub(crate) fn token(first: &KeyValue) -> Option<FencingToken> {
     FencingToken::try_from(first.create_revision).ok()
 }
 
-/// Since when, and the label.
+/// Returns the time of joining and the label.
 fn read(record: &[u8]) -> Option<(u64, Option<&str>)> {
     let mut fields = std::str::from_utf8(record).ok()?.splitn(4, ' ');
     let id = fields.next()?;
@@ -46,7 +48,7 @@ fn read(record: &[u8]) -> Option<(u64, Option<&str>)> {
     Some((since, fields.nth(1).filter(|label| !label.is_empty())))
 }
 
-/// What this host is called, in one word.
+/// Returns the host name without spaces.
 pub(crate) fn host() -> String {
     let told = std::fs::read_to_string("/proc/sys/kernel/hostname").ok();
     let name =
@@ -61,7 +63,7 @@ fn now_ms() -> u64 {
     u64::try_from(now.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// Escaped in the name of a host: all that is in none.
+/// Characters that do not occur in host names are escaped.
 const IN_HOST: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_');
 const ID_LENGTH: usize = 32;
 

@@ -1,4 +1,5 @@
-//! Keeps places: each lease is kept alive, then one look at all of the keys proves that they are there and that the leases will last.
+//! Renews claims. Keeps each lease alive, then reads all keys in one transaction. That read proves
+//! that the keys exist and that the leases last.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -18,17 +19,17 @@ use crate::link::Limits;
 use crate::txn::{self, Answer};
 use crate::wire::KeyValue;
 
-/// A place as it was when its renewal began.
+/// An entry as it was when its renewal began.
 #[derive(Clone)]
 struct Renewing {
     name: Vec<u8>,
     created: i64,
     lease: Lease,
-    /// What the lease was made for, if it is one of ours.
+    /// The requested duration of the lease, if this client created it.
     seconds: Option<i64>,
-    /// What the lease was made for, if that is another one than before.
+    /// The requested duration of the lease, if the renewal replaced the lease.
     new_seconds: Option<i64>,
-    /// The lease of its trace, as far as that is known.
+    /// The lease of the tombstone, if known.
     trace: Option<i64>,
     kept_alive: KeptAlive,
 }
@@ -36,7 +37,7 @@ struct Renewing {
 type Outcome = Result<Renewal, BackendError>;
 
 impl EtcdBackend {
-    /// Renews claims, all of which fit into one look.
+    /// Renews claims that fit into one transaction.
     pub(crate) async fn renew_batch(&self, claims: &[Claim]) -> Vec<Outcome> {
         let begun = join_all(claims.iter().map(|claim| self.begin(claim))).await;
         let names: Vec<_> =
@@ -63,18 +64,20 @@ impl EtcdBackend {
         join_all(settle).await
     }
 
-    /// How long the connection may be silent while `claim` is renewed: there must be time to ask another member.
+    /// Returns how long the connection may be silent while `claim` is renewed. The rest of the
+    /// lease must suffice to try another member.
     fn silence_of(&self, claim: &Claim) -> Duration {
         self.link.patience().min((claim.lease() / 6).max(SILENCE_MIN))
     }
 
-    /// Keeps the claim's lease alive. `None` if it has no place, or not the first.
+    /// Keeps the claim's lease alive. Returns `None` if the claim has no entry or was not granted.
     async fn begin(&self, claim: &Claim) -> Result<Option<Renewing>, BackendError> {
         let known = {
             let seat = self.claims.seat(claim).await;
             let place = seat.as_ref();
             if place.is_some_and(|place| place.watch.as_ref().is_some_and(Watch::heard_of_end)) {
-                // Its holder should know before the next one holds the lock.
+                // Return at once, so that the holder detects the loss before the next claim is
+                // granted.
                 return Ok(None);
             }
             place.and_then(Renewing::of)
@@ -85,7 +88,7 @@ impl EtcdBackend {
         };
         let Some(mut renewing) = known else { return Ok(None) };
         let silence = self.silence_of(claim);
-        // The next renewal, to which the engine gives the same time, has precedence by then.
+        // After that time, the engine starts the next renewal.
         let limits = Limits { silence, total: silence.max(claim.lease() / 3) };
         let trace = self.trace_lease(renewing.seconds);
         let has_none = trace.is_none() || trace != renewing.trace;
@@ -101,8 +104,8 @@ impl EtcdBackend {
         Ok(Some(renewing))
     }
 
-    /// Sees to it that the place has a trace under a lease that is kept alive: somebody may have ended the one that there was, and only this.
-    /// Tells the lease of the trace.
+    /// Ensures that the entry has a tombstone with a live lease, because another client may have
+    /// ended only that lease. Returns the tombstone's lease.
     async fn leave_trace_again(&self, renewing: Renewing, limit: Duration) -> Option<i64> {
         let (trace, seconds) = (self.names.trace(&renewing.name)?, renewing.seconds?);
         let leave = async {
@@ -117,11 +120,11 @@ impl EtcdBackend {
                 Err(_) => None,
             }
         };
-        // What does not come off now is tried again with the next renewal, which waits for nothing else either.
+        // The next renewal tries again.
         timeout(limit, leave).await.ok().flatten()
     }
 
-    /// Attaches the claim's key to a longer lease. The key stays the one that it is.
+    /// Attaches the claim's key to a longer lease. The key and its revision do not change.
     async fn lengthen(
         &self,
         claim: &Claim,
@@ -138,7 +141,7 @@ impl EtcdBackend {
         let trace_lease = trace.map(|(_, lease)| lease);
         let longer = self.pool.grant(seconds).await?;
         let moved = txn::move_to(&renewing.name, renewing.created, longer.id, trace);
-        // Of an unknown outcome the next look tells, by the lease that the key has.
+        // After an unknown outcome, the next read finds out which lease the key has.
         let moved = self.ask(moved).await.map_err(|failure| {
             if let (Failure::NoLease, Some(lease)) = (&failure, trace_lease) {
                 self.traces.forget(lease);
@@ -192,7 +195,8 @@ impl EtcdBackend {
         let mut seat = self.claims.seat(claim).await;
         let place = seat.as_mut().filter(|place| place.created == Some(renewing.created));
         if found.lease != renewing.lease.id {
-            // It was moved, and nobody heard of that. From the next try on the right lease is kept alive.
+            // An earlier move of the key succeeded, but its response was lost. The next renewal
+            // keeps the right lease alive.
             if let Some(place) = place {
                 self.change_lease(
                     place,
@@ -203,7 +207,7 @@ impl EtcdBackend {
             return Err(BackendError::transient("etcd: the lock is attached to another lease"));
         }
         if renewing.kept_alive == KeptAlive::Unknown {
-            // A member that lags behind may not know what the majority does.
+            // A member that lags behind may not know a lease that the majority knows.
             return Err(BackendError::transient("etcd: the member does not know the lease"));
         }
         renewing.lease.prove(seen.term);
@@ -228,7 +232,7 @@ impl EtcdBackend {
         Ok(Renewal::Renewed(left.min(claim.lease())))
     }
 
-    /// Does away with what is left of a lock that is lost: its holder knows of it.
+    /// Abandons the entry of a lock that is reported as lost.
     async fn give_up(&self, claim: &Claim) {
         let mut seat = self.claims.seat(claim).await;
         if seat.as_ref().is_some_and(|place| place.granted)
@@ -238,12 +242,12 @@ impl EtcdBackend {
         }
     }
 
-    /// Gives a place the lease that its key is attached to.
+    /// Replaces the lease of an entry by the one that its key is attached to.
     fn change_lease(&self, place: &mut Place, lease: Lease, seconds: Option<i64>) {
         let before = std::mem::replace(&mut place.lease, lease);
-        // The name does not tell the lease any more, so the lease cannot be that of another place with a name of its own.
+        // The key's name contains the old lease number, so no other entry may reuse this lease.
         place.stray = true;
-        // Nor is it known where its trace is.
+        // The tombstone's lease is unknown as well.
         place.trace = None;
         if place.seconds.is_some() && before.id != place.lease.id {
             self.pool.end(before.id);
@@ -267,7 +271,7 @@ impl Renewing {
     }
 }
 
-/// What one look at many keys has found.
+/// The result of reading many keys.
 #[derive(Default)]
 struct Seen {
     revision: i64,
@@ -276,7 +280,7 @@ struct Seen {
 }
 
 impl Seen {
-    /// Both, as of the earlier one.
+    /// Merges two results. The earlier revision and term count.
     fn and(mut self, other: Self) -> Self {
         self.keys.extend(other.keys);
         let (revision, term) = (self.revision.min(other.revision), self.term.min(other.term));
@@ -284,5 +288,5 @@ impl Seen {
     }
 }
 
-/// The least silence after which a connection is given up, whatever the lease.
+/// The minimum silence after which a connection is dropped, whatever the lease.
 const SILENCE_MIN: Duration = Duration::from_millis(500);

@@ -1,4 +1,4 @@
-//! Requests of a single message, sent together with their end.
+//! Sends unary requests together with their end-of-stream flag.
 
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
@@ -9,10 +9,11 @@ use tonic::body::Body;
 use tonic::codegen::{Bytes, Service, http};
 use tonic::transport::Channel;
 
-/// A channel for requests of a single message.
+/// A channel for unary requests.
 ///
-/// The client library finds out that a message was the last one when it is asked for more, and that is when the message is on its way: its
-/// end follows in a frame of its own, which for messages of 256 bytes and more is written by itself.
+/// The client library learns that a message was the last one only when it polls the body again,
+/// after sending the message. It then sends the end of the stream in a separate frame. For messages
+/// of 256 bytes and more, that frame is a separate write.
 #[derive(Clone)]
 pub(crate) struct Single(pub(crate) Channel);
 
@@ -30,7 +31,7 @@ impl Service<http::Request<Body>> for Single {
     }
 }
 
-/// Knows with each frame whether it is the last.
+/// A body that reads one frame ahead, so that it knows with each frame whether it is the last.
 struct LookingAhead {
     body: Body,
     next: Option<Result<Frame<Bytes>, Status>>,
@@ -79,7 +80,7 @@ mod tests {
 
     use super::*;
 
-    /// Tells that it has ended only when it is asked for more, and at times not at once.
+    /// Reports its end only when polled again, sometimes after a `Pending`.
     struct Parts(VecDeque<Poll<&'static str>>);
 
     impl http_body::Body for Parts {
@@ -103,7 +104,7 @@ mod tests {
         }
     }
 
-    /// What comes out, each with whether it is said to be the last.
+    /// Returns the frames, each with whether the body then reports its end.
     async fn sent(parts: impl Into<VecDeque<Poll<&'static str>>>) -> Vec<(Bytes, bool)> {
         let body = Body::new(Parts(parts.into()));
         let mut ahead = LookingAhead { body, next: None, ended: false };

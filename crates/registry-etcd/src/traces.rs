@@ -1,8 +1,10 @@
-//! What stays of those whose lease was ended before its time.
+//! The leases of tombstones, which reveal holders whose lease was ended early.
 //!
-//! Whoever joins a queue leaves a trace beside it, under another lease, and takes both away when it leaves. So whoever comes first into a
-//! queue and finds a trace of somebody who does not stand there any more knows that this one may not have heard of its loss yet. The
-//! leases of traces last longer than those of places, so that a leader that stood still does not take both for ended when it goes on.
+//! A claim that joins a queue also writes a tombstone next to the queue, under another lease. It
+//! deletes both when it leaves. A claim that is first in the queue may find a tombstone whose entry
+//! no longer exists. Its holder may not know yet that its lock is lost. The leases of tombstones
+//! last longer than those of entries. Otherwise a leader that was suspended could expire both at
+//! once when it resumes.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -15,11 +17,11 @@ use crate::keep_alive::{Asked, KeepAlive, Outcome};
 use crate::lease::Lease;
 use crate::pool::Pool;
 
-/// One lease for the traces of all places whose leases last for the same time.
+/// One lease for the tombstones of all entries whose leases have the same duration.
 #[derive(Debug, Default)]
 pub(crate) struct Traces {
     kept: Mutex<HashMap<i64, Kept>>,
-    /// Those that are asked for just now. All who need one wait for the same answer.
+    /// The lease requests in progress. All callers that need the same lease await one response.
     awaited: Mutex<HashMap<i64, Awaited>>,
 }
 
@@ -28,14 +30,14 @@ type Awaited = Shared<BoxFuture<'static, Result<Lease, BackendError>>>;
 #[derive(Debug)]
 struct Kept {
     lease: i64,
-    /// It lasts for its whole time from here on, unless somebody ends it.
+    /// The lease lasts for its full duration from here on, unless another client ends it.
     refreshed: Moment,
-    /// It was asked to be kept alive, and what came of that has not been looked at.
+    /// A `LeaseKeepAlive` request whose outcome was not read yet.
     asked: Option<Asked>,
 }
 
 impl Traces {
-    /// The lease for the trace of a place whose own lasts for `seconds`.
+    /// Returns the lease for the tombstone of an entry whose own lease lasts `seconds`.
     pub(crate) async fn lease(
         &self,
         seconds: i64,
@@ -65,7 +67,8 @@ impl Traces {
         granted.map(|lease| lease.id)
     }
 
-    /// The lease for places of this time, if there is one. Has it kept alive if it is due.
+    /// Returns the lease for entries of this duration, if it exists. Requests that it is kept alive
+    /// if that is due.
     pub(crate) fn kept(&self, seconds: i64, keep_alive: &KeepAlive) -> Option<i64> {
         let period = Duration::from_secs(u64::try_from(seconds).unwrap_or(0));
         let now = Moment::now();
@@ -77,36 +80,37 @@ impl Traces {
                 kept.asked = None;
                 false
             }
-            // Somebody has ended it. Places that have a trace there get another one when they are renewed.
+            // Another client has ended the lease. The next renewal of each entry writes a new
+            // tombstone.
             Some(Outcome::Unknown) => true,
             None => false,
         };
         let age = now.since(kept.refreshed);
         if is_over || age >= period * 2 {
-            // Or it may end any time.
+            // The lease has ended or may end at any time.
             all.remove(&seconds);
             return None;
         }
         let asked = kept.asked.as_ref().map_or(kept.refreshed, |asked| asked.at);
         if now.since(asked) >= period / 3 {
-            // Nobody waits for what comes of it: there is time for more attempts.
+            // No caller awaits the outcome: there is time for further attempts.
             let ends = kept.refreshed.after(period * 2);
             kept.asked = Some(keep_alive.ask(kept.lease, ends, period / 6));
         }
         Some(kept.lease)
     }
 
-    /// Forgets this lease: the servers do not know it.
+    /// Forgets this lease, which the members do not know.
     pub(crate) fn forget(&self, lease: i64) {
         self.all().retain(|_, kept| kept.lease != lease);
     }
 
-    /// Ends all leases, and with them what they keep.
+    /// Revokes all leases, which also deletes the tombstones.
     pub(crate) async fn close(&self, pool: &Pool) {
         let all = std::mem::take(&mut *self.all());
         for kept in all.into_values() {
             if pool.end_now(kept.lease).await.is_err() {
-                // They end by themselves.
+                // The leases expire on their own.
                 return;
             }
         }
@@ -121,5 +125,5 @@ impl Traces {
     }
 }
 
-/// How many times longer than a place's lease that of its trace lasts.
+/// The duration of a tombstone's lease, as a multiple of that of the entry's lease.
 const TIMES: i64 = 3;

@@ -1,4 +1,4 @@
-//! What is asked of etcd about a queue, and how the answers read.
+//! Builds the requests about a queue and reads their responses.
 
 use registry_core::BackendError;
 
@@ -9,16 +9,17 @@ use crate::wire::{
     Op, PutRequest, RangeRequest, RequestOp, ResponseHeader, Target, TxnRequest, TxnResponse,
 };
 
-/// The trace of the one who joins a queue.
+/// The tombstone of a claim that joins a queue.
 pub(crate) struct Trace {
     pub(crate) name: Vec<u8>,
     pub(crate) lease: i64,
-    /// What the names of all traces of this queue begin with.
+    /// The common prefix of all tombstones of this queue.
     pub(crate) all: Vec<u8>,
 }
 
-/// Puts `name` at the end of `queue`, unless it is in it. Answers with what was put, with the two newest of the queue, and with some of the
-/// traces that there were; or else with what is under `name`, and with the first of the queue.
+/// Appends `name` to `queue` unless it exists. On success, the response contains the result of the
+/// put, the two newest entries, and some existing tombstones. Otherwise it contains the key `name`
+/// and the first entry.
 pub(crate) fn join(
     queue: &[u8],
     name: &[u8],
@@ -35,8 +36,8 @@ pub(crate) fn join(
     }
 }
 
-/// Puts `name` into `queue` if that is empty. Answers with what was put, and with some of the traces that there were; or else with what is
-/// under `name`, and with the first of the queue.
+/// Puts `name` into `queue` if the queue is empty. On success, the response contains the result of
+/// the put and some existing tombstones. Otherwise it contains the key `name` and the first entry.
 pub(crate) fn join_empty(
     queue: &[u8],
     name: &[u8],
@@ -55,7 +56,7 @@ pub(crate) fn join_empty(
     }
 }
 
-/// First what there is, then the own one.
+/// Reads the existing tombstones before it writes the own one.
 fn leave_trace(trace: Trace) -> [RequestOp; 2] {
     [op(Op::Range(some_traces(&trace.all))), op(put(&trace.name, Vec::new(), trace.lease))]
 }
@@ -70,9 +71,10 @@ fn some_traces(all: &[u8]) -> RangeRequest {
     }
 }
 
-/// Answers with what is under `name`, with the one that came last before the revision `created`, and with the first of the queue. With
-/// `traces`, what all of them begin with, also with some that are older than `created`; and with what is under `trace`, whenever that came
-/// to be.
+/// Reads the key `name`, the last entry before the revision `created`, and the first entry.
+///
+/// With the prefix `traces`, also reads some tombstones that are older than `created`. With
+/// `trace`, also reads that tombstone, whatever its revision.
 pub(crate) fn look(
     queue: &[u8],
     name: &[u8],
@@ -89,29 +91,29 @@ pub(crate) fn look(
     TxnRequest { success: looks, ..TxnRequest::default() }
 }
 
-/// Answers with what is under `name`, and with what is under the name of the one before it. Costs the members the same however long the
-/// queue is, other than [`look`], for which they go through all of it.
+/// Reads the key `name` and its predecessor's key. The cost does not depend on the length of the
+/// queue, unlike [`look`], for which the members read all of it.
 pub(crate) fn peek(name: &[u8], before: &[u8]) -> TxnRequest {
     look_at_all([name, before].into_iter())
 }
 
-/// Answers with what is under each of `names`, without the records.
+/// Reads the keys `names` without their records.
 pub(crate) fn look_at_all<'a>(names: impl Iterator<Item = &'a [u8]>) -> TxnRequest {
     let key = |name| Op::Range(RangeRequest { keys_only: true, ..one(name) });
     TxnRequest { success: ops(names.map(key)), ..TxnRequest::default() }
 }
 
-/// Deletes `name` if it is the key that came to be in `created`.
+/// Deletes `name` if it was created in the revision `created`.
 pub(crate) fn delete(name: &[u8], created: i64) -> TxnRequest {
     TxnRequest { compare: vec![created_in(name, created)], ..erase(name) }
 }
 
-/// Deletes `name`, whichever key it is.
+/// Deletes `name`, whatever its revision.
 pub(crate) fn erase(name: &[u8]) -> TxnRequest {
     TxnRequest { success: ops([gone(name)]), ..TxnRequest::default() }
 }
 
-/// As [`delete`], with its trace, which goes in any case.
+/// Like [`delete`], and always deletes the tombstone as well.
 pub(crate) fn delete_with(name: &[u8], created: i64, trace: Option<&[u8]>) -> TxnRequest {
     let mut txn = delete(name, created);
     for answers in [&mut txn.success, &mut txn.failure] {
@@ -120,14 +122,15 @@ pub(crate) fn delete_with(name: &[u8], created: i64, trace: Option<&[u8]>) -> Tx
     txn
 }
 
-/// As [`delete_with`]; answers first with the one that came last before it.
+/// Like [`delete_with`], but first reads the last entry before it.
 pub(crate) fn leave(queue: &[u8], name: &[u8], created: i64, trace: Option<&[u8]>) -> TxnRequest {
     let mut txn = delete_with(name, created, trace);
     txn.success.insert(0, op(Op::Range(before(queue, created))));
     txn
 }
 
-/// Attaches `name`, and its trace, to other leases if it is the key that came to be in `created`, which stays as it is.
+/// Attaches `name` and its tombstone to other leases, if `name` was created in the revision
+/// `created`. Its value and creation revision do not change.
 pub(crate) fn move_to(
     name: &[u8],
     created: i64,
@@ -141,7 +144,7 @@ pub(crate) fn move_to(
     TxnRequest { compare: vec![created_in(name, created)], success, failure: Vec::new() }
 }
 
-/// Leaves a trace for `name` again, if that is the key that came to be in `created`.
+/// Writes the tombstone of `name` again, if `name` was created in the revision `created`.
 pub(crate) fn leave_again(name: &[u8], created: i64, trace: &[u8], lease: i64) -> TxnRequest {
     TxnRequest {
         compare: vec![created_in(name, created)],
@@ -150,13 +153,15 @@ pub(crate) fn leave_again(name: &[u8], created: i64, trace: &[u8], lease: i64) -
     }
 }
 
-/// What stands in a trace that was not left together with its place: which one that is. For it may be younger than places behind that one,
-/// as is the trace of whoever stands there again later.
+/// Returns the value of a tombstone that was not written together with its entry: the creation
+/// revision of that entry. Such a tombstone may be younger than the entries behind its own entry,
+/// as is the tombstone of a holder that rejoins.
 pub(crate) fn left_again(created: i64) -> Vec<u8> {
     created.to_string().into_bytes()
 }
 
-/// That `name` is the key that came to be in `revision`; that it is not there, for zero.
+/// Compares the creation revision of `name` with `revision`; zero means that the key does not
+/// exist.
 pub(crate) fn created_in(name: &[u8], revision: i64) -> Compare {
     Compare {
         result: EQUAL,
@@ -171,7 +176,7 @@ pub(crate) fn one(name: &[u8]) -> RangeRequest {
     RangeRequest { key: name.to_vec(), ..RangeRequest::default() }
 }
 
-/// All of a queue, the first one first.
+/// Reads the whole queue, the first entry first.
 pub(crate) fn all(queue: &[u8]) -> RangeRequest {
     RangeRequest {
         key: queue.to_vec(),
@@ -190,12 +195,12 @@ fn newest(queue: &[u8], count: i64) -> RangeRequest {
     RangeRequest { limit: count, sort_order: DESCENDING, ..all(queue) }
 }
 
-/// The one that came last before the revision `created`.
+/// Reads the last entry that was created before the revision `created`.
 pub(crate) fn before(queue: &[u8], created: i64) -> RangeRequest {
     RangeRequest { max_create_revision: created.saturating_sub(1), ..newest(queue, 1) }
 }
 
-/// The one that came to be in `created`.
+/// Reads the entry that was created in the revision `created`.
 pub(crate) fn of_revision(queue: &[u8], created: i64) -> RangeRequest {
     RangeRequest {
         min_create_revision: created,
@@ -221,10 +226,11 @@ fn ops(all: impl IntoIterator<Item = Op>) -> Vec<RequestOp> {
     all.into_iter().map(op).collect()
 }
 
-/// How many traces are told at once. One is enough to be careful; the others are done away with together with it.
+/// The limit of tombstones per response. One suffices to detect a possible loss; the others are
+/// erased together with it.
 const TRACES: i64 = 8;
 
-/// The answer to a transaction, read part by part.
+/// The response to a transaction, read part by part.
 #[derive(Debug)]
 pub(crate) struct Answer {
     pub(crate) succeeded: bool,
@@ -234,7 +240,7 @@ pub(crate) struct Answer {
 
 impl Answer {
     pub(crate) fn read(answer: TxnResponse) -> Result<Self, BackendError> {
-        // Without a revision there would be no token, and a place that looks as if nobody had it.
+        // Without a revision there is no token, and the entry would look as if it did not exist.
         let header = answer.header.filter(|header| header.revision > 0);
         Ok(Self {
             succeeded: answer.succeeded,
@@ -243,12 +249,12 @@ impl Answer {
         })
     }
 
-    /// Passes over a part.
+    /// Skips the next part.
     pub(crate) fn skip(&mut self) -> Result<(), BackendError> {
         self.parts.next().map(drop).ok_or_else(unreadable)
     }
 
-    /// The keys that the next part has found.
+    /// Returns the keys in the next part.
     pub(crate) fn keys(&mut self) -> Result<Vec<KeyValue>, BackendError> {
         match self.parts.next().and_then(|part| part.response) {
             Some(Done::Range(range)) => Ok(range.kvs),
@@ -256,12 +262,12 @@ impl Answer {
         }
     }
 
-    /// The keys that the next part has found, if there is such a part.
+    /// Returns the keys in the next part, or none if there is no further part.
     pub(crate) fn keys_if_any(&mut self) -> Result<Vec<KeyValue>, BackendError> {
         if self.parts.len() == 0 { Ok(Vec::new()) } else { self.keys() }
     }
 
-    /// The first key that the next part has found.
+    /// Returns the first key in the next part.
     pub(crate) fn key(&mut self) -> Result<Option<KeyValue>, BackendError> {
         Ok(self.keys()?.into_iter().next())
     }

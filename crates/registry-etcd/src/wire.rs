@@ -1,10 +1,10 @@
-//! The messages and calls of etcd's API that locks need, written out by hand: so building needs no compiler of protocol files, and
-//! what is spoken is what stands here. Field numbers are those of etcd's `rpc.proto`; fields that nobody here reads are left out,
-//! which the encoding allows.
+//! The messages and calls of etcd's API that locks need. They are written manually, so that the
+//! build needs no protobuf compiler and this file shows the whole protocol. Field numbers are those
+//! of etcd's `rpc.proto`. Unused fields are omitted, which the encoding permits.
 
 use prost::Message;
 
-/// A call with one request and one answer.
+/// A unary call.
 pub(crate) trait Call: Message + Default + Clone + 'static {
     type Answer: Message + Default + 'static;
     const PATH: &'static str;
@@ -30,17 +30,17 @@ calls! {
     MemberListRequest -> MemberListResponse at "/etcdserverpb.Cluster/MemberList",
 }
 
-/// A stream of [`LeaseKeepAliveRequest`]s, each of which is answered, in order.
+/// The path of a stream of [`LeaseKeepAliveRequest`]s, which are answered in order.
 pub(crate) const KEEP_ALIVE: &str = "/etcdserverpb.Lease/LeaseKeepAlive";
-/// A stream of [`WatchRequest`]s.
+/// The path of a stream of [`WatchRequest`]s.
 pub(crate) const WATCH: &str = "/etcdserverpb.Watch/Watch";
 
 #[derive(Clone, Copy, PartialEq, Message)]
 pub(crate) struct ResponseHeader {
-    /// Of the data, when the request was carried out.
+    /// The revision of the store when the request was executed.
     #[prost(int64, tag = "3")]
     pub(crate) revision: i64,
-    /// That of the last change that the member had carried out.
+    /// The term of the last change that the member had applied.
     #[prost(uint64, tag = "4")]
     pub(crate) raft_term: u64,
 }
@@ -61,7 +61,7 @@ pub(crate) struct KeyValue {
 pub(crate) struct RangeRequest {
     #[prost(bytes = "vec", tag = "1")]
     pub(crate) key: Vec<u8>,
-    /// Empty for one key; otherwise the first key that is not meant any more.
+    /// Empty for a single key; otherwise the first key after the range.
     #[prost(bytes = "vec", tag = "2")]
     pub(crate) range_end: Vec<u8>,
     #[prost(int64, tag = "3")]
@@ -78,11 +78,11 @@ pub(crate) struct RangeRequest {
     pub(crate) max_create_revision: i64,
 }
 
-/// `sort_order`: the smallest first.
+/// `sort_order`: ascending.
 pub(crate) const ASCENDING: i32 = 1;
-/// `sort_order`: the largest first.
+/// `sort_order`: descending.
 pub(crate) const DESCENDING: i32 = 2;
-/// `sort_target`: the revision in which a key came to be.
+/// `sort_target`: the creation revision.
 pub(crate) const BY_CREATION: i32 = 2;
 
 #[derive(Clone, PartialEq, Message)]
@@ -107,7 +107,7 @@ pub(crate) struct PutRequest {
     pub(crate) ignore_value: bool,
 }
 
-/// What is answered to a put has nothing that is needed.
+/// The response to a put; its fields are not needed.
 #[derive(Clone, Copy, PartialEq, Message)]
 pub(crate) struct PutResponse {}
 
@@ -167,7 +167,7 @@ pub(crate) struct Compare {
     pub(crate) key: Vec<u8>,
     #[prost(oneof = "Target", tags = "4, 5, 6, 7, 8")]
     pub(crate) than: Option<Target>,
-    /// With it, all keys of the range have to compare so; of none, zero is compared.
+    /// With this, all keys of the range must satisfy the comparison. An empty range compares zero.
     #[prost(bytes = "vec", tag = "64")]
     pub(crate) range_end: Vec<u8>,
 }
@@ -186,9 +186,9 @@ pub(crate) enum Target {
     Lease(i64),
 }
 
-/// `result`: the two are equal.
+/// `result`: equal.
 pub(crate) const EQUAL: i32 = 0;
-/// `target`: the revision in which a key came to be; zero for one that is not there.
+/// `target`: the creation revision, which is zero for a missing key.
 pub(crate) const CREATE: i32 = 1;
 
 #[derive(Clone, PartialEq, Message)]
@@ -249,7 +249,7 @@ pub(crate) struct LeaseKeepAliveResponse {
     pub(crate) header: Option<ResponseHeader>,
     #[prost(int64, tag = "2")]
     pub(crate) id: i64,
-    /// Zero or less for a lease that the member does not know.
+    /// Zero or negative for a lease that the member does not know.
     #[prost(int64, tag = "3")]
     pub(crate) ttl: i64,
 }
@@ -292,12 +292,12 @@ pub(crate) struct WatchCreateRequest {
     pub(crate) start_revision: i64,
     #[prost(int32, repeated, tag = "5")]
     pub(crate) filters: Vec<i32>,
-    /// Ours to choose since etcd 3.4.
+    /// Chosen by the client, which etcd supports from version 3.4 on.
     #[prost(int64, tag = "7")]
     pub(crate) watch_id: i64,
 }
 
-/// `filters`: nothing of keys that are written.
+/// `filters`: no events for puts.
 pub(crate) const NO_PUTS: i32 = 0;
 
 #[derive(Clone, Copy, PartialEq, Message)]
@@ -306,7 +306,7 @@ pub(crate) struct WatchCancelRequest {
     pub(crate) watch_id: i64,
 }
 
-/// Has the member answer over the stream, to show that it is there.
+/// Requests a response over the stream, as a sign of life.
 #[derive(Clone, Copy, PartialEq, Message)]
 pub(crate) struct WatchProgressRequest {}
 
@@ -314,7 +314,7 @@ pub(crate) struct WatchProgressRequest {}
 pub(crate) struct WatchResponse {
     #[prost(int64, tag = "2")]
     pub(crate) watch_id: i64,
-    /// The watch is in place.
+    /// The watch was created.
     #[prost(bool, tag = "3")]
     pub(crate) created: bool,
     #[prost(bool, tag = "4")]
@@ -325,7 +325,7 @@ pub(crate) struct WatchResponse {
 
 #[derive(Clone, Copy, PartialEq, Message)]
 pub(crate) struct Event {
-    /// Zero for a key that was written, one for one that was deleted.
+    /// Zero for a put, one for a deletion.
     #[prost(int32, tag = "1")]
     pub(crate) kind: i32,
 }
@@ -339,7 +339,7 @@ pub(crate) struct AuthenticateRequest {
     pub(crate) password: String,
 }
 
-// By hand: it holds a password.
+// Written manually, because the fields include a password.
 impl std::fmt::Debug for AuthenticateRequest {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("AuthenticateRequest").finish_non_exhaustive()
@@ -366,7 +366,7 @@ pub(crate) struct StatusRequest {}
 pub(crate) struct StatusResponse {
     #[prost(string, tag = "2")]
     pub(crate) version: String,
-    /// The leader's number; zero for none.
+    /// The leader's id; zero if there is none.
     #[prost(uint64, tag = "4")]
     pub(crate) leader: u64,
     #[prost(string, repeated, tag = "8")]

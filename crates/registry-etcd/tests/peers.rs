@@ -1,5 +1,6 @@
-//! Locks in etcd that are shared with programs of others: `etcdctl lock`, and the servers' own locks through the JSON gateway. Both sides
-//! exclude each other, and hear of each other's releases.
+//! Locks that are shared with other programs: `etcdctl lock`, and etcd's lock service through the
+//! JSON gateway. Both sides exclude each other, and a release on one side wakes waiters on the
+//! other.
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "a helper of tests, which may")]
 
@@ -16,13 +17,13 @@ use registry_testkit::etcd::EtcdServer;
 use registry_testkit::process::HelperProcess;
 use registry_testkit::{eventually, within};
 
-/// Long enough for any machine; reached only by a test that fails.
+/// Sufficient on any machine; reached only by a failing test.
 const LONG: Duration = Duration::from_secs(240);
-/// How many times each client takes the lock.
+/// How many times each client acquires the lock.
 const SECTIONS: usize = 200;
 
-/// What `peer.py` does in its section, for the shell. The revision is the one that the key was created in; the one that etcdctl tells is
-/// a later one if it had to wait.
+/// The critical section of `peer.py` as a shell script. It reads the creation revision of the key,
+/// because etcdctl reports a later revision if it had to wait.
 const SECTION: &str = r#"
 set -e
 mkdir "$FOLDER/inside"
@@ -39,7 +40,7 @@ async fn registry(server: &EtcdServer) -> Registry {
     Registry::builder(Arc::new(backend)).build().unwrap()
 }
 
-/// The same for us.
+/// The same critical section in this process.
 fn section(folder: &Path, token: u64) {
     fs::create_dir(folder.join("inside")).expect("somebody else is inside");
     let count: usize = fs::read_to_string(folder.join("counter")).unwrap().trim().parse().unwrap();
@@ -102,7 +103,7 @@ async fn etcdctl_the_gateway_and_we_take_turns() {
     assert!(changes > SECTIONS, "they take turns: {changes} changes");
 }
 
-/// What stands in the queue of `name`.
+/// Returns the number of entries in the queue of `name`.
 async fn places(server: &EtcdServer, name: &str) -> usize {
     let queue = format!("{name}/");
     let names = server.ctl(&["get", &queue, "--prefix", "--keys-only"]).await.unwrap();
@@ -152,8 +153,9 @@ async fn a_peers_lock_can_be_broken() {
     ours.obtain("orders").try_lock().await.unwrap().unwrap().unlock().await.unwrap();
 }
 
-/// The hole in the recipe, in the original: a waiter that stood still until its lease was over holds the lock when it goes on, whoever has it
-/// by then. That ours does not is shown among the faults.
+/// Demonstrates the gap in etcdctl's recipe: a waiter that was suspended beyond its lease enters
+/// the section when it resumes, although another client holds the lock. A test in `faults` shows
+/// that this store does not.
 #[tokio::test]
 async fn etcdctl_that_was_stopped_in_the_queue_goes_on_inside_somebody_elses_section() {
     let server = EtcdServer::start().await.unwrap();

@@ -1,4 +1,4 @@
-//! Many who wait for one lock, each a client of its own.
+//! Many waiters for one lock, each a separate client.
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "a helper of tests, which may")]
 
@@ -17,8 +17,8 @@ async fn registry(server: &EtcdServer) -> Registry {
     Registry::builder(Arc::new(backend)).build().unwrap()
 }
 
-/// Each looks after its place several times in a second. If each look went through all of the queue, the member would have no time for
-/// anything else.
+/// Each waiter checks its entry several times per second. If each check read the whole queue, the
+/// member would be overloaded.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_crowd_before_one_lock_is_served() {
     let server = EtcdServer::start().await.unwrap();
@@ -31,7 +31,7 @@ async fn a_crowd_before_one_lock_is_served() {
             let guard = registry.obtain("key").lock().await.unwrap();
             let token = guard.fencing_token();
             guard.unlock().await.unwrap();
-            // None of them leaves before all are served.
+            // No client leaves before all were granted the lock.
             (token, registry)
         }));
     }
@@ -49,5 +49,5 @@ async fn a_crowd_before_one_lock_is_served() {
 }
 
 const CROWD: usize = 300;
-/// Three times as long as it takes on a busy machine.
+/// Three times the duration on a busy machine.
 const LONG: Duration = Duration::from_secs(90);

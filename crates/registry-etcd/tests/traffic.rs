@@ -1,4 +1,5 @@
-//! What locks cost the members: how many streams, and whom a release wakes. The members' own figures tell.
+//! The load of locks on the members, as counted by the members' metrics: the number of streams and
+//! calls, and the waiters that a release wakes.
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "a helper of tests, which may")]
 
@@ -18,7 +19,7 @@ async fn registry(server: &EtcdServer) -> Registry {
     Registry::builder(Arc::new(backend)).build().unwrap()
 }
 
-/// How many calls of this method there have been, streams among them.
+/// Returns the number of calls of this method, including streams.
 async fn calls(server: &EtcdServer, method: &str) -> u64 {
     server.figure("grpc_server_started_total", &format!("grpc_method=\"{method}\"")).await.unwrap()
 }
@@ -28,7 +29,7 @@ async fn a_thousand_held_locks_have_a_few_streams_for_leases_and_one_for_losses(
     let server = EtcdServer::start().await.unwrap();
     let registry = registry(&server).await;
     let options = || LockOptions::new().lease(Duration::from_secs(9));
-    // More than fit into one answer.
+    // More than one page of a list contains.
     let locks: Vec<_> = (0..1_010).map(|n| registry.obtain(&format!("orders/{n}"))).collect();
     let mut guards = Vec::new();
     for some in locks.chunks(100) {
@@ -37,14 +38,14 @@ async fn a_thousand_held_locks_have_a_few_streams_for_leases_and_one_for_losses(
         }
     }
     let before = calls(&server, "Txn").await;
-    // Renewed at least twice.
+    // Long enough for two renewals of each lock.
     sleep(Duration::from_secs(10)).await;
     assert!(guards.iter().all(|guard| guard.is_held()));
-    // One, unless the machine is so busy that the member is slow.
+    // One stream, or more if a busy machine slows the member.
     let streams = calls(&server, "LeaseKeepAlive").await;
     assert!((1..=16).contains(&streams), "{streams} streams");
     assert_eq!(calls(&server, "Watch").await, 1);
-    // A look at a hundred of them is one call.
+    // One call verifies a hundred claims.
     let looks = calls(&server, "Txn").await - before;
     assert!(looks < 200, "{looks} calls for some thousands of renewals");
     let mut keys = HashSet::new();
@@ -60,13 +61,13 @@ async fn a_thousand_held_locks_have_a_few_streams_for_leases_and_one_for_losses(
     }
 }
 
-/// Waiters receive turns over the watch stream, so their polls send no requests while that works.
+/// A waiter is notified over the watch stream. While that works, its polls send no requests.
 #[tokio::test(flavor = "multi_thread")]
 async fn waiting_costs_a_keep_alive_now_and_then() {
     let server = EtcdServer::start().await.unwrap();
     let (holder, waiter) = (registry(&server).await, registry(&server).await);
     let keys: Vec<_> = (0..200).map(|n| format!("orders/{n}")).collect();
-    // So long that renewals do not count here.
+    // So long that renewals do not affect the count.
     let options = || LockOptions::new().lease(Duration::from_secs(3_600));
     let locks: Vec<_> = keys.iter().map(|key| holder.obtain(key)).collect();
     let held = join_all(locks.iter().map(|lock| lock.lock_with(options()))).await;
@@ -78,7 +79,7 @@ async fn waiting_costs_a_keep_alive_now_and_then() {
         if watches >= 400 { Ok(()) } else { Err(format!("{watches} watches")) }
     };
     registry_testkit::eventually(Duration::from_secs(60), watches).await;
-    // The first poll after that reads the whole queue.
+    // The first poll after the watch is confirmed reads the whole queue.
     sleep(Duration::from_secs(3)).await;
     let messages = async || server.figure("grpc_server_msg_received_total", "").await.unwrap();
     let before = messages().await;
@@ -99,7 +100,7 @@ async fn waiting_costs_a_keep_alive_now_and_then() {
     }
 }
 
-/// However long the queue is, a release is the business of one.
+/// A release wakes only the next waiter, however long the queue is.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_release_wakes_the_next_one_alone() {
     let server = EtcdServer::start().await.unwrap();
@@ -127,7 +128,7 @@ async fn a_release_wakes_the_next_one_alone() {
         guard = registry_testkit::within(Duration::from_secs(60), next).await.unwrap();
     }
     guard.unlock().await.unwrap();
-    // A release, and a look by the one whose turn it is.
+    // Two calls per release: the release itself, and a read by the next waiter.
     let calls = calls(&server, "Txn").await - before;
     assert!(calls <= 2 * 21, "{calls} calls for 21 releases");
 }

@@ -1,4 +1,5 @@
-//! The way to the members, where it is not as it should be: nobody waits for longer than has to be, and whoever is told no is told why.
+//! Connections to the members under faults: no caller waits longer than necessary, and every
+//! refused caller receives the reason.
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "a helper of tests, which may")]
 
@@ -22,7 +23,8 @@ fn registry(backend: EtcdBackend, lease: Duration) -> Registry {
     Registry::builder(Arc::new(backend)).lease(lease).build().unwrap()
 }
 
-/// First all clients get a user and a password, then the members ask for them: so it is done, and nobody has to be started again.
+/// The usual order when authentication is enabled: all clients are configured with a login, then
+/// the members require it. No client needs a restart.
 #[tokio::test]
 async fn who_was_let_in_without_a_login_logs_in_when_that_is_asked_for() {
     let server = EtcdServer::start().await.unwrap();
@@ -43,7 +45,7 @@ async fn who_was_let_in_without_a_login_logs_in_when_that_is_asked_for() {
     ] {
         server.ctl(args).await.unwrap();
     }
-    // Long enough for a lease that nobody can renew to end.
+    // Long enough for a lease without renewals to end.
     sleep(LEASE * 2).await;
     assert!(guard.is_held());
     guard.unlock().await.unwrap();
@@ -56,12 +58,12 @@ async fn callers_who_cannot_connect_wait_for_one_attempt_and_not_for_that_of_eac
     let server = EtcdServer::start_with(options).await.unwrap();
     let proxy = FaultProxy::start(server.addr()).unwrap();
     let config = at(proxy.addr()).with_login("worker", "opensesame");
-    // To check a password takes a busy machine a while.
+    // Verifying a password is slow on a busy machine.
     let config = config.with_response_timeout(Duration::from_secs(2));
     let backend = EtcdBackend::open(config).await.unwrap();
     let key = Key::new("key").unwrap();
     proxy.set_mode(Mode::BlackHole).await.unwrap();
-    // It is left.
+    // The link drops this connection.
     backend.inspect(&key).await.unwrap_err();
     let begun = Instant::now();
     for answer in join_all((0..60).map(|_| backend.inspect(&key))).await {
@@ -76,7 +78,7 @@ async fn callers_who_cannot_connect_wait_for_one_attempt_and_not_for_that_of_eac
     );
 }
 
-/// Members can be told to take transactions of fewer parts than there are locks to renew.
+/// Members may limit transactions to fewer operations than there are locks to renew.
 #[tokio::test]
 async fn many_locks_are_renewed_where_members_take_small_transactions_only() {
     let options = EtcdOptions::new().args(&["--max-txn-ops", "7"]);
@@ -86,7 +88,7 @@ async fn many_locks_are_renewed_where_members_take_small_transactions_only() {
     for n in 0..30 {
         guards.push(registry.obtain(&format!("key-{n}")).lock().await.unwrap());
     }
-    // Long enough for a lease that nobody can renew to end.
+    // Long enough for a lease without renewals to end.
     sleep(LEASE * 2).await;
     for guard in guards {
         assert!(guard.is_held());
@@ -94,7 +96,7 @@ async fn many_locks_are_renewed_where_members_take_small_transactions_only() {
     }
 }
 
-/// Streams are opened at one member while others have found that it says nothing.
+/// A stream is being opened while another caller finds that the member is silent.
 #[tokio::test]
 async fn a_member_that_does_not_open_a_stream_is_left_as_soon_as_that_is_known() {
     let server = EtcdServer::start().await.unwrap();
@@ -116,7 +118,7 @@ async fn a_member_that_does_not_open_a_stream_is_left_as_soon_as_that_is_known()
     guard.unlock().await.unwrap();
 }
 
-/// The network drops packets without a word, as a firewall does that has forgotten a connection.
+/// The network drops packets silently, like a firewall that has forgotten a connection.
 #[tokio::test]
 async fn short_leases_outlive_a_connection_that_falls_silent() {
     let server = EtcdServer::start().await.unwrap();
@@ -126,7 +128,8 @@ async fn short_leases_outlive_a_connection_that_falls_silent() {
     let registry = registry(backend, Duration::from_secs(5));
     let mut guards = Vec::new();
     for n in 0..100 {
-        // Renewals are spread over time: the connection falls silent at every stage of some of them.
+        // The locks' renewals are spread over time, so the connection falls silent in every phase
+        // of a renewal.
         guards.push(registry.obtain(&format!("key-{n}")).lock().await.unwrap());
         sleep(Duration::from_millis(15)).await;
     }
@@ -145,7 +148,7 @@ async fn short_leases_outlive_a_connection_that_falls_silent() {
     registry.obtain("another").lock().await.unwrap().unlock().await.unwrap();
 }
 
-/// Such a connection looks like one on which nothing has happened yet.
+/// A silent connection looks like one without events.
 #[tokio::test]
 async fn a_waiter_whose_connection_falls_silent_is_granted_the_lock() {
     let server = EtcdServer::start().await.unwrap();
@@ -154,7 +157,7 @@ async fn a_waiter_whose_connection_falls_silent_is_granted_the_lock() {
     let proxies = [server.addr(); 2].map(|addr| FaultProxy::start(addr).unwrap());
     let members = proxies.iter().map(|proxy| (proxy.addr().ip().to_string(), proxy.addr().port()));
     let waiter = EtcdBackend::open(EtcdConfig::new(members)).await.unwrap();
-    // The lease is so long that no keep-alive finds out either.
+    // The lease is so long that no keep-alive detects the silence either.
     let lock = registry(waiter, Duration::from_secs(3_600)).obtain("key");
     let waiting = tokio::spawn(async move { lock.lock().await });
     let queued = async || {
@@ -164,7 +167,7 @@ async fn a_waiter_whose_connection_falls_silent_is_granted_the_lock() {
         if there == 2 { Ok(()) } else { Err(format!("{there} stand there")) }
     };
     eventually(Duration::from_secs(60), queued).await;
-    // Long enough for the watch to be in place.
+    // Long enough for the member to confirm the watch.
     sleep(Duration::from_secs(1)).await;
     let [first, second] = &proxies;
     let present = if first.counts().live > 0 { first } else { second };
@@ -174,7 +177,7 @@ async fn a_waiter_whose_connection_falls_silent_is_granted_the_lock() {
     granted.unwrap().unlock().await.unwrap();
 }
 
-/// In this layout others may keep what they like beside the locks.
+/// In the etcdctl layout, other programs may store any keys next to the locks.
 #[tokio::test]
 async fn a_list_is_not_stopped_by_how_much_else_there_is() {
     let server = EtcdServer::start().await.unwrap();
@@ -217,7 +220,7 @@ mod encrypted {
             (with_own(authority(&ours), &others), Denied, "a certificate of another authority"),
             (at(server.addr()), Transient, "not encrypted"),
         ] {
-            // The connection may have gone before anybody asks what the member has said of it.
+            // The connection may be lost before the client has read the member's alert.
             let told = async || match EtcdBackend::open(config.clone()).await {
                 Err(error) if error.kind() == kind => Ok(()),
                 Err(error) => {
@@ -231,8 +234,8 @@ mod encrypted {
     }
 }
 
-/// Long enough for any machine; reached only by a test that fails.
+/// Sufficient on any machine; reached only by a failing test.
 #[cfg(feature = "tls")]
 const LONG: Duration = Duration::from_secs(60);
-/// Short, so that a test of a lease that ends does not take long.
+/// Short, so that tests of expiring leases stay fast.
 const LEASE: Duration = Duration::from_secs(3);

@@ -1,26 +1,28 @@
-//! What must be known to open a store. Checks nothing: opening does, where the message can name the file.
+//! Configuration of a SQLite store. Validates nothing: `SqliteBackend::open` does, where the
+//! message can name the file.
 
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-/// Where the locks of a [`SqliteBackend`](crate::SqliteBackend) live.
+/// The location and the time limits of a [`SqliteBackend`](crate::SqliteBackend).
 #[derive(Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SqliteConfig {
-    /// The database file. It is made if it is absent; its folder is not.
+    /// The database file. It is created if it does not exist. Its folder must exist.
     pub path: PathBuf,
-    /// Locks of different namespaces never meet, even if their keys are equal. `default` unless set.
+    /// The namespace of the locks. Equal keys in different namespaces are different locks. Default:
+    /// `default`.
     pub namespace: String,
-    /// How long a statement tries again while another process writes to the file, before it gives up with an error
-    /// that may pass. 2.5 s unless set, which is below the engine's own time-out.
+    /// How long a statement is retried while another process writes to the file. After that it
+    /// returns a retryable error. Default: 2.5 s, which is below the engine's own timeout.
     pub busy_timeout: Duration,
-    /// How long a key must have been free before its row may be deleted. One hour unless set.
+    /// How long a key must have been free before its row may be deleted. Default: one hour.
     pub purge_after: Duration,
 }
 
 impl SqliteConfig {
-    /// Locks in the file at `path`, in the namespace `default`.
+    /// Returns a configuration for the file at `path`, with the namespace `default`.
     #[must_use]
     pub fn new(path: impl Into<PathBuf>) -> Self {
         Self {
@@ -31,35 +33,35 @@ impl SqliteConfig {
         }
     }
 
-    /// The same with this namespace.
+    /// Sets [`namespace`](Self::namespace).
     #[must_use]
     pub fn with_namespace(mut self, namespace: impl Into<String>) -> Self {
         self.namespace = namespace.into();
         self
     }
 
-    /// The same with this patience towards other writers.
+    /// Sets [`busy_timeout`](Self::busy_timeout).
     #[must_use]
     pub fn with_busy_timeout(mut self, busy_timeout: Duration) -> Self {
         self.busy_timeout = busy_timeout;
         self
     }
 
-    /// The same with rows of free keys kept for this long.
+    /// Sets [`purge_after`](Self::purge_after).
     #[must_use]
     pub fn with_purge_after(mut self, purge_after: Duration) -> Self {
         self.purge_after = purge_after;
         self
     }
 
-    /// The database file.
+    /// Returns the path of the database file.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 }
 
-// By hand, so that a secret that joins this struct one day does not print itself.
+// Implemented manually, so that a secret field added later is not printed by default.
 impl fmt::Debug for SqliteConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("SqliteConfig")

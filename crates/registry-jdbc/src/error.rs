@@ -1,7 +1,7 @@
-//! What SQLite's error codes mean for a lock: one decision per code, none by wrapper.
+//! Maps SQLite's error codes to `BackendError`: each code has its own decision.
 //!
-//! Codes are those of <https://www.sqlite.org/rescode.html>. The low byte is the primary code; the extended code is asked
-//! only where it changes what the caller should do.
+//! The codes are those of <https://www.sqlite.org/rescode.html>. The low byte is the primary code.
+//! The extended code is used only where the caller must act differently.
 
 use std::path::Path;
 
@@ -9,11 +9,12 @@ use registry_core::{BackendError, BackendErrorKind};
 
 use BackendErrorKind::{Denied, Misconfigured, Protocol, Transient};
 
-/// Sorts an error of sqlx and says what to do about it. The file is named, because a host may have many.
+/// Converts an error of sqlx to a `BackendError` with advice. The message names the file, because a
+/// host may have many.
 pub(crate) fn explain(error: sqlx::Error, path: &Path) -> BackendError {
     let Verdict { kind, says, refused } = match &error {
         sqlx::Error::Database(database) => judge(code_of(database.as_ref())),
-        // The thread that owned the connection is gone; the next call makes a new one.
+        // The thread that owned the connection has ended; the next call opens a new connection.
         sqlx::Error::WorkerCrashed => Verdict::of(Transient, "the connection was lost"),
         sqlx::Error::Io(_) => {
             Verdict::of(Misconfigured, "the connection could not be made").refused()
@@ -31,25 +32,28 @@ pub(crate) fn explain(error: sqlx::Error, path: &Path) -> BackendError {
             Protocol,
             "the lock tables hold what no version of this program writes; move the file away",
         ),
-        // What sqlx may add, and what it does not raise for SQLite: the outcome is open and a repetition promises nothing.
+        // Variants that sqlx may add, or does not return for SQLite. The outcome is unknown and a
+        // retry may not help.
         _ => Verdict::of(Protocol, "the database client failed"),
     };
     let error = BackendError::new(kind, format!("sqlite file {path:?}: {says}")).with_source(error);
     if refused { error.as_refused() } else { error }
 }
 
-/// Whether another connection was in the way, so that the statement did nothing and can be repeated.
+/// Returns whether another connection blocked the statement. The statement then did nothing and can
+/// be retried.
 pub(crate) fn is_busy(error: &sqlx::Error) -> bool {
     sqlite_code(error).is_some_and(|code| matches!(code & 0xff, BUSY | LOCKED))
 }
 
-/// Whether the statement was refused because another connection writes to the file.
+/// Returns whether the statement was refused because another connection writes to the file.
 pub(crate) fn tells_of_writer(error: &BackendError) -> bool {
     let source = std::error::Error::source(error).and_then(|source| source.downcast_ref());
     source.is_some_and(is_busy)
 }
 
-/// What the release of a claim finds that has fenced a transaction which may still be open.
+/// Returns the error of a release that is blocked by a write transaction, which this claim may have
+/// fenced.
 pub(crate) fn is_fenced(error: BackendError, path: &Path) -> BackendError {
     let says = format!(
         "sqlite file {path:?}: another connection writes to the file, probably in a transaction that this lock fences, and the key is free \
@@ -58,14 +62,15 @@ pub(crate) fn is_fenced(error: BackendError, path: &Path) -> BackendError {
     BackendError::transient(says).with_source(error).as_blocked()
 }
 
-/// The extended code, if SQLite itself raised the error.
+/// Returns the extended code, if SQLite itself returned the error.
 fn sqlite_code(error: &sqlx::Error) -> Option<i32> {
     error.as_database_error().map(code_of)
 }
 
-/// Whether a table is missing or made for something else.
+/// Returns whether a lock table is missing or belongs to something else.
 pub(crate) fn is_no_such_table(error: &sqlx::Error) -> bool {
-    // SQLITE_ERROR covers every fault of the SQL text, and the text is ours: only the tables can be wrong.
+    // SQLITE_ERROR covers every fault of the SQL text. The text is constant, so only the tables can
+    // be wrong.
     sqlite_code(error) == Some(ERROR)
 }
 
@@ -73,7 +78,7 @@ fn code_of(database: &dyn sqlx::error::DatabaseError) -> i32 {
     database.code().and_then(|code| code.parse().ok()).unwrap_or(INTERNAL)
 }
 
-/// What is to be told of one code.
+/// The kind and message for one error code.
 #[derive(Debug, PartialEq, Eq)]
 struct Verdict {
     kind: BackendErrorKind,
@@ -86,7 +91,8 @@ impl Verdict {
         Self { kind, says, refused: false }
     }
 
-    /// Every statement is a transaction of its own: one that never got its lock, or was never compiled, did nothing.
+    /// Marks the error as refused. Every statement is a transaction of its own: one that never got
+    /// its lock, or was never compiled, did nothing.
     const fn refused(mut self) -> Self {
         self.refused = true;
         self
@@ -127,7 +133,7 @@ const IOERR_SHMLOCK: i32 = IOERR | 20 << 8;
 const IOERR_SHMMAP: i32 = IOERR | 21 << 8;
 
 fn judge(code: i32) -> Verdict {
-    // Extended codes first: they overrule their family.
+    // Extended codes first: they override their primary code.
     match code {
         READONLY_DBMOVED => return moved(),
         IOERR_WRITE => {
@@ -140,7 +146,7 @@ fn judge(code: i32) -> Verdict {
         CANTOPEN_ISDIR => {
             return Verdict::of(Misconfigured, "this is a folder; name a file").refused();
         }
-        // The system ran out of locks or memory for a moment.
+        // The system temporarily ran out of locks or memory.
         IOERR_RDLOCK
         | IOERR_UNLOCK
         | IOERR_NOMEM
@@ -181,7 +187,8 @@ fn judge(code: i32) -> Verdict {
              rights and the limit of open files",
         )
         .refused(),
-        // Waiting would look like contention: the caller should learn of it now, not at the deadline.
+        // Not transient: a retry would look like contention, and the caller would get this error
+        // only at the deadline.
         FULL => Verdict::of(Misconfigured, "there is no space left; free some on its disk"),
         NOLFS => Verdict::of(Misconfigured, "it has grown beyond what this system can hold"),
         ERROR => Verdict::of(
@@ -204,12 +211,13 @@ fn judge(code: i32) -> Verdict {
              at its limit?",
         ),
         IOERR => Verdict::of(Protocol, "the disk failed to read or write; see the system's log"),
-        // INTERNAL, MISUSE, RANGE and whatever SQLite may add: a fault in a program, which repetition does not cure.
+        // INTERNAL, MISUSE, RANGE and codes that SQLite may add are program faults, which a retry
+        // does not fix.
         _ => Verdict::of(Protocol, "SQLite failed in a way that is not expected"),
     }
 }
 
-/// How a connection came to work beside the others instead of with them.
+/// Why a connection no longer shares its files with the other processes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum Detached {
     #[error("the database under this name is not the one that is open")]
@@ -223,13 +231,14 @@ pub(crate) enum Detached {
 }
 
 impl Detached {
-    /// The reason in an error that [`detached`] made.
+    /// Returns the reason in an error that [`detached`] created.
     pub(crate) fn of(error: &BackendError) -> Option<Self> {
         std::error::Error::source(error)?.downcast_ref().copied()
     }
 }
 
-/// The files under the path are not those that were opened, or may not be those of the others.
+/// Returns the error for files that other processes no longer open under this path, or may open
+/// under another name.
 pub(crate) fn detached(path: &Path, what: Detached) -> BackendError {
     let says = match what {
         Detached::Database => moved().says,

@@ -1,8 +1,9 @@
-//! The other half of a fencing token: a check inside the caller's own transaction.
+//! Checks a fencing token inside the caller's own transaction.
 //!
-//! A lease can run out while its holder is paused, and the holder learns of it too late. What it then writes must not count. Here
-//! the write and the check are one transaction, so the database itself decides. Nothing else in this crate touches a connection of
-//! the caller.
+//! A lease can expire while its holder is paused, and the holder may notice too late. Its later
+//! writes must not take effect. The write and the check are therefore one transaction, and the
+//! database decides. Besides `lock_in`, no other module of this crate uses a connection of the
+//! caller.
 
 use std::future::Future;
 
@@ -11,7 +12,7 @@ use sqlx::{Database, Transaction};
 
 use crate::mutant::{Mutant, mutated};
 
-/// Guards a transaction by a lock that lives in the same database.
+/// Protects a transaction by a lock that lives in the same database.
 #[cfg_attr(
     feature = "sqlite",
     doc = r#"
@@ -45,49 +46,62 @@ guard.unlock().await?;
 "#
 )]
 pub trait Fence<DB: Database> {
-    /// Makes `transaction` one that can commit only as long as nobody else was granted the lock.
+    /// Ensures that `transaction` can commit only while no other claim was granted the lock.
     ///
-    /// Checks the guard's claim, its token and its lease in the transaction, and keeps the lock's row from becoming anybody else's
-    /// until the transaction ends. Whoever waits for the lock waits for the transaction too, even if the lease runs out meanwhile
-    /// or the lock is let go; so keep it short. After an error roll it back.
+    /// Checks the guard's claim, its token and its lease in the transaction. The transaction then
+    /// keeps the lock's row from being granted to another claim until it ends. A client that waits
+    /// for the lock also waits for the transaction, even if the lease expires or the lock is
+    /// released meanwhile. Keep the transaction short. After an error, roll it back.
     ///
-    /// The claim of a fenced lock is not handed over to the next caller of this process, who acquires one of its own: so this transaction commits before that one's, or not
-    /// at all. End the transaction before [`unlock`](LockGuard::unlock): next to an open one, that fails where the store cannot release the lock yet, and the background
+    /// The claim of a fenced lock is not handed over to the next local caller; that caller acquires
+    /// its own. So this transaction commits before the next caller's transaction, or not at all.
+    /// End the transaction before [`unlock`](LockGuard::unlock). While the transaction is open,
+    /// `unlock` fails if the store cannot release the lock yet, and the background releaser
     /// releases it later.
     ///
-    /// In SQLite this takes the write lock of the database. Fence before the transaction reads anything, or begin it with
-    /// `BEGIN IMMEDIATE`: SQLite refuses to turn a transaction that has read into one that writes if somebody wrote in
-    /// between ([`FenceError::Busy`]). Only what is written to the same file is protected, not to databases attached to it.
+    /// In SQLite, the fence takes the write lock of the database. Fence before the transaction
+    /// reads anything, or begin it with `BEGIN IMMEDIATE`. SQLite refuses to upgrade a read
+    /// transaction to a write transaction if another connection wrote in between
+    /// ([`FenceError::Busy`]). The fence protects only writes to the same file, not to attached
+    /// databases.
     ///
-    /// In PostgreSQL this locks one row `FOR KEY SHARE`: other locks, and this one's renewals, go on. With the isolation levels
-    /// `REPEATABLE READ` and `SERIALIZABLE` fence first, or the server may find that a renewal came after what was read, or the
-    /// transaction not see yet that the lock was granted ([`FenceError::Busy`]).
+    /// In PostgreSQL, the fence locks one row `FOR KEY SHARE`: other locks, and renewals of this
+    /// lock, continue. With `REPEATABLE READ` and `SERIALIZABLE`, fence before the transaction
+    /// reads anything. Otherwise the server may report a conflict with a later renewal, or the
+    /// transaction may not see the grant yet ([`FenceError::Busy`]).
     ///
-    /// In MariaDB and MySQL this locks one row `FOR UPDATE`: other locks go on, but this one's renewals cannot, so the transaction must be
-    /// over well before the lease is. With `REPEATABLE READ`, which is what these servers begin transactions with unless they are told otherwise, fence first: a
-    /// transaction that has read goes on reading the past, and lets itself overwrite what it does not see. Where the lock's row shows that the past is from before the
-    /// grant, the fence refuses ([`FenceError::Busy`]); where the lock was handed over within this process it does not.
+    /// In MariaDB and MySQL, the fence locks one row `FOR UPDATE`. Other locks continue, but
+    /// renewals of this lock cannot, so the transaction must end well before the lease does. With
+    /// `REPEATABLE READ`, the default of these servers, fence before the transaction reads
+    /// anything. A transaction that has read keeps its snapshot, and can overwrite rows that it
+    /// does not see. If the lock's row shows that the snapshot is older than the grant, the fence
+    /// returns [`FenceError::Busy`]. After a hand-over within this process, the row does not show
+    /// that.
     ///
-    /// In all three a lock is gone, too, that a transaction takes after a savepoint which it is rolled back to. So fence the outermost transaction, or what is rolled back must be all that
-    /// the fence is for. A row is locked even if the lock turns out to be lost. Roll back at once then, by
-    /// [`Transaction::rollback`]: one that is merely dropped is rolled back when its connection is used again or returns to its pool.
+    /// In all three, rolling back to a savepoint also undoes a fence that was taken after it. Fence
+    /// the outermost transaction, or make sure that the rollback undoes all protected writes too. A
+    /// row is locked even if the lock turns out to be lost. Then call [`Transaction::rollback`] at
+    /// once: a dropped transaction is rolled back only when its connection is used again or returns
+    /// to its pool.
     ///
-    /// A lock that ends with a connection, of a session or of a row's transaction, is fenced by its row too: whoever is granted the key next has to change the row
-    /// first. So even where the server has ended the connection and the holder has not heard of it, either the transaction commits
-    /// before the next grant, or it does not commit.
+    /// A lock that ends with a connection (a session lock or a row lock) is also fenced by its row:
+    /// the next grant must change the row first. So even if the server ends the holder's connection
+    /// unnoticed, the transaction commits before the next grant or not at all.
     ///
     /// # Errors
-    /// [`FenceError::Lost`] when the lock is not this guard's any more; the others say that the check could not be made.
+    /// [`FenceError::Lost`] if this guard no longer holds the lock. The other errors mean that the
+    /// check failed.
     ///
     /// # Cancel safety
-    /// Dropping the future leaves the transaction open and perhaps unchecked: roll it back.
+    /// Dropping the future leaves the transaction open and possibly unchecked: roll it back.
     fn fence(
         &self,
         transaction: &mut Transaction<'_, DB>,
     ) -> impl Future<Output = Result<(), FenceError>> + Send;
 }
 
-/// The claim that a fence compares. From here on no other local caller takes it over: its row would not tell their transactions apart.
+/// Returns the claim to compare, and excludes it from hand-over. The row could not distinguish the
+/// transactions of two local callers with one claim.
 pub(crate) fn fenced_claim(guard: &LockGuard) -> Result<&Claim, FenceError> {
     if mutated(Mutant::FenceAllowsHandOver) {
         return Ok(guard.claim());
@@ -99,7 +113,7 @@ pub(crate) fn fenced_claim(guard: &LockGuard) -> Result<&Claim, FenceError> {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum FenceError {
-    /// The lock is not this guard's any more. Nothing was written.
+    /// This guard no longer holds the lock. Nothing was written.
     #[error("lock {key:?} was lost")]
     #[non_exhaustive]
     Lost {
@@ -122,36 +136,37 @@ pub enum FenceError {
         "the transaction is on another database than the lock; open the one that the lock is in, as the main database"
     )]
     OtherDatabase,
-    /// Another transaction was in the way, or this one goes on seeing what was there before the lock was granted. Roll back and begin again; in SQLite with
-    /// `BEGIN IMMEDIATE` if it reads before it fences.
+    /// Another transaction blocked the fence, or this one reads a snapshot from before the grant.
+    /// Roll back and retry. In SQLite, use `BEGIN IMMEDIATE` if the transaction reads before it
+    /// fences.
     #[error(
         "another transaction is in the way of the fence, or this one began to read before the lock was granted"
     )]
     #[non_exhaustive]
     Busy {
-        /// What the database said, if it was the one that found it.
+        /// The database's error, if the database found the conflict.
         source: Option<sqlx::Error>,
     },
-    /// What the store has to do beside the transaction failed.
+    /// The store's own work next to the transaction failed.
     #[error("the store could not prepare the fence of lock {key:?}")]
     #[non_exhaustive]
     Backend {
         /// The key.
         key: String,
-        /// What the store said.
+        /// The store's error.
         source: BackendError,
     },
     /// The check failed in the database.
     #[error("the database could not check the fence")]
     #[non_exhaustive]
     Database {
-        /// What the database said.
+        /// The database's error.
         source: sqlx::Error,
     },
 }
 
 impl FenceError {
-    /// Whether the same transaction may succeed if it is rolled back and begun again.
+    /// Returns whether a rolled-back and restarted transaction may succeed.
     #[must_use]
     pub fn is_retryable(&self) -> bool {
         match self {

@@ -1,23 +1,26 @@
-//! SQL databases as lock stores, through sqlx. "jdbc" is Spring's word for this kind of store; no Java is involved.
+//! SQL databases as lock stores, through sqlx. "jdbc" is Spring's name for this kind of store; no
+//! Java is involved.
 //!
 //! Each database is a feature:
 //!
 //! | feature | backend | excludes |
 //! |---|---|---|
-//! | `postgres` | `PostgresBackend` | all who reach the database |
-//! | `postgres` | `PostgresSessionBackend`: locks that live as long as a connection | all who reach the database |
-//! | `postgres` | `PostgresRowBackend`: rows that a transaction locks | all who reach the database |
-//! | `mysql` | `MySqlBackend`, for MariaDB and MySQL | all who reach the database |
-//! | `mysql` | `MySqlSessionBackend`: locks that live as long as a connection | all who reach the server |
-//! | `mysql` | `MySqlRowBackend`: rows that a transaction locks | all who reach the database |
+//! | `postgres` | `PostgresBackend` | clients of the database |
+//! | `postgres` | `PostgresSessionBackend`: locks of a connection | clients of the database |
+//! | `postgres` | `PostgresRowBackend`: rows locked by a transaction | clients of the database |
+//! | `mysql` | `MySqlBackend`, for MariaDB and MySQL | clients of the database |
+//! | `mysql` | `MySqlSessionBackend`: locks of a connection | clients of the server |
+//! | `mysql` | `MySqlRowBackend`: rows locked by a transaction | clients of the database |
 //! | `sqlite` | `SqliteBackend` | the processes of one Linux host that open the same file |
 //!
-//! A lock is a row. It names the claim that holds it, the fencing tokens that were reserved and the end of the lease;
-//! every operation is a single statement, so there is no half-done acquisition to clean up. Waiting, renewal, hand-over
-//! and loss are not decided here: the engine in `registry-core` drives a backend through `LockBackend`.
+//! A lock is a row. The row names the claim that holds the lock, the reserved fencing tokens and
+//! the end of the lease. A grant of a lease is a single statement, so an interrupted acquisition
+//! needs no cleanup. The engine in `registry-core` decides about waiting, renewal, hand-over and
+//! loss. It drives a backend through `LockBackend`.
 //!
-//! The other half of a token lives here too: `Fence` checks a guard inside the caller's own transaction, so that
-//! the transaction cannot commit after the lock was lost. `LockIn` has a lock that lasts as long as such a transaction.
+//! This crate also checks tokens: `Fence` checks a guard inside the caller's own transaction, so
+//! that the transaction cannot commit after the lock was lost. `LockIn` acquires a lock that lasts
+//! as long as such a transaction.
 #![cfg_attr(
     all(feature = "sqlite", target_os = "linux"),
     doc = r#"
@@ -90,7 +93,7 @@ pub use server::{Encryption, RowLocksExhausted, SpringTable};
 #[cfg(feature = "sqlite")]
 pub use sqlite::SqliteBackend;
 
-/// The sqlx that this crate was built with: [`Fence`] takes its transactions.
+/// The sqlx that this crate was built with. [`Fence`] takes transactions of this version.
 #[cfg(any(feature = "sqlite", feature = "postgres", feature = "mysql"))]
 pub use sqlx;
 

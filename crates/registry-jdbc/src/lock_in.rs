@@ -1,7 +1,8 @@
 //! A lock that lasts exactly as long as the caller's transaction.
 //!
-//! It needs no lease, no renewal and no release: commit or rollback ends it, and so does the end of the connection. It is the row of the lock,
-//! locked by the caller, so it excludes the leases of the same key and is excluded by them.
+//! It has no lease, no renewal and no release: commit, rollback or the end of the connection ends
+//! it. The caller's transaction locks the row of the key. So this lock and leases of the same key
+//! exclude each other.
 
 use std::future::Future;
 use std::time::Duration;
@@ -10,7 +11,7 @@ use registry_core::{BackendError, FencingToken, InvalidKey, Key};
 use sqlx::{Database, Transaction};
 use tokio::time::Instant;
 
-/// Locks within a transaction of the caller, on the database that the locks live in.
+/// Acquires locks within a transaction of the caller, on the database that the locks live in.
 ///
 /// # Examples
 /// ```no_run
@@ -29,44 +30,54 @@ use tokio::time::Instant;
 /// # }
 /// ```
 pub trait LockIn<DB: Database> {
-    /// Waits until the lock of `key` is the transaction's.
+    /// Waits until the transaction holds the lock of `key`.
     ///
-    /// Meanwhile the transaction stays open, with whatever it has locked before: lock first, and rather wait for a
-    /// [limited time](Self::try_lock_in_for). Two transactions that lock several keys must do so in the same order; if they do not, the database
-    /// ends one of them ([`LockInError::Conflict`]), or neither gets on where the one waits for a lease.
+    /// The transaction stays open during the wait, with all rows that it has locked before. Lock
+    /// first, and prefer a [limited wait](Self::try_lock_in_for). Transactions that lock several
+    /// keys must lock them in the same order. Otherwise the database ends one of them
+    /// ([`LockInError::Conflict`]). If one of them waits for a lease, the database cannot detect
+    /// the deadlock and both wait.
     ///
-    /// The lock is not a guard's: whoever holds the key by a guard, even in this process, keeps the transaction out, and the other way round.
-    /// To lock the same key again in the same transaction is granted, with a larger token.
+    /// The lock belongs to the transaction, not to a guard. A guard of the same key excludes the
+    /// transaction and the transaction excludes guards, even within this process. Locking the same
+    /// key again in the same transaction succeeds and returns a larger token.
     ///
-    /// A call makes one attempt at once. If that fails, the caller waits in the local queue of the key, together with the registry's callers for guards; no
-    /// guard is handed over past it.
+    /// A call first makes one attempt. If that fails, the caller joins the local wait queue of the
+    /// key, together with the registry's callers for guards. No guard is handed over past it.
     ///
-    /// In PostgreSQL the lock may be had through a pooler that gives each transaction another connection. The transaction must have the isolation
-    /// level `READ COMMITTED`, the server's default. `REPEATABLE READ` and `SERIALIZABLE` are refused ([`LockInError::Isolation`]) before anything is
-    /// locked: their snapshot is taken before the lock is granted, so the transaction would not see what the holder before has written.
+    /// In PostgreSQL, the lock also works through a pooler that gives each transaction another
+    /// connection. The transaction must have the isolation level `READ COMMITTED`, the server's
+    /// default. `REPEATABLE READ` and `SERIALIZABLE` return [`LockInError::Isolation`] before
+    /// anything is locked. Their snapshot is older than the grant, so the transaction would not see
+    /// the writes of the previous holder.
     ///
-    /// In MariaDB and MySQL the caller looks again and again, every 5 to 10 ms: the server has no
-    /// limit for a wait that would be the statement's alone. A lease that is wanted while a transaction has the lock waits for the row
-    /// (`busy_timeout`), and is then told of trouble that may pass, as the server does not say why the row is locked; in PostgreSQL it is told "busy".
-    /// With `REPEATABLE READ`, the default of these servers, lock before the transaction reads anything. A transaction that read earlier, and before the
-    /// end of the key's last holder, is refused ([`LockInError::Conflict`]): it would go on reading what others have overwritten since.
+    /// In MariaDB and MySQL, a waiting caller polls every 2.5 to 10 ms, because the server has no
+    /// lock timeout for a single statement. While a transaction has the lock, an attempt to acquire
+    /// a lease waits for the row (`busy_timeout`). It then returns a retryable error, because the
+    /// server does not report why the row is locked. In PostgreSQL it returns `Busy`. With
+    /// `REPEATABLE READ`, the default of these servers, lock before the transaction reads anything.
+    /// A transaction whose snapshot is older than the last holder's end returns
+    /// [`LockInError::Conflict`]: it would read rows that have been overwritten since.
     ///
-    /// The locks may be leases or rows that transactions lock. In PostgreSQL they may be those of sessions, too: then the transaction takes the
-    /// advisory lock as well, and one that finds it taken looks again twice a second and whenever a release is heard of. The named locks of MariaDB and MySQL
-    /// end with a connection and never with a transaction ([`LockInError::Unsupported`]).
+    /// The registry's locks may be leases or rows that transactions lock. In PostgreSQL they may
+    /// also be session locks: the transaction then takes the advisory lock as well. If that lock is
+    /// taken, the call polls twice a second and after each release notification. Named locks of
+    /// MariaDB and MySQL end with a connection and never with a transaction
+    /// ([`LockInError::Unsupported`]).
     ///
-    /// # Errors
-    /// [`LockInError`]. Unless it says otherwise the transaction holds the lock neither way, and should be rolled back.
+    /// # Errors [`LockInError`]. The transaction must not rely on the lock. Roll it back, unless
+    /// the variant says that nothing was sent or locked.
     ///
     /// # Cancel safety
-    /// Dropping the future leaves the transaction open, perhaps with the lock: roll it back.
+    /// Dropping the future leaves the transaction open, possibly with the lock: roll it back.
     fn lock_in(
         &self,
         transaction: &mut Transaction<'_, DB>,
         key: &str,
     ) -> impl Future<Output = Result<TransactionLock, LockInError>> + Send;
 
-    /// Takes the lock of `key` for the transaction if nobody has it. `None` if somebody does: the transaction can go on without.
+    /// Acquires the lock of `key` for the transaction without waiting. Returns `None` if the lock
+    /// is held; the transaction can continue without it.
     ///
     /// # Errors
     /// As for [`lock_in`](Self::lock_in).
@@ -81,7 +92,8 @@ pub trait LockIn<DB: Database> {
         self.try_lock_in_for(transaction, key, Duration::ZERO)
     }
 
-    /// Waits at most this long until the lock of `key` is the transaction's. `None` if it was not to be had: the transaction can go on without.
+    /// Acquires the lock of `key` for the transaction, waiting at most `wait`. Returns `None` if
+    /// the lock was held until then; the transaction can continue without it.
     ///
     /// # Errors
     /// As for [`lock_in`](Self::lock_in).
@@ -96,7 +108,7 @@ pub trait LockIn<DB: Database> {
     ) -> impl Future<Output = Result<Option<TransactionLock>, LockInError>> + Send;
 }
 
-/// Says that a transaction has a lock. There is nothing to let go: the end of the transaction does.
+/// A lock that a transaction holds. It has no release: the end of the transaction releases it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TransactionLock {
     key: Key,
@@ -108,35 +120,37 @@ impl TransactionLock {
         Self { key, token }
     }
 
-    /// The key that is locked.
+    /// Returns the locked key.
     #[must_use]
     pub fn key(&self) -> &str {
         self.key.as_str()
     }
 
-    /// The token of this grant: larger than all that were given to holders of the key before.
+    /// Returns the token of this grant, which is larger than all earlier committed tokens of the
+    /// key.
     ///
-    /// It is written to the lock's row in the same transaction. A transaction that is rolled back takes it back, too. The next one is larger
-    /// all the same, because tokens are at least the database's clock in microseconds; but where that clock was set back, or is behind the tokens,
-    /// the same one is given out again. So show it to the outside world, if at all, only after the commit.
+    /// The token is written to the lock's row in the same transaction, so a rollback also undoes
+    /// the token. The next token is larger in most cases, because tokens are at least the
+    /// database's clock in microseconds. If that clock was set back, or is behind the tokens, the
+    /// same token is granted again. Use the token outside the transaction only after the commit.
     #[must_use]
     pub const fn fencing_token(&self) -> FencingToken {
         self.token
     }
 }
 
-/// Why a transaction could not be given a lock. That somebody else has it is none of these.
+/// Why a transaction could not acquire a lock. Contention is not an error.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LockInError {
-    /// The key is one that cannot be locked. Nothing was sent.
+    /// The key is invalid. Nothing was sent.
     #[error("the key cannot be locked")]
     #[non_exhaustive]
     InvalidKey {
-        /// What stands against it.
+        /// Why the key is invalid.
         source: InvalidKey,
     },
-    /// The registry's locks are no rows in this kind of database. Nothing was sent.
+    /// The registry's locks are not rows in this kind of database. Nothing was sent.
     #[error("lock {key:?} is no row in {database}, so no {database} transaction can hold it")]
     #[non_exhaustive]
     Unsupported {
@@ -152,7 +166,8 @@ pub enum LockInError {
         /// The key.
         key: String,
     },
-    /// A transaction of this isolation level goes on reading what was there before it had the lock. Nothing was locked.
+    /// A transaction of this isolation level reads a snapshot from before the grant. Nothing was
+    /// locked.
     #[error(
         "lock {key:?} cannot be had in a transaction of isolation level {level}, which reads the past; begin the transaction with READ COMMITTED"
     )]
@@ -160,40 +175,40 @@ pub enum LockInError {
     Isolation {
         /// The key.
         key: String,
-        /// The level of the transaction.
+        /// The isolation level of the transaction.
         level: String,
     },
-    /// Another transaction was in the way. Roll back and begin again.
+    /// Another transaction conflicts with this one. Roll back and retry.
     #[error("another transaction came between; lock {key:?} can be had by one that begins anew")]
     #[non_exhaustive]
     Conflict {
         /// The key.
         key: String,
-        /// What the database said, if it was the one that found it.
+        /// The database's error, if the database found the conflict.
         source: Option<sqlx::Error>,
     },
-    /// The transaction's connection failed, or the database could not do what it was asked for.
+    /// The transaction's connection failed, or the database could not run a statement.
     #[error("the database could not lock {key:?} in the transaction")]
     #[non_exhaustive]
     Database {
         /// The key.
         key: String,
-        /// What the database said.
+        /// The database's error.
         source: sqlx::Error,
     },
-    /// What the store has to do beside the transaction failed.
+    /// The store's own work next to the transaction failed.
     #[error("the store could not prepare lock {key:?} for the transaction")]
     #[non_exhaustive]
     Backend {
         /// The key.
         key: String,
-        /// What the store said.
+        /// The store's error.
         source: BackendError,
     },
 }
 
 impl LockInError {
-    /// Whether a transaction that begins anew may succeed.
+    /// Returns whether a new transaction may succeed.
     #[must_use]
     pub fn is_retryable(&self) -> bool {
         match self {
@@ -230,12 +245,12 @@ impl LockInError {
     }
 }
 
-/// How long somebody still wants to wait.
+/// The deadline of a wait. `None` for a wait without end.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Patience(Option<Instant>);
 
 impl Patience {
-    /// For this long; without end if that is beyond all clocks.
+    /// Returns the deadline after `wait`. Without end if the clock cannot represent it.
     pub(crate) fn of(wait: Duration) -> Self {
         Self(Instant::now().checked_add(wait))
     }

@@ -1,39 +1,42 @@
-//! Bugs on purpose in the stores of database servers, for the tests that prove that they would be found. Absent from every normal build.
+//! Deliberate bugs in the stores of database servers, for tests that prove that such bugs are
+//! found. Not compiled into a normal build.
 //!
-//! Built with `--cfg lock_registry_mutants`, one bug at a time can be switched on for the whole process, before a store is opened; without it
-//! [`mutated`] is the constant `false` and leaves no trace.
+//! With `--cfg lock_registry_mutants`, `switch_mutant` enables one bug at a time for the whole
+//! process, before a store is opened. Without it, [`mutated`] is the constant `false`.
 
 use std::borrow::Cow;
 
-/// One bug each.
+/// One deliberate bug.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 #[non_exhaustive]
 pub enum Mutant {
-    /// A release frees the key, whoever holds it.
+    /// A release frees the key even if another claim holds it.
     ReleaseWithoutOwner = 1,
-    /// A renewal brings a lease back that has ended.
+    /// A renewal revives an expired lease.
     RenewalRevives,
-    /// A key that was let go is granted again, whoever has it meanwhile.
+    /// A key that this process released is granted again even if another claim holds it.
     TakesAgainWhatOthersHold,
-    /// A grant has the token of the one before.
+    /// A grant has the same token as the previous one.
     TokenStandsStill,
     /// Each client reads a clock of its own.
     ClientClock,
-    /// A fence looks at the row and does not lock it.
+    /// A fence reads the row and does not lock it.
     FenceWithoutLock,
-    /// A session takes its row for unchanged without a look at who was granted the key last.
+    /// A session assumes that its row is unchanged, without checking which claim was granted the
+    /// key last.
     SessionTrustsItsMemory,
-    /// A session goes on granting without writing, although a fence relies on the row.
+    /// A session grants without writing, although a fence relies on the row.
     SessionForgetsFences,
     /// A session's renewals and releases queue behind acquisitions.
     SessionRenewsInTurn,
-    /// A claim passes to the next local caller although a fenced transaction of the one before may be open.
+    /// A claim is handed over to the next local caller although a transaction that the previous
+    /// caller fenced may be open.
     FenceAllowsHandOver,
 }
 
 impl Mutant {
-    /// All of them.
+    /// All mutants.
     pub const ALL: [Self; 10] = [
         Self::ReleaseWithoutOwner,
         Self::RenewalRevives,
@@ -48,7 +51,7 @@ impl Mutant {
     ];
 }
 
-/// A bug in a statement.
+/// A bug in a statement: `right` is replaced by `wrong`.
 pub(crate) struct Slip {
     pub(crate) mutant: Mutant,
     pub(crate) right: &'static str,
@@ -61,7 +64,7 @@ impl Slip {
     }
 }
 
-/// The statement, with the bug in it that is switched on, if it is one of these.
+/// Returns the statement with the enabled bug of `slips`, if any.
 pub(crate) fn slipped<'a>(statement: &'a str, slips: &[Slip]) -> Cow<'a, str> {
     match slips.iter().find(|slip| mutated(slip.mutant)) {
         None => Cow::Borrowed(statement),
@@ -72,10 +75,10 @@ pub(crate) fn slipped<'a>(statement: &'a str, slips: &[Slip]) -> Cow<'a, str> {
     }
 }
 
-/// What the server's clock is for a client, as SQL.
+/// Returns the SQL of the server's clock, as this client reads it.
 pub(crate) fn clock(now: &str) -> Cow<'_, str> {
     if mutated(Mutant::ClientClock) {
-        // Any two clients are an hour apart, or several.
+        // The clocks of any two clients differ by one or more hours.
         let hours = next_clock();
         return Cow::Owned(format!("({now} + {hours} * 3600000000)"));
     }
@@ -91,7 +94,7 @@ mod switch {
     static ON: AtomicU8 = AtomicU8::new(0);
     static CLOCKS: AtomicU64 = AtomicU64::new(0);
 
-    /// Switches one bug on, or all of them off.
+    /// Enables one bug, or disables all.
     pub fn switch_mutant(mutant: Option<Mutant>) {
         ON.store(mutant.map_or(0, |mutant| mutant as u8), Ordering::SeqCst);
     }

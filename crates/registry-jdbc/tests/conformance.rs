@@ -1,4 +1,5 @@
-//! The promises of lock-registry over a SQLite file. Two clients are two backends on the same file, as in two processes.
+//! The conformance suite over a SQLite file. Two clients are two backends on the same file, as in
+//! two processes.
 #![cfg(all(feature = "sqlite", target_os = "linux"))]
 
 mod stores;

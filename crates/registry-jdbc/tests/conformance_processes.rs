@@ -1,5 +1,5 @@
-//! The promises of lock-registry over a SQLite file, across processes: every second client lives in another process, and
-//! so does a holder that is stopped and killed.
+//! The conformance suite over a SQLite file, across processes. Every second client runs in another
+//! process, and so does a holder that is suspended and killed.
 #![cfg(all(feature = "sqlite", target_os = "linux"))]
 #![expect(clippy::unwrap_used, reason = "a helper of tests, which may")]
 
@@ -20,7 +20,7 @@ use registry_jdbc::{SqliteBackend, SqliteConfig};
 use registry_testkit::holder::{HolderOptions, LockHolder, Order, Report, program};
 use stores::SqliteStore;
 
-/// Names the file to the other process.
+/// Passes the path of the file to the other process.
 const FILE_VARIABLE: &str = "LOCK_REGISTRY_TEST_FILE";
 
 #[test]
@@ -31,7 +31,7 @@ fn the_other_process() {
     runtime.block_on(async {
         serve(Arc::new(SqliteBackend::open(SqliteConfig::new(file)).await.unwrap())).await;
     });
-    // At once: the test program has nothing more to say, and nobody to say it to.
+    // Exits at once: the test harness must not print its summary.
     std::process::exit(0);
 }
 
@@ -39,7 +39,7 @@ fn the_other_process() {
 struct SharedSqlite;
 
 impl SharedSqlite {
-    /// Has the helper program built, which may take longer than a clause may.
+    /// Builds the helper program here, because the build may exceed the time limit of a clause.
     fn new() -> Self {
         program().unwrap();
         Self
@@ -61,7 +61,7 @@ struct SharedStore {
 
 #[async_trait]
 impl Store for SharedStore {
-    /// Every second client lives in a process of its own.
+    /// Every second client runs in its own process.
     async fn client(&self) -> Arc<dyn LockBackend> {
         let near = self.file.client().await;
         if self.clients.fetch_add(1, Ordering::Relaxed).is_multiple_of(2) {
@@ -95,7 +95,7 @@ impl Store for SharedStore {
 #[derive(Debug)]
 struct Holder(LockHolder);
 
-/// Far beyond what a loaded machine needs to answer.
+/// Far longer than a reply takes on a loaded machine.
 const LIMIT: Duration = Duration::from_secs(60);
 
 #[async_trait]

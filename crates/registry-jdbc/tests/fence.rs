@@ -1,4 +1,4 @@
-//! A transaction commits only as long as nobody else was granted the lock.
+//! A fenced transaction commits only if no other client was granted the lock since.
 #![cfg(all(feature = "sqlite", target_os = "linux"))]
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
 
@@ -72,7 +72,7 @@ async fn a_holder_whose_log_was_taken_away_does_not_commit() {
     let guard = lock(&registry).await;
     let mut data = shop.data().await;
     sell(&guard, &mut data).await.unwrap();
-    // Before the registry itself has looked: its next look is with the renewal.
+    // Before the registry itself verifies the lock, which it does at the next renewal.
     std::fs::remove_file(shop.path.with_extension("db-wal")).unwrap();
     let error = sell(&guard, &mut data).await.unwrap_err();
     assert!(matches!(error, FenceError::Lost { .. }), "{error:?}");
@@ -90,7 +90,7 @@ async fn a_holder_commits() {
     guard.unlock().await.unwrap();
 }
 
-/// Another process that waits for the lock, and sells under it.
+/// Another process that waits for the lock and sells under it.
 fn next(shop: &Shop) -> impl Future<Output = ()> + Send + 'static {
     let path = shop.path.clone();
     async move {
@@ -102,8 +102,8 @@ fn next(shop: &Shop) -> impl Future<Output = ()> + Send + 'static {
     }
 }
 
-/// A fenced transaction excludes all other writers of the file, so it is over before the next holder's begins. Holds and a close come
-/// in between.
+/// A fenced transaction excludes all other writers of the file, so it ends before the next holder's
+/// begins. Hold limits and a close occur in between.
 #[tokio::test]
 async fn holds_and_a_close_let_nobody_in_beside_an_open_fenced_transaction() {
     const A_WHILE: Duration = Duration::from_secs(1);
@@ -163,7 +163,7 @@ async fn every_token_of_a_block_is_good() {
     let shop = Shop::new().await;
     let registry = shop.process().await;
     let mut data = shop.data().await;
-    // Handed over within the process, the store is not asked, and each holder has a larger token of the same grant.
+    // A local hand-over does not use the store. Each holder has a larger token of the same grant.
     let mut guard = lock(&registry).await;
     for _ in 0..3 {
         let waiting = registry.obtain("coupon/7");
@@ -205,7 +205,7 @@ async fn who_knows_of_the_loss_is_refused_without_io() {
     let options = LockOptions::new().lease(Duration::from_millis(100)).renew(false);
     let guard = registry.obtain("coupon/7").lock_with(options).await.unwrap().unwrap();
     timeout(SOON, guard.lost()).await.unwrap();
-    // A database without tables: had it been asked, the answer would be another.
+    // A database without tables: a query to it would return another error.
     let elsewhere = tempfile::tempdir().unwrap();
     let mut data = connect(&elsewhere.path().join("x.db")).await;
     let mut transaction = data.begin().await.unwrap();
@@ -225,7 +225,8 @@ async fn a_fenced_transaction_holds_a_takeover_up_until_it_ends() {
     guard.fence(&mut transaction).await.unwrap();
     transaction.execute("INSERT INTO sale VALUES ('7')").await.unwrap();
 
-    // The lease runs out while the transaction is open. The lock is free, but nobody can be granted it.
+    // The lease expires while the transaction is open. The lock is free, but no client can be
+    // granted it yet.
     timeout(SOON, guard.lost()).await.unwrap();
     let successor = b.obtain("coupon/7");
     let mut takeover = Box::pin(async { successor.lock().await.unwrap() });
@@ -237,11 +238,12 @@ async fn a_fenced_transaction_holds_a_takeover_up_until_it_ends() {
     assert_eq!(shop.sales().await, 1, "the sale was there before the successor was");
 }
 
-/// The caller may be the one to end the transaction, so it must not wait for that.
+/// The caller of `unlock` may be the owner of the transaction, so `unlock` must not wait for its
+/// end.
 #[tokio::test]
 async fn an_unlock_next_to_an_open_fenced_transaction_says_what_blocks_it() {
     let shop = Shop::new().await;
-    // Far longer than the unlock may take.
+    // Far longer than `unlock` may take.
     let config = SqliteConfig::new(&shop.path).with_busy_timeout(SOON * 2);
     let backend = Arc::new(SqliteBackend::open(config).await.unwrap());
     let registry = Registry::builder(backend).timeout(SOON * 3).build().unwrap();
@@ -262,7 +264,7 @@ async fn an_unlock_next_to_an_open_fenced_transaction_says_what_blocks_it() {
         } else {
             transaction.rollback().await.unwrap();
         }
-        // The background releases it, and no caller waits for the lease.
+        // The background releaser frees the key, so no caller waits for the end of the lease.
         registry.idle().await;
         assert_eq!(registry.held(), 0);
     }
@@ -294,7 +296,8 @@ async fn a_transaction_on_another_database_is_noticed() {
     let (shop, branch) = (Shop::new().await, Shop::new().await);
     let registry = shop.process().await;
     let guard = lock(&registry).await;
-    // Without lock tables, with lock tables of its own, and with the right file attached to the wrong one.
+    // Without lock tables, with the right file attached to the wrong one, and with lock tables of
+    // its own.
     let mut data = branch.data().await;
     assert!(matches!(sell(&guard, &mut data).await.unwrap_err(), FenceError::OtherDatabase));
     let attach = sqlx::query("ATTACH ?1 AS shop").bind(shop.path.to_str().unwrap().to_owned());

@@ -1,4 +1,5 @@
-//! Files that cannot be opened say why and what to do; files that can be opened are opened by everybody at once.
+//! A file that cannot be opened returns an error with the cause and a remedy. Other files can be
+//! opened by many processes at once.
 #![cfg(all(feature = "sqlite", target_os = "linux"))]
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
 
@@ -24,7 +25,8 @@ async fn open(path: impl Into<PathBuf>) -> Result<SqliteBackend, BackendError> {
     SqliteBackend::open(SqliteConfig::new(path)).await
 }
 
-/// Opening fails like this, and the message names the file and says this.
+/// Checks that opening fails with this kind, and that the message names the file and contains
+/// `says`.
 async fn refused(path: impl Into<PathBuf>, kind: BackendErrorKind, says: &str) -> BackendError {
     let path = path.into();
     let error = open(&path).await.unwrap_err();
@@ -95,7 +97,8 @@ async fn two_links_to_the_same_file_exclude_each_other() {
     let folder = folder();
     let at = |name: &str| folder.path().join(name);
     fs::create_dir_all(at("data")).unwrap();
-    // One to the file, through a link to the folder; one to that link, in a third folder.
+    // One link points to the file through a link to its folder, the other points to that link from
+    // a third folder.
     fs::create_dir_all(at("other")).unwrap();
     std::os::unix::fs::symlink(at("data"), at("linked")).unwrap();
     fs::write(at("data/locks.db"), "").unwrap();
@@ -105,7 +108,8 @@ async fn two_links_to_the_same_file_exclude_each_other() {
     assert!(matches!(one.try_acquire(&claim("k")).await.unwrap(), Attempt::Granted(_)));
     assert!(matches!(two.try_acquire(&claim("k")).await.unwrap(), Attempt::Busy(_)));
 
-    // SQLite itself, which follows links too, sees the lock through any of them: its log is that of the file.
+    // SQLite itself, which resolves links too, reads the lock through every link, because all of
+    // them share the log of the file.
     let mut data = SqliteConnectOptions::new().filename(at("other/two")).connect().await.unwrap();
     let held = "SELECT count(*) FROM lock_registry_locks WHERE claim IS NOT NULL";
     let row = sqlx::query(held).fetch_one(&mut data).await.unwrap();
@@ -152,7 +156,8 @@ fn of_two_processes_the_one_whose_log_was_removed_holds_no_more() {
             for suffix in lost {
                 fs::remove_file(folder.path().join(format!("locks.db{suffix}"))).unwrap();
             }
-            // Without both it begins anew and is granted the lock. Without one it may find the rest unreadable.
+            // Without both files it creates them anew and is granted the lock. Without one, the
+            // remaining file may be unreadable.
             let other = child("child_opens_and_locks", &path).output().unwrap();
             let granted = String::from_utf8_lossy(&other.stdout).contains("GRANTED");
             assert!(granted || lost.len() < 2, "{other:?}");
@@ -288,7 +293,7 @@ async fn child_opens_and_locks() {
     backend.close().await;
 }
 
-/// This test program, running one of its tests alone.
+/// This test program, which runs only the test `test`.
 fn child(test: &str, path: &Path) -> Command {
     let mut child = Command::new(std::env::current_exe().unwrap());
     child.args(["--exact", test, "--ignored", "--nocapture"]).env("LOCKS_DB", path);
@@ -304,7 +309,8 @@ fn without_write_access_opening_is_denied() {
     let set =
         |path: &Path, mode| fs::set_permissions(path, fs::Permissions::from_mode(mode)).unwrap();
 
-    // Root may write anywhere, so the child becomes nobody. Its program may lie where nobody cannot go.
+    // Root can write everywhere, so the child runs as the user `nobody`. That user may have no
+    // access to the folder of the original program.
     let program = folder.path().join("program");
     fs::copy(std::env::current_exe().unwrap(), &program).unwrap();
     set(&program, 0o755);
@@ -343,7 +349,7 @@ async fn child_tells_the_outcome() {
     }
 }
 
-/// A child that meets the end of its room, see [`child_meets_the_end_of_its_room`], behind these words of a shell.
+/// Runs [`child_meets_the_end_of_its_room`] behind the shell commands `shell`. Returns its output.
 fn without_room(room: &str, shell: &str) -> String {
     let folder = folder();
     let test = child("child_meets_the_end_of_its_room", folder.path());
@@ -360,13 +366,13 @@ fn without_room(room: &str, shell: &str) -> String {
 
 #[test]
 fn a_full_disk_is_told_by_opening_and_by_locking() {
-    // A small disk of its own, in a mount namespace that ends with the child.
+    // A separate small disk, in a mount namespace that ends with the child.
     let said = without_room("disk", "exec unshare --mount --map-root-user");
     if said.contains("MOUNTED") {
         assert!(said.contains("TOLD"), "{said}");
         return;
     }
-    // Who may not mount has another disk that takes no more: one on which no file may grow.
+    // Without the right to mount, a file size limit stands for the full disk.
     eprintln!(
         "no disk to fill, as this process may not mount; files that may not grow instead: {said}"
     );
@@ -376,16 +382,17 @@ fn a_full_disk_is_told_by_opening_and_by_locking() {
 
 #[test]
 fn files_that_may_not_grow_are_told_by_opening_and_by_locking() {
-    // The signal would kill the child; without it, writing fails, as it does with a full disk or a used-up quota.
+    // SIGXFSZ would kill the child. With the signal ignored, a write fails as on a full disk or
+    // with an exceeded quota.
     let said = without_room("limit", "trap '' XFSZ; exec");
     assert!(said.contains("TOLD"), "{said}");
 }
 
-/// Where the child's room ends.
+/// A way to limit the space of the child.
 trait Room {
     fn fill(&self);
     fn empty(&self);
-    /// What is told then.
+    /// Whether `error` reports the exhausted space.
     fn is_told(&self, error: &BackendError) -> bool;
 }
 
@@ -407,7 +414,7 @@ impl Room for Disk {
     }
 }
 
-/// No file may grow beyond its size, which is that of the largest in this folder.
+/// A file size limit: no file may grow beyond the largest one in this folder.
 struct Limit(PathBuf);
 
 impl Limit {
@@ -457,7 +464,7 @@ async fn child_meets_the_end_of_its_room() {
     let held = claim("held");
     assert!(matches!(backend.try_acquire(&held).await.unwrap(), Attempt::Granted(_)));
     room.fill();
-    // The log may have room for some more.
+    // The log may still have space for some grants.
     let mut granted = Vec::new();
     let error = loop {
         let next = claim(&format!("k{}", granted.len()));
@@ -467,7 +474,7 @@ async fn child_meets_the_end_of_its_room() {
         }
     };
     assert!(room.is_told(&error), "{error} {error:?}");
-    // Nobody was told of a grant that was not kept.
+    // Every grant that was returned is in the file.
     let listed = backend.list().await.unwrap();
     assert_eq!(listed.len(), granted.len() + 1);
     let warns = |finding: &Finding| finding.message.contains("MiB left");
@@ -500,7 +507,8 @@ fn a_file_that_is_mounted_by_itself_is_refused() {
         assert!(said.contains("TOLD"), "{said}");
         return;
     }
-    // How a mount is recognised is tested beside the code. What is left is that no other file is taken for one.
+    // A unit test covers the detection of a mount. Here, an ordinary file must not be taken for
+    // one.
     eprintln!("nothing is mounted, as this process may not: {said}");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async { open(folder.path().join("locks.db")).await.unwrap().close().await });

@@ -1,4 +1,4 @@
-//! The lock store that the engine drives: one history, or a quorum of several.
+//! The `LockBackend` implementation: delegates each operation to one `Store` or to a `Quorum`.
 
 use std::fmt;
 use std::time::Duration;
@@ -14,36 +14,43 @@ use crate::quorum::Quorum;
 use crate::rumours::Rumours;
 use crate::store::{Answer, Store, names};
 
-/// Locks in Redis or Valkey servers.
+/// A lock store on Redis or Valkey servers.
 ///
-/// A grant lives until its lease is over on the server's clock. Tokens are that clock's microseconds, or one more than the last of the key
-/// where that is larger: they grow over release, expiry, and a restart without data. A release wakes the waiters of all processes
-/// by a message, and a holder hears at once when somebody else changes or removes its lock, if the server can tell (client tracking).
+/// A grant lives until its lease ends on the server's clock. A fencing token is that clock's time
+/// in microseconds, or the previous token of the key plus one if that is larger. Tokens therefore
+/// grow over releases, expiries, and a restart without data. A release publishes a message that
+/// wakes the waiters of all processes. If the server supports client tracking, a holder is notified
+/// as soon as another client changes or removes its lock.
 ///
-/// What the servers forget is free. A single server forgets at a restart, unless it keeps a file of all writes (`appendonly yes`,
-/// `appendfsync always`); a failover to a replica forgets what that had not got yet. Holders learn of it at their next renewal at the latest;
-/// tokens grow even then, so fenced writes stay safe.
+/// A lock whose record the servers lose is free. A single server loses all records at a restart,
+/// unless it logs all writes (`appendonly yes`, `appendfsync always`). A failover to a replica
+/// loses the records that were not yet replicated. Holders detect the loss at their next renewal at
+/// the latest. Tokens grow even then, so fenced writes stay safe.
 ///
-/// Two connections per server belong to a backend, however many locks are held or awaited; the second is made when somebody waits. Four
-/// more carry the grants that [replicas](RedisConfig::with_replicas) are waited for.
+/// A backend uses two connections per server, however many locks are held or awaited. The second
+/// one is opened when a caller first waits. With [`with_replicas`](RedisConfig::with_replicas) or
+/// [`with_fsync`](RedisConfig::with_fsync), four more connections carry the grants and renewals
+/// that wait for replicas or disks.
 pub struct RedisBackend {
     config: RedisConfig,
     servers: History,
     rumours: Rumours,
 }
 
-/// Where the truth is.
+/// The servers that decide about a lock.
 enum History {
     One(Store),
     Many(Quorum),
 }
 
 impl RedisBackend {
-    /// Connects to the servers: to one, to the master, to all masters of a cluster, or to a majority of a quorum.
+    /// Connects to the single server, the master, all masters of a cluster, or a majority of a
+    /// quorum.
     ///
     /// # Errors
-    /// [`BackendError`] with a message that says what to do: `Misconfigured` for a configuration that cannot work, `Denied` for a
-    /// wrong user or password, `Transient` when the servers cannot be reached.
+    /// Returns a [`BackendError`] whose message names the remedy. `Misconfigured`: the
+    /// configuration cannot work. `Denied`: the user or password is wrong. `Transient`: the servers
+    /// cannot be reached.
     ///
     /// # Cancel safety
     /// Dropping the future closes the connections.
@@ -59,7 +66,7 @@ impl RedisBackend {
         Ok(Self { config, servers, rumours })
     }
 
-    /// The namespace that this backend's locks live in.
+    /// Returns the namespace of this backend's locks.
     #[must_use]
     pub fn namespace(&self) -> &str {
         self.config.namespace()
@@ -83,7 +90,7 @@ impl LockBackend for RedisBackend {
             capabilities = capabilities.with_labels();
         }
         if self.config.layout == Layout::Spring {
-            // The pause between two attempts of `RedisLockRegistry` by default.
+            // The default pause between two attempts of `RedisLockRegistry`.
             capabilities = capabilities.with_peer_poll(Duration::from_millis(100));
         }
         if self.rumours.are_told() {
@@ -113,7 +120,7 @@ impl LockBackend for RedisBackend {
         };
         Ok(match answer {
             Answer::Granted { token, lease, .. } => {
-                // The engine never counts on more than it has asked for.
+                // The engine must not rely on a longer lease than it requested.
                 Attempt::Granted(Grant::new(Some(token), lease.min(claim.lease())))
             }
             Answer::Busy { left, holder, asked_at } => {
@@ -132,7 +139,8 @@ impl LockBackend for RedisBackend {
             History::Many(quorum) => quorum.renew(claims).await,
         };
         for (renewal, claim) in renewals.iter_mut().zip(claims) {
-            // More than was asked for is there while the server's clock is behind, and gone when it is put right.
+            // A server clock that is behind reports a longer lease than requested. The surplus
+            // vanishes when the clock is corrected.
             if let Ok(Renewal::Renewed(left)) = renewal {
                 *left = (*left).min(claim.lease());
             }
@@ -156,7 +164,7 @@ impl LockBackend for RedisBackend {
 
     fn wakes_confirmed(&self, claim: &Claim, _busy: &Busy) -> bool {
         match &self.servers {
-            // A peer with Spring's spin lock publishes nothing.
+            // A peer that uses Spring's spin lock publishes nothing.
             _ if self.config.layout == Layout::Spring => false,
             History::One(store) => store.hears_of(claim.key()),
             History::Many(quorum) => quorum.hears_of(claim.key()),
@@ -213,7 +221,7 @@ impl LockBackend for RedisBackend {
 
     async fn close(&self) {
         if self.rumours.are_wanted() {
-            // Another registry still waits for messages.
+            // Another registry still uses this backend's messages.
             return;
         }
         match &self.servers {
@@ -229,6 +237,6 @@ impl fmt::Debug for RedisBackend {
     }
 }
 
-/// A server tells of changes to what it was asked about on purpose, which costs it more than the lock. So it is asked about locks only
-/// that are held for longer than this.
+/// How long a claim is held before its first verification, which also registers its key for client
+/// tracking. Tracking costs the server more than the lock itself, so shorter locks are not tracked.
 const FIRST_LOOK: Duration = Duration::from_millis(25);

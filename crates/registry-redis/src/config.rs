@@ -1,4 +1,5 @@
-//! What must be known to reach the servers, and how locks are kept in them.
+//! The configuration of a Redis store: its servers, the access to them, and the format of the
+//! locks.
 
 use std::fmt;
 use std::path::PathBuf;
@@ -9,7 +10,7 @@ use registry_core::{BackendError, BackendErrorKind};
 
 use crate::error::explain;
 
-/// Where the locks of a [`RedisBackend`](crate::RedisBackend) live, and in what form.
+/// The servers and the format of the locks of a [`RedisBackend`](crate::RedisBackend).
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct RedisConfig {
@@ -25,23 +26,23 @@ pub struct RedisConfig {
     pub(crate) restart_guard: Duration,
 }
 
-/// How the servers work together.
+/// How the servers are organized.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Servers {
-    /// One server, or whatever answers like one.
+    /// One server, or a proxy that behaves like one.
     Single(Address),
-    /// Sentinels that know which server is the master of `service` now.
+    /// Sentinels that report the current master of `service`.
     Sentinel { sentinels: Vec<Address>, service: String },
-    /// Some members of a cluster; they know the others.
+    /// Some members of a cluster; they report the others.
     Cluster(Vec<Address>),
-    /// Masters that know nothing of each other.
+    /// Independent masters.
     Quorum(Vec<Address>),
 }
 
-/// Where one server listens.
+/// The address of one server.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) enum Address {
-    /// `host` is a name or an address without brackets.
+    /// `host` is a host name, or an IP address without brackets.
     Tcp {
         host: String,
         port: u16,
@@ -59,7 +60,7 @@ impl fmt::Display for Address {
     }
 }
 
-/// How to get in: the same for all servers, but for the sentinels' login.
+/// Credentials and encryption. All servers share them, except that sentinels have their own login.
 #[derive(Clone, Default)]
 pub(crate) struct Access {
     login: Option<Login>,
@@ -70,7 +71,7 @@ pub(crate) struct Access {
     certificates: Option<redis::TlsCertificates>,
 }
 
-/// A password, and the user whose it is if it is not that of the server as a whole.
+/// A password and its user. Without a user it is the server-wide password.
 #[derive(Clone)]
 struct Login {
     user: Option<String>,
@@ -78,12 +79,12 @@ struct Login {
 }
 
 impl Access {
-    /// All that a client must know to reach a server that holds locks.
+    /// Returns a client for a server that holds locks.
     pub(crate) fn server(&self, address: &Address) -> redis::RedisResult<redis::Client> {
         self.client(address, self.login.as_ref(), self.database, ProtocolVersion::RESP3)
     }
 
-    /// All that a client must know to reach a sentinel.
+    /// Returns a client for a sentinel.
     pub(crate) fn sentinel(&self, address: &Address) -> redis::RedisResult<redis::Client> {
         self.client(address, self.sentinel_login.as_ref(), 0, ProtocolVersion::RESP2)
     }
@@ -118,7 +119,7 @@ impl Access {
                 settings = settings.set_username(user);
             }
         }
-        // Without TCP_NODELAY each command would wait for the acknowledgement of the last.
+        // Without TCP_NODELAY, each command would wait for the acknowledgement of the previous one.
         let tcp = redis::io::tcp::TcpSettings::default().set_nodelay(true);
         let info = info.set_redis_settings(settings).set_tcp_settings(tcp);
         #[cfg(feature = "tls")]
@@ -133,10 +134,10 @@ impl Access {
 
 #[cfg(feature = "tls")]
 impl Access {
-    /// Refuses certificates that are none: the client would leave out what it cannot read.
+    /// Refuses unreadable certificates, because the client library would silently ignore them.
     fn check_certificates(&self) -> Result<(), &'static str> {
-        // The client takes what the process has settled on, and would panic where another library has brought a second one to
-        // choose from. Somebody else may be faster, and then it is theirs.
+        // The client library uses the process-wide provider, and panics if there is none and
+        // several are compiled in. If another thread installs one first, that one is used.
         if self.encrypted && rustls::crypto::CryptoProvider::get_default().is_none() {
             let _ = rustls::crypto::ring::default_provider().install_default();
         }
@@ -164,40 +165,44 @@ impl Access {
     }
 }
 
-/// What the keys and values of a lock look like in the server, and so who else can contend for it.
+/// The format of a lock's keys and values, which determines the other programs that can contend for
+/// it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Layout {
-    /// This library's own: tells who holds a lock, and since when.
+    /// This library's own format, with the holder's label and the time of acquisition.
     #[default]
     Native,
-    /// That of Spring Integration's `RedisLockRegistry`, whose registry key is the namespace. No labels.
+    /// The format of Spring Integration's `RedisLockRegistry`. The namespace is its registry key.
+    /// No labels.
     Spring,
-    /// That of Redisson's `RLock`, whose name is the key, after the namespace and a colon if there is one. No labels.
+    /// The format of Redisson's `RLock`. The lock's name is the key, prefixed with the namespace
+    /// and a colon if a namespace is set. No labels.
     Redisson,
 }
 
-/// By which command those who wait are told of a release.
+/// The command that publishes a release to the waiters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Publish {
-    /// As it fits the layout: `SPUBLISH` in a cluster and `PUBLISH` elsewhere; always `PUBLISH` in the Spring layout.
+    /// Chosen by the topology and the layout: `SPUBLISH` in a cluster, otherwise `PUBLISH`. The
+    /// Spring layout always uses `PUBLISH`.
     #[default]
     Auto,
     /// `PUBLISH`: reaches every node of a cluster.
     Plain,
-    /// `SPUBLISH`: stays with the nodes that have the lock. Redis 7 and later.
+    /// `SPUBLISH`: reaches only the nodes of the lock's shard. Requires Redis 7.
     Sharded,
 }
 
-/// What a grant must have survived before it counts.
+/// The durability that a grant needs before it counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Durability {
-    /// How many replicas must have it.
+    /// The number of replicas that must have received it.
     pub(crate) replicas: u32,
-    /// Whether the server and these replicas must have written it to their disks.
+    /// Whether the server and these replicas must have written it to disk.
     pub(crate) fsync: bool,
-    /// How long that may take.
+    /// The time limit for both.
     pub(crate) limit: Duration,
 }
 
@@ -208,22 +213,23 @@ impl Durability {
 }
 
 impl RedisConfig {
-    /// The patience with unanswered commands unless [another](Self::with_response_timeout) is set.
+    /// The default [response timeout](Self::with_response_timeout).
     pub const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
 
-    /// The server at `host`, a name or an address without brackets, and `port`: nobody logs in, the database is 0.
+    /// Configures a single server. `host` is a host name, or an IP address without brackets. The
+    /// default is database 0 without a login.
     #[must_use]
     pub fn new(host: impl Into<String>, port: u16) -> Self {
         Self::at(Servers::Single(Address::Tcp { host: host.into(), port }))
     }
 
-    /// The server that listens at the socket `path`.
+    /// Configures a single server that listens on the Unix socket `path`.
     #[must_use]
     pub fn unix(path: impl Into<PathBuf>) -> Self {
         Self::at(Servers::Single(Address::Unix(path.into())))
     }
 
-    /// The server that is master of `service` now, as some of these sentinels say.
+    /// Configures the current master of `service`, as reported by these sentinels.
     #[must_use]
     pub fn sentinel(
         sentinels: impl IntoIterator<Item = (String, u16)>,
@@ -232,25 +238,33 @@ impl RedisConfig {
         Self::at(Servers::Sentinel { sentinels: addresses(sentinels), service: service.into() })
     }
 
-    /// The cluster that these servers are members of. They need not be all; each tells of the others.
+    /// Configures a cluster by some of its members, which report the others.
     #[must_use]
     pub fn cluster(members: impl IntoIterator<Item = (String, u16)>) -> Self {
         Self::at(Servers::Cluster(addresses(members)))
     }
 
-    /// These masters, which know nothing of each other; a lock is held by whoever holds it on more than half of them.
+    /// Configures a quorum of independent masters. A claim that more than half of them grant holds
+    /// the lock.
     #[must_use]
     pub fn quorum(masters: impl IntoIterator<Item = (String, u16)>) -> Self {
         Self::at(Servers::Quorum(addresses(masters)))
     }
 
-    /// Reads a URL: `redis://[[USER]:PASSWORD@]HOST[:PORT][/DATABASE]`, `redis+unix:///PATH[?db=DATABASE&user=USER&pass=PASSWORD]`,
-    /// `redis+sentinel://[[USER]:PASSWORD@]HOST[:PORT],HOST[:PORT]…/SERVICE[/DATABASE]`,
-    /// `redis+cluster://[[USER]:PASSWORD@]HOST[:PORT],…` or `redis+quorum://[[USER]:PASSWORD@]HOST[:PORT],…[/DATABASE]`; for encrypted
-    /// connections (feature `tls`) the same with `rediss`. Sentinels listen on port 26379 unless told otherwise, servers on 6379.
+    /// Parses a URL. The schemes with `rediss` instead of `redis` encrypt the connections (feature
+    /// `tls`).
+    ///
+    /// - `redis://[[USER]:PASSWORD@]HOST[:PORT][/DATABASE]`
+    /// - `redis+unix:///PATH[?db=DATABASE&user=USER&pass=PASSWORD]`
+    /// - `redis+sentinel://[[USER]:PASSWORD@]HOST[:PORT],HOST[:PORT]…/SERVICE[/DATABASE]`
+    /// - `redis+cluster://[[USER]:PASSWORD@]HOST[:PORT],…`
+    /// - `redis+quorum://[[USER]:PASSWORD@]HOST[:PORT],…[/DATABASE]`
+    ///
+    /// The default port is 26379 for sentinels and 6379 for other servers.
     ///
     /// # Errors
-    /// `Misconfigured` for what cannot be read. The message does not repeat the URL, which may hold a password.
+    /// Returns `Misconfigured` for a URL that cannot be parsed. The message does not repeat the
+    /// URL, which may contain a password.
     pub fn from_url(url: &str) -> Result<Self, BackendError> {
         let Some((scheme, rest)) = url.split_once("://") else {
             return Err(unusable("the URL cannot be used"));
@@ -335,7 +349,8 @@ impl RedisConfig {
         }
     }
 
-    /// The same over encrypted connections, verified against the certificate authorities of the host. Feature `tls`.
+    /// Encrypts the connections and verifies the servers against the host's certificate
+    /// authorities. Requires the feature `tls`.
     #[cfg(feature = "tls")]
     #[must_use]
     pub fn with_tls(mut self) -> Self {
@@ -349,8 +364,8 @@ impl RedisConfig {
         choose_cryptography();
     }
 
-    /// The same over encrypted connections that are verified against these certificates (PEM) instead of the host's authorities.
-    /// Feature `tls`.
+    /// Encrypts the connections and verifies the servers against these authorities (PEM) instead of
+    /// the host's. Requires the feature `tls`.
     #[cfg(feature = "tls")]
     #[must_use]
     pub fn with_certificate_authority(mut self, certificates: impl Into<Vec<u8>>) -> Self {
@@ -358,8 +373,8 @@ impl RedisConfig {
         self.with_tls()
     }
 
-    /// The same over encrypted connections, in which this certificate (PEM) tells the servers who we are; `key` (PEM) is its private key.
-    /// Feature `tls`.
+    /// Encrypts the connections and authenticates the client by this certificate (PEM) and its
+    /// private `key` (PEM). Requires the feature `tls`.
     #[cfg(feature = "tls")]
     #[must_use]
     pub fn with_client_certificate(
@@ -379,7 +394,7 @@ impl RedisConfig {
         self.access.certificates.get_or_insert_with(none)
     }
 
-    /// The same with this password, of this user or else of the server as a whole.
+    /// Sets the password of this user. Without a user it is the server-wide password.
     #[must_use]
     pub fn with_login(mut self, user: Option<&str>, password: &str) -> Self {
         let user = user.map(str::to_owned);
@@ -387,7 +402,7 @@ impl RedisConfig {
         self
     }
 
-    /// The same with this password for the sentinels, which are not asked for one unless it is given here.
+    /// Sets the password for the sentinels. By default, no login is sent to them.
     #[must_use]
     pub fn with_sentinel_login(mut self, user: Option<&str>, password: &str) -> Self {
         let user = user.map(str::to_owned);
@@ -395,94 +410,99 @@ impl RedisConfig {
         self
     }
 
-    /// The same with the locks in the database of this number. A cluster has only number 0.
+    /// Sets the number of the database that holds the locks. The default is 0, the only database of
+    /// a cluster.
     #[must_use]
     pub fn with_database(mut self, database: u32) -> Self {
         self.access.database = database;
         self
     }
 
-    /// The same with locks that look like this. Native unless set.
+    /// Sets the format of the locks. The default is [`Layout::Native`].
     #[must_use]
     pub fn with_layout(mut self, layout: Layout) -> Self {
         self.layout = layout;
         self
     }
 
-    /// The same with releases told by this command.
+    /// Sets the command that publishes releases. The default is [`Publish::Auto`].
     #[must_use]
     pub fn with_publish(mut self, publish: Publish) -> Self {
         self.publish = publish;
         self
     }
 
-    /// The same with this namespace. Locks of different namespaces never meet, even if their keys are equal. `lock-registry` unless
-    /// set; none in the Redisson layout.
+    /// Sets the namespace. Locks in different namespaces are independent, even if their keys are
+    /// equal. The default is `lock-registry`, or no namespace in the Redisson layout.
     #[must_use]
     pub fn with_namespace(mut self, namespace: impl Into<String>) -> Self {
         self.namespace = Some(namespace.into());
         self
     }
 
-    /// The same with this time to connect. 2 s unless set.
+    /// Sets the time limit for connecting. The default is 2 s.
     #[must_use]
     pub fn with_connect_timeout(mut self, connect_timeout: Duration) -> Self {
         self.connect_timeout = connect_timeout;
         self
     }
 
-    /// The same with this patience with unanswered commands, after which the connection counts as dead. 10 s unless set, which is
-    /// above the engine's own time-out.
+    /// Sets the time limit for a response, after which the connection counts as dead. The default
+    /// is 10 s, which exceeds the engine's time-out.
     #[must_use]
     pub fn with_response_timeout(mut self, response_timeout: Duration) -> Self {
         self.response_timeout = response_timeout;
         self
     }
 
-    /// The same with the newest fencing token of a key remembered for this long after its last grant. One day unless set. Tokens do not
-    /// go backwards after that either, unless the server's clock does.
+    /// Sets how long the newest fencing token of a key is stored after its last grant. The default
+    /// is one day. Tokens do not go backwards after that time either, unless the server's clock
+    /// does.
     #[must_use]
     pub fn with_token_memory(mut self, token_memory: Duration) -> Self {
         self.token_memory = token_memory;
         self
     }
 
-    /// The same with grants and renewals that count only when this many replicas have them. None unless set.
+    /// Sets the number of replicas that must have received a grant or renewal before it counts. The
+    /// default is 0.
     ///
-    /// A grant that does not get there in [time](Self::with_replica_timeout) is given back and counts as trouble. This narrows the
-    /// gap in which a failover frees a lock that is held and does not close it: a replica that has it not may be promoted.
+    /// A grant that does not reach them in [time](Self::with_replica_timeout) is released and
+    /// returned as a store error. This reduces the risk that a failover frees a held lock, but does
+    /// not exclude it: a replica without the grant may be promoted.
     #[must_use]
     pub fn with_replicas(mut self, replicas: u32) -> Self {
         self.durability.replicas = replicas;
         self
     }
 
-    /// The same with grants and renewals that count only when they are on the disk of the server, and of as many replicas as
-    /// [`with_replicas`](Self::with_replicas) says. Off unless set. Redis 7.2 and later, with `appendonly yes`.
+    /// Sets whether a grant or renewal counts only once it is on disk. The server and as many
+    /// replicas as [`with_replicas`](Self::with_replicas) sets must have written it. The default is
+    /// `false`. Requires Redis 7.2 with `appendonly yes`.
     #[must_use]
     pub fn with_fsync(mut self, fsync: bool) -> Self {
         self.durability.fsync = fsync;
         self
     }
 
-    /// The same with this much time for replicas and disks. 1 s unless set.
+    /// Sets the time limit for replicas and disks. The default is 1 s.
     #[must_use]
     pub fn with_replica_timeout(mut self, limit: Duration) -> Self {
         self.durability.limit = limit;
         self
     }
 
-    /// The same with masters of a quorum that have no vote for this long after they were started. Zero unless set.
+    /// Sets how long a quorum master has no vote after its start. The default is zero.
     ///
-    /// For masters that may have lost their data by the restart; at least the longest lease in use. A master that keeps all its writes
-    /// (`appendfsync always`) needs no such time.
+    /// Use this for masters that may lose data at a restart, and set at least the longest lease in
+    /// use. A master that logs all writes (`appendfsync always`) does not need it.
     #[must_use]
     pub fn with_restart_guard(mut self, restart_guard: Duration) -> Self {
         self.restart_guard = restart_guard;
         self
     }
 
-    /// The namespace that is meant.
+    /// Returns the configured namespace or the default of the layout.
     pub(crate) fn namespace(&self) -> &str {
         match (&self.namespace, self.layout) {
             (Some(namespace), _) => namespace,
@@ -491,10 +511,11 @@ impl RedisConfig {
         }
     }
 
-    /// Refuses what cannot work, without I/O. Opening a store asks this first.
+    /// Returns an error if the configuration cannot work. Performs no I/O. Opening a store calls
+    /// this first.
     ///
     /// # Errors
-    /// [`BackendError`], `Misconfigured`, for the first thing that is wrong.
+    /// Returns [`BackendError`] of kind `Misconfigured` for the first invalid setting.
     pub fn check(&self) -> Result<(), BackendError> {
         let no = |says: String| Err(unusable_as(format!("redis: {says}")));
         let least = usize::from(self.layout != Layout::Redisson);
@@ -564,7 +585,7 @@ fn addresses(all: impl IntoIterator<Item = (String, u16)>) -> Vec<Address> {
     all.into_iter().map(|(host, port)| Address::Tcp { host, port }).collect()
 }
 
-/// Whether `host` ends with a port. The colons of an IPv6 address stand in brackets.
+/// Returns whether `host` ends with a port. The colons of an IPv6 address are inside brackets.
 fn has_port(host: &str) -> bool {
     host.rsplit_once(':').is_some_and(|(_, port)| !port.ends_with(']'))
 }
@@ -580,16 +601,17 @@ fn unusable_as(says: String) -> BackendError {
 const NAMESPACE_BYTES_MAX: usize = 255;
 const TIME_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);
 
-/// The client panics if it finds no cryptography, or finds two to choose from. A program that has chosen keeps its choice.
+/// Installs a cryptography provider, unless the program has chosen one. The client library panics
+/// if it finds none, or several to choose from.
 #[cfg(feature = "tls")]
 fn choose_cryptography() {
     if rustls::crypto::CryptoProvider::get_default().is_none() {
-        // It fails where another thread was faster, which is as good.
+        // Fails if another thread was faster; its provider is used then.
         let _ = rustls::crypto::ring::default_provider().install_default();
     }
 }
 
-// By hand: it holds passwords and keys.
+// Written manually, because the fields include passwords and keys.
 impl fmt::Debug for RedisConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RedisConfig")

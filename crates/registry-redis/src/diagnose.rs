@@ -1,4 +1,5 @@
-//! What is set up wrong in the server, or soon will be.
+//! Checks the servers' settings for hazards, and reads the clock and the process id of quorum
+//! masters.
 
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -10,7 +11,7 @@ use crate::link::Node;
 use crate::store::{Store, millis, read, unreadable};
 
 impl Store {
-    /// Looks at all servers.
+    /// Checks all servers.
     pub(crate) async fn look_for_trouble(&self) -> Result<Vec<Finding>, BackendError> {
         let nodes = self.link.nodes().await?;
         let looks = join_all(nodes.iter().map(|node| self.look_at(node))).await;
@@ -88,7 +89,7 @@ impl Store {
         Ok(findings)
     }
 
-    /// A setting of the server; `None` where this user may not ask, as on most managed servers.
+    /// Returns a server setting; `None` if this user may not read it, as on most managed servers.
     async fn setting(&self, node: &Arc<Node>, name: &str) -> Option<String> {
         let command = redis::cmd("CONFIG").arg("GET").arg(name).to_owned();
         let answer: Vec<(String, String)> = read(self.link.ask(node, &command).await.ok()?).ok()?;
@@ -99,7 +100,8 @@ impl Store {
         read(self.link.ask(node, &redis::cmd("INFO").arg(section).to_owned()).await?)
     }
 
-    /// How many microseconds a single server's clock is ahead of ours; only good for comparing servers with each other.
+    /// Returns how many microseconds a single server's clock is ahead of the local clock. Useful
+    /// only for comparing servers with each other.
     pub(crate) async fn clock(&self) -> Result<i64, BackendError> {
         let ours = || {
             let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
@@ -115,7 +117,7 @@ impl Store {
         Ok(seconds * 1_000_000 + micros - (before + (after - before) / 2))
     }
 
-    /// The id of a single server's process. Each start has another one.
+    /// Returns the id of a single server's process, which changes at each start.
     pub(crate) async fn run_id(&self) -> Result<String, BackendError> {
         let Some(node) = self.link.known(0) else {
             return Err(BackendError::transient("redis: no server"));
@@ -125,7 +127,8 @@ impl Store {
         id.map(|id| id.trim().to_owned()).ok_or_else(unreadable)
     }
 
-    /// For how long another client has seen the process `run_id` of a single server, at least.
+    /// Returns for how long another client has observed the process `run_id` of a single server, at
+    /// minimum.
     pub(crate) async fn vouched(&self, run_id: &str) -> Result<Duration, BackendError> {
         let Some(node) = self.link.known(0) else { return Ok(Duration::ZERO) };
         let command = redis::cmd("GETEX").arg(self.names.age()).to_owned();
@@ -137,7 +140,7 @@ impl Store {
         Ok(Duration::from_millis(millis.unwrap_or(0)))
     }
 
-    /// Writes down that this client has seen the process `run_id` of a single server for so long.
+    /// Stores that this client has observed the process `run_id` of a single server for `age`.
     pub(crate) async fn vouch(&self, run_id: &str, age: Duration) -> Result<(), BackendError> {
         let Some(node) = self.link.known(0) else { return Ok(()) };
         let says = format!("{run_id} {}", age.as_millis());
@@ -147,5 +150,5 @@ impl Store {
     }
 }
 
-/// The oldest version that is known to do what the scripts ask.
+/// The oldest version that is tested to support the scripts.
 const VERSION_MIN: u32 = 7;

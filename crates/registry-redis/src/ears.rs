@@ -1,8 +1,10 @@
-//! Hears of releases. One connection per server, one task, and one subscription per lock that somebody waits for; knows nothing of locks.
+//! Receives release messages: one subscriber connection and one task per server, and one
+//! subscription per awaited lock. This module handles channels and does not interpret locks. `Node`
+//! owns an [`Ears`].
 //!
-//! A message may be lost with its connection, so everybody is woken after each reconnect; and waiting never relies on messages
-//! alone, that is the engine's part. Commands never use this connection: a message that nobody asked for could be taken for the answer to
-//! a command.
+//! A message may be lost with its connection, so every reconnect wakes all waiters. The engine also
+//! polls, so no waiter depends on messages alone. Commands never use this connection, because a
+//! push message could be mistaken for the response to a command.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -19,22 +21,22 @@ use tokio::time::timeout;
 use crate::link::{Dial, Pushes};
 use crate::names::Names;
 
-/// How long a channel that nobody listens to any more stays subscribed: who waited once often waits again.
+/// How long an unused channel stays subscribed. A caller that waited once often waits again.
 const LINGER: Duration = Duration::from_secs(1);
 
-/// The pauses between tries to connect.
+/// The limits of the pause between connection attempts.
 const RETRY_MIN: Duration = Duration::from_millis(50);
 const RETRY_MAX: Duration = Duration::from_secs(2);
 
-/// How releases are told.
+/// The channels on which releases are published.
 #[derive(Debug, Clone)]
 pub(crate) struct Hearing {
     pub(crate) names: Names,
-    /// Channels belong to slots.
+    /// Sharded Pub/Sub: each channel belongs to a hash slot.
     pub(crate) sharded: bool,
 }
 
-/// All channels of one server that are listened to.
+/// All subscribed channels of one server.
 pub(crate) struct Ears {
     table: Arc<Table>,
     orders: mpsc::UnboundedSender<Arc<str>>,
@@ -44,33 +46,37 @@ pub(crate) struct Ears {
 struct Table {
     hearing: Hearing,
     channels: Mutex<HashMap<Arc<str>, Arc<Channel>>>,
-    /// The server is another one now.
+    /// Notified when another server has taken the place of this one.
     renewed: Notify,
 }
 
 /// One channel.
 struct Channel {
-    /// Zero until the server has confirmed the subscription; then the moment since when nothing has changed.
+    /// The value of [`CHANGES`] at the last change; zero until the server confirms the
+    /// subscription.
     changed_at: AtomicU64,
-    /// The server has confirmed the subscription on the connection that is up now.
+    /// The server has confirmed the subscription on the current connection.
     subscribed: AtomicBool,
     changed: Notify,
     listeners: AtomicU64,
-    /// Somebody has waited since idle channels were last looked for. A waiter that tries in between comes back.
+    /// A caller has waited since the last search for idle channels. A waiter that is between two
+    /// attempts comes back soon.
     is_recent: AtomicBool,
 }
 
-/// Numbers all changes of all channels of all servers, so that a channel that was forgotten and is listened to anew, or has moved to another
-/// server, never counts as unchanged.
+/// Numbers the changes of all channels of all servers. A channel that was dropped and subscribed
+/// again, or that moved to another server, therefore never counts as unchanged.
 static CHANGES: AtomicU64 = AtomicU64::new(1);
 
-/// This moment, for [`Ears::wait`]. To be read before a question whose answer may be outdated by a change.
+/// Returns the current change number, for [`Ears::wait`]. Read it before a request whose response a
+/// later change may make obsolete.
 pub(crate) fn moment() -> u64 {
     CHANGES.load(Ordering::Acquire)
 }
 
 impl Ears {
-    /// Listens over connections that `dial` makes, the first of them when there is something to listen to.
+    /// Starts the task, which opens connections with `dial`. The first one is opened when a caller
+    /// first waits.
     pub(crate) fn new(dial: Dial, hearing: Hearing) -> Self {
         let table = Arc::new(Table { hearing, channels: Mutex::default(), renewed: Notify::new() });
         let (orders, inbox) = mpsc::unbounded_channel();
@@ -78,14 +84,15 @@ impl Ears {
         Self { table, orders, task }
     }
 
-    /// Returns when something has changed after `moment`. If nothing was listened to then, returns as soon as it is.
+    /// Waits until the channel `name` has changed after `moment`. If the channel was not subscribed
+    /// at `moment`, waits until it is.
     pub(crate) async fn wait(&self, name: &str, moment: u64) {
         let listener = self.table.listen(name, &self.orders);
         let channel = &listener.0;
         loop {
             let changed = channel.changed.notified();
             tokio::pin!(changed);
-            // Listening starts before the look, or a change could slip through in between.
+            // Registers before the check, so that no change between the two is missed.
             changed.as_mut().enable();
             if channel.changed_at.load(Ordering::Acquire) > moment {
                 return;
@@ -94,18 +101,19 @@ impl Ears {
         }
     }
 
-    /// Returns whether a message on this channel would arrive: the subscription is confirmed, and its connection answers.
+    /// Returns whether a message on this channel would arrive: the subscription is confirmed on a
+    /// connection that answers.
     pub(crate) fn are_confirmed(&self, name: &str) -> bool {
         let channels = self.table.channels();
         channels.get(name).is_some_and(|channel| channel.subscribed.load(Ordering::Acquire))
     }
 
-    /// Gives the connection up for a new one: the server is another one now.
+    /// Replaces the connection, because another server has taken the place of this one.
     pub(crate) fn renew(&self) {
         self.table.renewed.notify_one();
     }
 
-    /// Ends the connection. Whoever waits hears nothing any more.
+    /// Closes the connection. Running waits receive no more messages.
     pub(crate) fn close(&self) {
         self.task.abort();
     }
@@ -114,7 +122,7 @@ impl Ears {
 impl Drop for Ears {
     fn drop(&mut self) {
         self.close();
-        // Whoever waits here must look where the lock is now.
+        // The waiters must find out which server has the lock now.
         self.table.deafened();
     }
 }
@@ -144,7 +152,7 @@ impl Table {
             is_recent: AtomicBool::new(true),
         });
         channels.insert(Arc::clone(&name), Arc::clone(&channel));
-        // Without the task nobody hears anything; the engine looks by itself.
+        // Without the task no message arrives; the engine polls.
         let _ = orders.send(name);
         Listener(channel)
     }
@@ -153,14 +161,14 @@ impl Table {
         self.channels().keys().cloned().collect()
     }
 
-    /// Notes that something may have changed on `name`.
+    /// Records a possible change on `name`.
     fn change(&self, name: &str) {
         if let Some(channel) = self.channels().get(name) {
             note(channel);
         }
     }
 
-    /// Notes that messages on `name` arrive from here on.
+    /// Records that messages on `name` arrive from now on.
     fn confirm(&self, name: &str) {
         if let Some(channel) = self.channels().get(name) {
             channel.subscribed.store(true, Ordering::Release);
@@ -168,7 +176,7 @@ impl Table {
         }
     }
 
-    /// Takes out a channel that is elsewhere now; whoever waits must look there.
+    /// Removes a channel that has moved to another server and wakes its waiters.
     fn lose(&self, name: &str) {
         if let Some(channel) = self.channels().remove(name) {
             note(&channel);
@@ -179,19 +187,19 @@ impl Table {
         self.channels().contains_key(name)
     }
 
-    /// Notes that whatever happened on any channel was not heard.
+    /// Marks all channels as changed, because messages may have been missed.
     fn deafened(&self) {
         self.channels().values().for_each(|channel| note(channel));
     }
 
-    /// Notes that the connection is gone, and its subscriptions with it.
+    /// Marks all channels as unsubscribed, because the connection is closed.
     fn unsubscribe_all(&self) {
         for channel in self.channels().values() {
             channel.subscribed.store(false, Ordering::Release);
         }
     }
 
-    /// Takes out the channels that nobody listens to, and has not since the last call.
+    /// Removes and returns the channels without a waiter since the last call.
     fn forget_idle(&self) -> Vec<Arc<str>> {
         let mut channels = self.channels();
         let idle = |channel: &Channel| {
@@ -211,7 +219,7 @@ fn note(channel: &Channel) {
     channel.changed.notify_waiters();
 }
 
-/// Somebody who waits.
+/// Counts one waiter of a channel.
 struct Listener(Arc<Channel>);
 
 impl Drop for Listener {
@@ -223,7 +231,7 @@ impl Drop for Listener {
 async fn work(table: Arc<Table>, dial: Dial, mut orders: mpsc::UnboundedReceiver<Arc<str>>) {
     let mut pause = RETRY_MIN;
     loop {
-        // The first who waits calls for the first connection.
+        // The first waiter triggers the first connection.
         if table.names().is_empty() && orders.recv().await.is_none() {
             return;
         }
@@ -233,9 +241,10 @@ async fn work(table: Arc<Table>, dial: Dial, mut orders: mpsc::UnboundedReceiver
             let ended = serve(&table, connection, pushes, &mut orders).await;
             table.unsubscribe_all();
             match ended {
-                // As if there was no connection: a server may take it and let us listen to nothing.
+                // The pause keeps growing: some servers accept the connection but refuse every
+                // subscription.
                 Ended::NeverUp => {}
-                // It had been up; whatever comes now is new trouble.
+                // The connection was in use, so this failure is a new one.
                 Ended::Broken => pause = RETRY_MIN,
                 Ended::NobodyLeft => return,
             }
@@ -246,22 +255,22 @@ async fn work(table: Arc<Table>, dial: Dial, mut orders: mpsc::UnboundedReceiver
     }
 }
 
-/// Why a connection was given up.
+/// Why a connection ended.
 enum Ended {
-    /// Before the first subscriptions were answered.
+    /// The first subscriptions were not answered.
     NeverUp,
     Broken,
     NobodyLeft,
 }
 
-/// Listens until the connection breaks, or nobody can give orders any more.
+/// Serves subscriptions until the connection breaks, or all senders of orders are dropped.
 async fn serve(
     table: &Table,
     mut connection: MultiplexedConnection,
     mut pushes: mpsc::UnboundedReceiver<PushInfo>,
     orders: &mut mpsc::UnboundedReceiver<Arc<str>>,
 ) -> Ended {
-    // What was ordered so far is in the table, or was forgotten since.
+    // Earlier orders are in the table already, or their channels have been dropped again.
     while orders.try_recv().is_ok() {}
     if let Some(common) = table.hearing.names.common_channel()
         && !plain(&mut connection, "SUBSCRIBE", &[common.into()]).await
@@ -284,7 +293,8 @@ async fn serve(
                 while names.len() < AT_ONCE && let Ok(name) = orders.try_recv() {
                     names.push(name);
                 }
-                // Who asked may be gone and the channel forgotten: then nobody would ever unsubscribe from it.
+                // The channel may have been dropped since the order. Subscribing it now would leave
+                // it subscribed forever.
                 names.retain(|name| table.has(name));
                 subscribed(table, &mut connection, &names).await
             }
@@ -294,18 +304,19 @@ async fn serve(
                 let idle = table.forget_idle();
                 let verb = if table.hearing.sharded { "SUNSUBSCRIBE" } else { "UNSUBSCRIBE" };
                 let well = plain(&mut connection, verb, &idle).await;
-                // A connection that has died without a word answers nothing.
+                // A connection that died silently answers no PING.
                 well && (!ticks.is_multiple_of(HEARTBEAT_TICKS) || answers(&mut connection).await)
             }
         };
         if !well {
-            // What changes from here on is not heard until there is a new connection; after it everybody is woken.
+            // Messages are lost until the next connection, whose first subscriptions wake all
+            // waiters.
             return Ended::Broken;
         }
     }
 }
 
-/// Takes in what the server has said; false when the connection is of no use any more.
+/// Handles a push message. Returns false if the connection is no longer usable.
 fn heard(table: &Table, push: PushInfo) -> bool {
     let text = |value: Option<&Value>| match value {
         Some(Value::BulkString(text)) => String::from_utf8(text.clone()).ok(),
@@ -328,14 +339,16 @@ fn heard(table: &Table, push: PushInfo) -> bool {
             }
             true
         }
-        // Unless we have asked for it, the slot has moved. The client may have taken this for the answer to something else.
+        // An unsubscription that was not requested means that the slot has moved. The client may
+        // have taken it for the response to another command.
         PushKind::SUnsubscribe => text(push.data.first()).is_none_or(|name| !table.has(&name)),
         PushKind::Disconnection => false,
         _ => true,
     }
 }
 
-/// Subscribes to channels, and notes of each that it may have changed before.
+/// Subscribes to channels and records a possible change of each. Returns false if the connection is
+/// no longer usable.
 async fn subscribed(
     table: &Table,
     connection: &mut MultiplexedConnection,
@@ -350,7 +363,8 @@ async fn subscribed(
                 Err(error) if error.kind() == ErrorKind::Server(ServerErrorKind::Moved) => {
                     table.lose(name);
                 }
-                // It stays unheard. Waiters look by themselves, and try again when they wait anew.
+                // The channel stays unconfirmed and its waiters poll. The next connection tries
+                // again, as does a new wait after the channel was dropped as idle.
                 Err(_) => {}
             }
         }
@@ -358,7 +372,7 @@ async fn subscribed(
     true
 }
 
-/// The same command for each name; false when the connection is of no use any more.
+/// Sends the same command for each name. Returns false if the connection is no longer usable.
 async fn plain(connection: &mut MultiplexedConnection, verb: &str, names: &[Arc<str>]) -> bool {
     for names in names.chunks(AT_ONCE) {
         if each(connection, verb, names).await.is_none() {
@@ -368,7 +382,8 @@ async fn plain(connection: &mut MultiplexedConnection, verb: &str, names: &[Arc<
     true
 }
 
-/// The answers to the same command for each name: one command each, because channels of different slots must not share one.
+/// Returns the responses to the same command for each name. Channels of different slots must not
+/// share one command.
 async fn each(
     connection: &mut MultiplexedConnection,
     verb: &str,
@@ -390,11 +405,11 @@ async fn answers(connection: &mut MultiplexedConnection) -> bool {
     matches!(timeout(ANSWER_LIMIT, connection.send_packed_command(&ping)).await, Ok(Ok(_)))
 }
 
-/// How many ticks pass between two looks at whether the connection is alive.
+/// The number of ticks between two PINGs.
 const HEARTBEAT_TICKS: u32 = 5;
 
-/// How long the server may take to answer.
+/// The time limit for a response of the server.
 const ANSWER_LIMIT: Duration = Duration::from_secs(5);
 
-/// How many channels are subscribed to together.
+/// The number of channels per pipeline.
 const AT_ONCE: usize = 500;

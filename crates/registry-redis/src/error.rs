@@ -1,26 +1,28 @@
-//! What the server's and the client's errors mean for a lock: one table.
+//! Maps the errors of the server and of the client library to `BackendError`: one table.
 
 use redis::{ErrorKind, RedisError, ServerErrorKind};
 use registry_core::{BackendError, BackendErrorKind};
 
 use BackendErrorKind::{Denied, Misconfigured, Protocol, Transient};
 
-/// Says that what was configured cannot work, and why.
+/// Returns `Misconfigured` for a configuration that cannot work, with the cause.
 pub(crate) fn unusable(error: &RedisError) -> BackendError {
     let says = "redis: the configuration cannot be used";
     BackendError::new(Misconfigured, says).with_source(error.clone()).as_refused()
 }
 
-/// Sorts an error and says what to do about it.
+/// Classifies an error and describes the remedy.
 pub(crate) fn explain(error: &RedisError) -> BackendError {
     let Verdict { kind, says, refused } = judge(error);
-    // The client's errors hold no password: of the URL they repeat nothing, and the server never sends one.
+    // The client library's errors contain no password: they do not repeat the URL, and the server
+    // never sends a password.
     let source = without_user(error).unwrap_or_else(|| error.clone());
     let explained = BackendError::new(kind, format!("redis: {says}")).with_source(source);
     if refused { explained.as_refused() } else { explained }
 }
 
-/// The same error without the name of the user, which Valkey 9 puts into what it says of missing rights.
+/// Returns the error without the user name, which Valkey 9 includes in messages about missing
+/// rights.
 fn without_user(error: &RedisError) -> Option<RedisError> {
     let detail = error.detail()?;
     let (before, named) = detail.split_once("User ")?;
@@ -33,7 +35,7 @@ fn without_user(error: &RedisError) -> Option<RedisError> {
 struct Verdict {
     kind: BackendErrorKind,
     says: &'static str,
-    /// Nothing was done.
+    /// The server did nothing.
     refused: bool,
 }
 
@@ -46,7 +48,7 @@ const fn open(kind: BackendErrorKind, says: &'static str) -> Verdict {
 }
 
 fn judge(error: &RedisError) -> Verdict {
-    // A script's error has the code of a missing right only in newer servers.
+    // Only newer servers give a script's error the code of a missing right.
     if error.detail().is_some_and(|detail| detail.contains("ACL failure in script")) {
         return server(ServerErrorKind::NoPerm, None);
     }
@@ -67,7 +69,7 @@ fn judge(error: &RedisError) -> Verdict {
         }
         ErrorKind::Server(kind) => server(kind, error.code()),
         ErrorKind::Extension => code(error.code()),
-        // An answer that ends in its midst is one to the client that makes no sense.
+        // The client library reports a truncated response as a parse error.
         ErrorKind::Parse if error.to_string().contains("end of input") => {
             open(Transient, "the connection was lost")
         }
@@ -77,12 +79,13 @@ fn judge(error: &RedisError) -> Verdict {
         ErrorKind::RESP3NotSupported => {
             refused(Misconfigured, "the server is older than version 6")
         }
-        // What the client may add: the outcome is open, and a repetition promises nothing.
+        // Kinds that the client library may add: the outcome is unknown, and a retry is not known
+        // to help.
         _ => open(Protocol, "the client failed"),
     }
 }
 
-/// What has gone wrong before a connection was encrypted. The client shows the cause in its words alone.
+/// Classifies a failure of the TLS handshake. The client library reports its cause only as text.
 fn encryption(error: &RedisError) -> Option<Verdict> {
     let text = error.to_string();
     if text.starts_with("invalid peer certificate") {
@@ -122,7 +125,7 @@ fn server(kind: ServerErrorKind, named: Option<&str>) -> Verdict {
     }
 }
 
-/// Codes that the client has no name for.
+/// Classifies the codes for which the client library has no name.
 fn code(code: Option<&str>) -> Verdict {
     match code {
         Some("NOAUTH") => refused(Denied, "the server asks for a password"),

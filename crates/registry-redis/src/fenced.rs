@@ -1,4 +1,5 @@
-//! Writes that a holder cannot make any more once its successor has written: the other half of a fencing token.
+//! Fenced writes to Redis: once a newer holder has written to a resource, older holders are
+//! refused.
 
 use std::fmt;
 
@@ -13,14 +14,15 @@ use crate::script::Script;
 use crate::slot::slot;
 use crate::store::{hearing, names, unreadable};
 
-/// Writes to Redis that are made only if their fencing token is not older than the newest that has written to the same resource.
+/// Writes to Redis that succeed only if no larger fencing token has written to the resource.
 ///
-/// A lock can be lost without its holder knowing in time: no lease survives a process that stands still in the middle of a write. What such
-/// a holder writes late is refused here, because the next holder's token is larger. The resource may live in other servers than the
-/// locks, and the token may come from any store.
+/// A holder can lose its lock without noticing in time: no lease protects a process that is
+/// suspended during a write. This type refuses such a late write, because the next holder's token
+/// is larger. The resource and the locks may be on different servers, and the token may come from
+/// any store.
 ///
-/// The newest token of a resource `KEY` is kept under `lock-registry:fence:{KEY}`, without an expiry: delete it with the resource, when nobody can
-/// hold an old token any more.
+/// The newest token of a resource `KEY` is stored under `lock-registry:fence:{KEY}`, without an
+/// expiry. Delete it together with the resource, once no holder can have an old token any more.
 ///
 /// # Examples
 /// ```no_run
@@ -43,42 +45,44 @@ pub struct FencedWrites {
     clustered: bool,
 }
 
-/// What came of a write.
+/// The result of a fenced write.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Fenced<T> {
-    /// It was made.
+    /// The write was executed.
     Written(T),
-    /// It was not made: a larger token has written to the resource before.
+    /// The write was refused: a larger token has written to the resource.
     Stale {
-        /// That token.
+        /// The largest token that has written to the resource.
         newest: FencingToken,
     },
 }
 
-/// What a script has answered.
+/// The reply of a script.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ScriptReply {
-    /// `nil`, or nothing.
+    /// `nil`, or no value.
     Nil,
-    /// A number.
+    /// An integer.
     Int(i64),
-    /// A text, or a status.
+    /// A string or a status.
     Bytes(Vec<u8>),
     /// A table.
     Array(Vec<Self>),
 }
 
-/// A Lua script whose writes are made only if its token is not older than the newest.
+/// A Lua script that runs only if no larger token has written to the resource.
 ///
-/// The body sees its own `KEYS` and `ARGV`, and may return anything. To run it with another client, send [`source`](Self::source) with the key
-/// of the newest token before the body's keys, and the token before the body's arguments; it answers `{1, reply}` or `{0, newest token}`.
+/// The body receives its own `KEYS` and `ARGV`, and may return any value. You can also run the
+/// script with another Redis client: send [`source`](Self::source) with the token key before the
+/// body's keys, and the token before the body's arguments. It returns `{1, reply}` or
+/// `{0, newest token}`.
 #[derive(Clone)]
 pub struct FencedScript(std::sync::Arc<Script>);
 
 impl FencedScript {
-    /// A script of this body.
+    /// Creates a script with this body.
     #[must_use]
     pub fn new(body: &str) -> Self {
         let head = include_str!("script/fenced.lua");
@@ -86,14 +90,14 @@ impl FencedScript {
         Self(std::sync::Arc::new(Script::new(source)))
     }
 
-    /// All of the script.
+    /// Returns the whole source of the script.
     #[must_use]
     pub fn source(&self) -> &str {
         self.0.source()
     }
 
-    /// The key under which the newest token of the resource `key` is kept. It shares a cluster slot with the resource, unless that has
-    /// a closing brace and no tag.
+    /// Returns the key that stores the newest token of the resource `key`. It shares a cluster slot
+    /// with the resource, unless `key` has a closing brace and no hash tag.
     #[must_use]
     pub fn token_key(key: &str) -> String {
         beside(FENCES, key)
@@ -106,7 +110,7 @@ impl fmt::Debug for FencedScript {
     }
 }
 
-/// A script that is made once.
+/// A script that is built once.
 macro_rules! fixed {
     ($body:literal) => {{
         static SCRIPT: std::sync::LazyLock<FencedScript> =
@@ -115,10 +119,12 @@ macro_rules! fixed {
     }};
 }
 impl FencedWrites {
-    /// Connects to the servers where the resources are: any but a quorum, whose masters share no data.
+    /// Connects to the servers of the resources. A quorum is refused, because its masters share no
+    /// data.
     ///
     /// # Errors
-    /// As [`RedisBackend::open`](crate::RedisBackend::open); `Misconfigured` for a quorum.
+    /// Returns the errors of [`RedisBackend::open`](crate::RedisBackend::open), and `Misconfigured`
+    /// for a quorum.
     ///
     /// # Cancel safety
     /// Dropping the future closes the connections.
@@ -136,14 +142,14 @@ impl FencedWrites {
         Ok(Self { link, clustered: matches!(config.servers, Servers::Cluster(_)) })
     }
 
-    /// Sets `key` to `value`, as SET does.
+    /// Sets `key` to `value`, like `SET`.
     ///
     /// # Errors
-    /// Trouble only. Unless it is [refused](BackendError::refused), the write may or may not have been made; with the same token it can be
-    /// repeated.
+    /// Returns a store error. Unless it is [refused](BackendError::refused), the write may or may
+    /// not have been executed. Repeating it with the same token is safe.
     ///
     /// # Cancel safety
-    /// Dropping the future leaves open whether the write is made.
+    /// If the future is dropped, the write may or may not be executed.
     pub async fn set(
         &self,
         token: FencingToken,
@@ -154,13 +160,13 @@ impl FencedWrites {
         Ok(self.run(token, script, &[key], &[value.as_ref()]).await?.map(drop))
     }
 
-    /// Sets `field` of the hash `key` to `value`, as HSET does.
+    /// Sets `field` of the hash `key` to `value`, like `HSET`.
     ///
     /// # Errors
-    /// As [`set`](Self::set).
+    /// Returns the errors of [`set`](Self::set).
     ///
     /// # Cancel safety
-    /// As [`set`](Self::set).
+    /// The same as [`set`](Self::set).
     pub async fn hset(
         &self,
         token: FencingToken,
@@ -173,13 +179,15 @@ impl FencedWrites {
         Ok(self.run(token, script, &[key], &arguments).await?.map(drop))
     }
 
-    /// Runs a script. The first key is the resource whose newest token counts; in a cluster all keys share its slot.
+    /// Runs a script. The first key is the resource whose newest token is compared. In a cluster,
+    /// all keys must share its slot.
     ///
     /// # Errors
-    /// As [`set`](Self::set), `Misconfigured` without a key, and what the script raises, as `Protocol`.
+    /// Returns the errors of [`set`](Self::set), `Misconfigured` without a key, and `Protocol` for
+    /// an error that the script raises.
     ///
     /// # Cancel safety
-    /// As [`set`](Self::set).
+    /// The same as [`set`](Self::set).
     pub async fn run(
         &self,
         token: FencingToken,

@@ -1,13 +1,15 @@
 //! Redis and Valkey as a lock store.
 //!
-//! A lock is a string key with an expiry: the claim that holds it, its fencing token, since when, and a label for people. Every
-//! operation is one script, so the server decides and no half-done acquisition is left to clean up. Waiters are woken by a
-//! message. Waiting, renewal, hand-over and loss are not decided here: the engine in `registry-core` drives a backend through
-//! `LockBackend`.
+//! A lock is a string key with an expiry. Its value holds the claim, the fencing token, the time of
+//! acquisition and a readable label. Every operation is one script, so the server executes it
+//! atomically and a failed acquisition leaves no partial record. A published message wakes the
+//! waiters. Waiting, renewal, hand-over and loss detection are not part of this crate: the engine
+//! in `registry-core` drives a backend through `LockBackend`.
 //!
-//! The servers may be a single one, the master that sentinels name, a cluster, or a quorum of masters that know nothing of each other; see
-//! [`RedisConfig`]. What locks look like in them is a [`Layout`]: this library's own, or that of Spring Integration or of Redisson, whose
-//! programs then contend for the same locks.
+//! The store is a single server, the master that sentinels name, a cluster, or a quorum of
+//! independent masters; see [`RedisConfig`]. A [`Layout`] determines the keys and values of a lock:
+//! this library's own format, or that of Spring Integration or of Redisson. With a foreign layout,
+//! programs that use that library contend for the same locks.
 //!
 //! # Examples
 //! ```no_run
@@ -56,7 +58,7 @@ pub use fenced::{Fenced, FencedScript, FencedWrites, ScriptReply};
 #[cfg(lock_registry_mutants)]
 pub use mutant::{Mutant, switch_mutant};
 
-// The example of the README is compiled.
+// The README example must compile.
 #[cfg(doctest)]
 #[doc = include_str!("../README.md")]
 struct Readme;

@@ -1,4 +1,5 @@
-//! The way to the servers, whatever they are: finds the one that has a lock, follows it where it goes, and knows nothing of locks.
+//! Routes commands to the server that has a slot and follows the slot to other servers. Transports
+//! scripts and does not interpret locks. Called by `Store` and `FencedWrites`.
 
 mod cluster;
 mod node;
@@ -22,39 +23,39 @@ use crate::script::Call;
 
 pub(crate) use node::{Dial, Durable, Node, Pushes};
 
-/// How servers work together.
+/// How the servers share the slots.
 #[async_trait]
 pub(crate) trait Topology: fmt::Debug + Send + Sync {
-    /// Where the locks of a slot are, as far as is known.
+    /// Returns the server that has `slot`. Queries the servers if it is unknown.
     async fn node(&self, slot: u16) -> RedisResult<Arc<Node>>;
 
-    /// The same, without asking anybody.
+    /// Returns the server that has `slot`, without I/O.
     fn known(&self, slot: u16) -> Option<Arc<Node>>;
 
-    /// All servers that have locks.
+    /// Returns all servers that hold locks.
     async fn nodes(&self) -> RedisResult<Vec<Arc<Node>>>;
 
-    /// Learns from an error that `node` gave, and says what to do about it.
+    /// Updates the routing after an error of `node` and returns the next step.
     async fn heed(&self, node: &Arc<Node>, error: &RedisError) -> Next;
 }
 
-/// What to do about an error.
+/// The next step after an error.
 pub(crate) enum Next {
     GiveUp,
-    /// Ask this one; with `asking` although the slot is only on its way there.
+    /// Try this server. `asking`: the slot is still migrating to it.
     Ask {
         node: Arc<Node>,
         asking: bool,
     },
 }
 
-/// The servers of one [`RedisBackend`](crate::RedisBackend), or one of a quorum.
+/// The connections of one [`RedisBackend`](crate::RedisBackend), or of one master of its quorum.
 pub(crate) struct Link {
     topology: Box<dyn Topology>,
 }
 
 impl Link {
-    /// Connects.
+    /// Creates the link. `Link::connect` opens the connections.
     pub(crate) async fn open(
         config: &RedisConfig,
         hearing: Hearing,
@@ -79,7 +80,7 @@ impl Link {
         Ok(Self { topology })
     }
 
-    /// One of several links to single servers, which may be down just now.
+    /// Creates the link to one quorum master, which may be down.
     pub(crate) fn to(
         address: &Address,
         config: &RedisConfig,
@@ -91,12 +92,12 @@ impl Link {
         Ok(Self { topology: Box::new(Single(Arc::new(node))) })
     }
 
-    /// Connects to all servers, so that what is wrong with the configuration shows.
+    /// Connects to all servers, so that configuration errors surface early.
     pub(crate) async fn connect(&self) -> Result<(), BackendError> {
         let refused = |error: RedisError| explain(&error).as_refused();
         for node in self.topology.nodes().await.map_err(refused)? {
             node.connect().await.map_err(refused)?;
-            // A server that cannot promise what is asked for would refuse each grant.
+            // A server that does not support the required durability would refuse every grant.
             node.try_durability().await.map_err(|error| {
                 if error.kind() == ErrorKind::Server(ServerErrorKind::ResponseError) {
                     unusable(&error)
@@ -113,7 +114,8 @@ impl Link {
         Ok(self.follow(slot, call, false).await?.answer)
     }
 
-    /// Runs a script on the server that has `slot`, and waits until its writes are as safe as was asked for.
+    /// Runs a script on the server that has `slot`, and waits until its writes have the configured
+    /// durability.
     pub(crate) async fn run_durably(
         &self,
         slot: u16,
@@ -157,12 +159,12 @@ impl Link {
             .as_refused())
     }
 
-    /// The server that has `slot`, as far as is known.
+    /// Returns the server that has `slot`, without I/O.
     pub(crate) fn known(&self, slot: u16) -> Option<Arc<Node>> {
         self.topology.known(slot)
     }
 
-    /// All servers that have locks.
+    /// Returns all servers that hold locks.
     pub(crate) async fn nodes(&self) -> Result<Vec<Arc<Node>>, BackendError> {
         self.topology.nodes().await.map_err(|error| explain(&error).as_refused())
     }
@@ -172,14 +174,14 @@ impl Link {
         match node.ask(command).await {
             Ok(answer) => Ok(answer),
             Err(error) => {
-                // The next command may have to go elsewhere.
+                // The next command may need another server.
                 let _: Next = self.topology.heed(node, &error).await;
                 Err(explain(&error))
             }
         }
     }
 
-    /// Ends the connections for messages.
+    /// Closes the subscriber connections.
     pub(crate) async fn close(&self) {
         for node in self.topology.nodes().await.unwrap_or_default() {
             node.ears.close();
@@ -193,7 +195,7 @@ impl fmt::Debug for Link {
     }
 }
 
-/// One server for everything.
+/// A single server that has all slots.
 #[derive(Debug)]
 struct Single(Arc<Node>);
 
@@ -214,14 +216,14 @@ impl Topology for Single {
     async fn heed(&self, node: &Arc<Node>, error: &RedisError) -> Next {
         let demoted = [ServerErrorKind::ReadOnly, ServerErrorKind::MasterDown];
         if demoted.iter().any(|kind| error.kind() == ErrorKind::Server(*kind)) {
-            // Its name may be that of another server by now.
+            // Its host name may resolve to another server by now.
             node.renew_seldom();
         }
         Next::GiveUp
     }
 }
 
-/// Makes connections to one server.
+/// Returns a function that connects to one server.
 fn dialler(config: &RedisConfig, address: &Address) -> RedisResult<Dial> {
     let client = config.access.server(address)?;
     let (connect, response) = (config.connect_timeout, config.response_timeout);
@@ -248,11 +250,13 @@ async fn dial(
     dialled.map_err(|error| without_login(client, error))
 }
 
-/// Servers that do not know the greeting repeat it, with the password.
+/// Replaces an error that contains credentials: a server that does not know HELLO repeats its
+/// arguments, with the password.
 fn without_login(client: &redis::Client, error: RedisError) -> RedisError {
     let text = error.to_string();
     let settings = client.get_connection_info().redis_settings();
-    // The operating system's errors repeat nothing, and a short password is part of many texts.
+    // I/O errors repeat no arguments. Only a quoted secret counts, because a short password occurs
+    // in many texts.
     let is_shown = |secret: &str| {
         let quotes = ["'", "`", "\""];
         quotes.iter().any(|quote| text.contains(&format!("{quote}{secret}{quote}")))
@@ -269,5 +273,6 @@ fn without_login(client: &redis::Client, error: RedisError) -> RedisError {
     error
 }
 
-/// More than one is rare: a slot that moves while it is asked for.
+/// The limit of redirections per command. More than one is rare: a slot that migrates during the
+/// call.
 const REDIRECTIONS_MAX: usize = 8;

@@ -1,24 +1,26 @@
-//! Planted bugs of the Redis store, for the tests that prove that the promises' tests find them. Absent from every normal build.
+//! Planted bugs of the Redis store. They exist to prove that the conformance tests detect them;
+//! normal builds do not contain them.
 //!
-//! Built with `--cfg lock_registry_mutants`, one bug at a time can be switched on for the whole process, before a store is opened.
+//! With `--cfg lock_registry_mutants`, one bug at a time can be enabled for the whole process,
+//! before a store is opened.
 
 use std::borrow::Cow;
 
-/// One bug each.
+/// A planted bug.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 #[non_exhaustive]
 pub enum Mutant {
-    /// A renewal that the server refuses counts as "the claim is gone".
+    /// The server's refusal of a renewal counts as "the claim is gone".
     RefusalCountsAsGone = 1,
 }
 
 impl Mutant {
-    /// All of them.
+    /// All planted bugs.
     pub const ALL: [Self; 1] = [Self::RefusalCountsAsGone];
 }
 
-/// The script of renewals, with its bug if that is switched on.
+/// Returns the renewal script, with its bug if that is enabled.
 pub(crate) fn renewal(script: &'static str) -> Cow<'static, str> {
     const RIGHT: &str = "not is_read and not is_foreign(held)";
     if !mutated(Mutant::RefusalCountsAsGone) {
@@ -36,7 +38,7 @@ mod switch {
 
     static ON: AtomicU8 = AtomicU8::new(0);
 
-    /// Switches one bug on, or all of them off.
+    /// Enables one bug, or disables all.
     pub fn switch_mutant(mutant: Option<Mutant>) {
         ON.store(mutant.map_or(0, |mutant| mutant as u8), Ordering::SeqCst);
     }

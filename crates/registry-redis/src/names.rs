@@ -1,15 +1,17 @@
-//! What the keys and channels of a lock are called in the servers, in each layout. Injective, and in a cluster all keys of one lock share
-//! a slot.
+//! Builds and parses the names of keys and channels in each layout. The mapping is injective. In a
+//! cluster, all keys of one lock share a hash slot.
 //!
-//! A slot is that of the text between the first `{` of a name and the first `}` after it, if there is any.
+//! The slot depends only on the text between the first `{` and the next `}`, if there is any.
 //!
-//! | layout | lock | its newest tokens | channels of its release |
+//! | layout | lock | token key | release channels |
 //! |---|---|---|---|
-//! | native | `NAMESPACE:{KEY}`, escaped | `NAMESPACE:{KEY}:token` | as the lock |
-//! | Spring | `NAMESPACE:KEY` | `lock-registry:token:{NAMESPACE:KEY}` | `NAMESPACE-channel:NAMESPACE:KEY`, `NAMESPACE-channel` |
-//! | Redisson | `KEY` or `NAMESPACE:KEY` | `lock-registry:token:{LOCK}` | `redisson_lock__channel:{LOCK}` |
+//! | native | `NS:{KEY}`, escaped | `NS:{KEY}:token` | same as the lock |
+//! | Spring | `NS:KEY` | `lock-registry:token:{LOCK}` | `NS-channel:LOCK`, `NS-channel` |
+//! | Redisson | `KEY`, `NS:KEY` | `lock-registry:token:{LOCK}` | `redisson_lock__channel:{LOCK}` |
 //!
-//! The braces are left out around a name that has a tag itself; in Redisson's channels, as there, around one that has any opening brace.
+//! `NS` is the namespace and `LOCK` is the name of the lock.
+//! The braces are omitted around a name that contains a hash tag. In Redisson's channels they are
+//! omitted around any name with an opening brace, as Redisson does.
 
 use std::borrow::Cow;
 
@@ -19,19 +21,20 @@ use registry_core::{ClaimId, InvalidKey, Key};
 use crate::config::Layout;
 use crate::slot::{slot, tag};
 
-/// Escaped in a key: what would end the tag, and the escape itself. Control characters, because people read these names.
+/// The characters that are escaped in a key: braces would end the tag, and `%` is the escape
+/// itself. Control characters are escaped for readability.
 const IN_KEY: &AsciiSet = &CONTROLS.add(b'%').add(b'{').add(b'}');
 
 #[derive(Debug, Clone)]
 pub(crate) struct Names {
     layout: Layout,
-    /// What all locks' names begin with.
+    /// The prefix of all lock names.
     prefix: String,
-    /// The channel of all releases, as older versions of Spring have it.
+    /// The channel of all releases that older versions of Spring use.
     common_channel: Option<String>,
-    /// What the names of all other channels begin with.
+    /// The prefix of all other channels.
     channel_prefix: String,
-    /// Names must share a slot.
+    /// The keys of one lock must share a slot.
     sharded: bool,
 }
 
@@ -52,7 +55,7 @@ impl Names {
         Self { layout, prefix, common_channel, channel_prefix, sharded }
     }
 
-    /// The key of the lock itself.
+    /// Returns the key of the lock itself.
     pub(crate) fn lock(&self, key: &Key) -> String {
         match self.layout {
             Layout::Native => {
@@ -67,7 +70,7 @@ impl Names {
         }
     }
 
-    /// The key of the newest tokens of `lock`.
+    /// Returns the key that stores the newest tokens of `lock`.
     pub(crate) fn token(&self, lock: &str) -> String {
         match self.layout {
             Layout::Native => [lock, ":token"].concat(),
@@ -75,7 +78,7 @@ impl Names {
         }
     }
 
-    /// The channel on which those who wait for `lock` hear of its release.
+    /// Returns the channel on which releases of `lock` are published.
     pub(crate) fn channel<'a>(&self, lock: &'a str) -> Cow<'a, str> {
         match self.layout {
             Layout::Native => lock.into(),
@@ -84,17 +87,17 @@ impl Names {
         }
     }
 
-    /// The channel on which some hear of all releases; the message is the name of the lock.
+    /// Returns the channel of all releases, if the layout has one. Its messages are lock names.
     pub(crate) fn common_channel(&self) -> Option<&str> {
         self.common_channel.as_deref()
     }
 
-    /// The channel of a lock that was named in a message on the common channel.
+    /// Returns the channel of the lock that a message on the common channel names.
     pub(crate) fn meant_by(&self, message: &[u8]) -> Option<String> {
         std::str::from_utf8(message).ok().map(|lock| self.channel(lock).into_owned())
     }
 
-    /// What is said of the release of `lock`.
+    /// Returns the message that a release of `lock` publishes.
     pub(crate) fn message<'a>(&self, lock: &'a str) -> &'a str {
         match self.layout {
             Layout::Spring => lock,
@@ -102,17 +105,18 @@ impl Names {
         }
     }
 
-    /// A channel of this namespace that no lock has.
+    /// Returns a channel of this namespace that belongs to no lock.
     pub(crate) fn probe(&self) -> String {
         format!("{}{}}}", self.channel_prefix, self.prefix)
     }
 
-    /// A key of this namespace that no lock has: for how long a server's process was seen.
+    /// Returns a key of this namespace that belongs to no lock. It stores how long clients have
+    /// observed the server's current process.
     pub(crate) fn age(&self) -> String {
         self.probe() + ":age"
     }
 
-    /// How a claim is written down.
+    /// Returns the text form of a claim.
     pub(crate) fn claim(&self, id: ClaimId) -> String {
         let id = id.to_string();
         if self.layout == Layout::Native {
@@ -121,13 +125,13 @@ impl Names {
         let uuid =
             format!("{}-{}-{}-{}-{}", &id[..8], &id[8..12], &id[12..16], &id[16..20], &id[20..]);
         match self.layout {
-            // An instance and one of its threads: here an instance per claim.
+            // Redisson writes an instance id and a thread id; here each claim is an instance.
             Layout::Redisson => uuid + ":1",
             Layout::Native | Layout::Spring => uuid,
         }
     }
 
-    /// Refuses a key whose names would not share a slot.
+    /// Refuses a key that collides with a token key, or whose names would not share a slot.
     pub(crate) fn check(&self, key: &Key) -> Result<(), InvalidKey> {
         if self.layout == Layout::Native {
             return Ok(());
@@ -148,7 +152,7 @@ impl Names {
         Ok(())
     }
 
-    /// The lock's key, if `name` is the name of a lock in this namespace.
+    /// Returns the lock's key if `name` is the name of a lock in this namespace.
     pub(crate) fn key(&self, name: &str) -> Option<Key> {
         let key = name.strip_prefix(&self.prefix)?;
         if self.layout != Layout::Native {
@@ -158,11 +162,11 @@ impl Names {
         }
         let key = percent_decode_str(key.strip_suffix('}')?).decode_utf8().ok()?;
         let key = Key::new(&key).ok()?;
-        // Only names as we write them.
+        // Accept only the spelling that `lock` produces.
         (self.lock(&key) == name).then_some(key)
     }
 
-    /// A pattern for SCAN that matches all locks of this namespace, and perhaps other keys.
+    /// Returns a SCAN pattern that matches all locks of this namespace and possibly other keys.
     pub(crate) fn pattern(&self) -> String {
         let mut pattern = String::new();
         for character in self.prefix.chars() {
@@ -174,7 +178,7 @@ impl Names {
         pattern + if self.layout == Layout::Native { "*}" } else { "*" }
     }
 
-    /// The type of a lock's key.
+    /// Returns the Redis type of a lock's key.
     pub(crate) const fn kind(&self) -> &'static str {
         match self.layout {
             Layout::Native | Layout::Spring => "string",
@@ -182,15 +186,16 @@ impl Names {
         }
     }
 
-    /// Whether `record` can be that of the holder of `key`; of other keys with such a name nothing is known.
+    /// Returns whether `record` can belong to a holder of `key`. Other programs may use keys with
+    /// such a name.
     pub(crate) fn is_holder(&self, key: &Key, record: &[u8]) -> bool {
         let uuid = |id: &[u8]| {
             id.len() == 36 && id.iter().all(|byte| byte.is_ascii_hexdigit() || *byte == b'-')
         };
         match self.layout {
-            // The name is enough.
+            // The name is sufficient.
             Layout::Native => true,
-            // The newest token of a native lock in the same namespace is no lock.
+            // The token key of a native lock in the same namespace is not a lock.
             Layout::Spring => {
                 let key = key.as_str();
                 let is_token_key = key.starts_with('{') && key.ends_with("}:token");
@@ -204,19 +209,20 @@ impl Names {
     }
 }
 
-/// A name of ours for what belongs to `name`; it shares its slot unless that has a closing brace and no tag.
+/// Returns the key of this library's data about `name`. Both share a slot, unless `name` has a
+/// closing brace and no hash tag.
 pub(crate) fn beside(prefix: &str, name: &str) -> String {
     if tag(name).is_some() { format!("{prefix}{name}") } else { format!("{prefix}{{{name}}}") }
 }
 
-/// What Redisson calls what belongs to `name`.
+/// Returns Redisson's name for data about `name`.
 fn as_redisson(prefix: &str, name: &str) -> String {
     if name.contains('{') { format!("{prefix}{name}") } else { format!("{prefix}{{{name}}}") }
 }
 
-/// What the names of newest tokens begin with, in the layouts of others.
+/// The prefix of token keys in the foreign layouts.
 const TOKENS: &str = "lock-registry:token:";
-/// What the names of the newest tokens of resources begin with.
+/// The prefix of the token keys of fenced resources.
 pub(crate) const FENCES: &str = "lock-registry:fence:";
 const REDISSON_CHANNEL: &str = "redisson_lock__channel:";
 
@@ -227,7 +233,8 @@ fn escaped(text: &str) -> String {
 }
 
 fn escape(text: &str, escaped: &mut String) {
-    // Everything that is not ASCII would be escaped too; it is harmless and should be readable.
+    // `utf8_percent_encode` would also escape non-ASCII text, which is harmless and should stay
+    // readable.
     for piece in text.split_inclusive(|character: char| !character.is_ascii()) {
         let ascii = piece.trim_end_matches(|character: char| !character.is_ascii());
         escaped.extend(utf8_percent_encode(ascii, IN_KEY));
@@ -280,7 +287,7 @@ mod tests {
             let names = native(&namespace);
             let name = names.lock(&key(&text));
             prop_assert_eq!(names.key(&name), Some(key(&text)));
-            // The cluster's rule: the text between the first brace that opens and the first one after it that closes.
+            // The cluster's rule: the tag is the text between the first `{` and the next `}`.
             let tag = name.split_once('{').and_then(|(_, rest)| rest.split_once('}')).unwrap();
             prop_assert!(!tag.0.is_empty() && tag.1.is_empty());
         }

@@ -1,13 +1,16 @@
-//! Masters that know nothing of each other. A lock is held by whoever holds it on more than half of them.
+//! A quorum of independent masters. A claim that more than half of them grant holds the lock.
 //!
-//! The algorithm is Redlock (redis.io, "Distributed Locks with Redis"), with two differences. The time that a grant is good for is counted
-//! from before the first question, on a clock that does not jump; the engine does that for every store. And a grant has a fencing
-//! token: the largest of a majority's, written back to a majority that still has the claim before the grant counts. Any later grant
-//! has a master in common with it, so its token is larger, unless that master has lost its data and its clock runs behind.
+//! The algorithm is Redlock (redis.io, "Distributed Locks with Redis") with two differences. First,
+//! the lease is counted from before the first request, on a monotonic clock; the engine does this
+//! for every store. Second, a grant has a fencing token: the largest one that the granting majority
+//! returned. It is written back to a majority that still has the claim before the grant counts. Any
+//! later grant shares a master with that majority, so its token is larger, unless that master lost
+//! its data and its clock is behind.
 //!
-//! All masters are asked together, and the answers of a majority decide. Where more answers may still change the decision, they are waited
-//! for twice as long as those of the majority took. The requests to the other masters go on: a late grant of a claim that is
-//! held counts for its renewals, and one of a claim that came to nothing or was released is taken back.
+//! Each request goes to all masters concurrently, and the answers of a majority decide. If more
+//! answers may change the decision, they are awaited for twice the time that the majority took.
+//! Requests to the remaining masters continue in the background. A late grant of a held claim
+//! counts for its renewals; a late grant of a failed or released claim is withdrawn.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -41,22 +44,22 @@ struct Master {
     store: Store,
     restart_guard: Duration,
     giving_back: Semaphore,
-    /// The process that was first reached under this address; empty where this user may not know.
+    /// The process id that this address first led to; empty if this user may not read it.
     identity: OnceLock<String>,
     /// The process that answers now, for [`restart_guard`](RedisConfig::with_restart_guard).
     seen: Mutex<Option<SeenProcess>>,
 }
 
-/// A server's process, and since when it is known to run.
+/// A server process and the time of its first answer.
 struct SeenProcess {
     run_id: String,
     since: Instant,
-    /// Until when it need not be asked again whether it has run for the restart guard.
+    /// Until then, the process counts as older than the restart guard without another check.
     old_until: Option<Instant>,
 }
 
 impl Quorum {
-    /// Connects to a majority.
+    /// Connects to a majority of the masters.
     pub(crate) async fn open(
         addresses: &[Address],
         config: &RedisConfig,
@@ -81,7 +84,8 @@ impl Quorum {
         Ok(quorum)
     }
 
-    /// Refuses two addresses of one server, whose vote would count twice. A master that does not answer now is checked before its first vote.
+    /// Returns an error if two addresses lead to one server, whose vote would count twice. A master
+    /// that is down now is checked before its first vote.
     async fn refuse_duplicates(&self) -> Result<(), BackendError> {
         let masters = Arc::clone(&self.masters);
         let mut asked = self.ask_all(move |nth, _| {
@@ -99,7 +103,7 @@ impl Quorum {
                 Heard::All => break,
             }
         }
-        // Again, because a server may answer under an earlier address after it has answered under a later one.
+        // Checked once more, because answers arrive in any order.
         (0..self.masters.len()).try_for_each(|nth| refuse_duplicate(&self.masters, nth))
     }
 
@@ -116,12 +120,13 @@ impl Quorum {
         self.attempts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How many masters may fail.
+    /// Returns how many masters may fail.
     fn spare(&self) -> usize {
         self.masters.len() - self.majority()
     }
 
-    /// Asks all masters together. Each question is carried to its end, whether somebody waits for the answer or not.
+    /// Sends a request to all masters concurrently. Each request runs to completion, even if its
+    /// caller no longer waits for the response.
     fn ask_all<T, F>(&self, ask: impl Fn(usize, Arc<Master>) -> F) -> Asked<T>
     where
         T: Send + 'static,
@@ -137,7 +142,7 @@ impl Quorum {
         }
     }
 
-    /// Waits until a majority has done what was asked, or cannot any more.
+    /// Waits until a majority has succeeded or can no longer succeed.
     async fn majority_of<T>(&self, mut asked: Asked<T>) -> Result<Vec<T>, BackendError> {
         let mut done = Vec::new();
         let mut trouble = None;
@@ -166,14 +171,14 @@ impl Quorum {
         busy: Vec<(Option<Duration>, Holder)>,
         asked_at: u64,
     ) -> Result<Contest, BackendError> {
-        // An outage must not be taken for a holder: those who are not heard may be free.
+        // An outage must not be reported as a holder: the lock may be free on the silent masters.
         if granted + busy.len() < self.majority() || busy.is_empty() {
             return Err(self.too_few(trouble));
         }
         Ok(busy_with(busy, asked_at))
     }
 
-    /// Says that a majority is in trouble, and gives an example.
+    /// Returns the error for a missing majority, with one master's error as an example.
     fn too_few(&self, example: Option<BackendError>) -> BackendError {
         let (all, majority) = (self.masters.len(), self.majority());
         match example {
@@ -188,13 +193,14 @@ impl Quorum {
     }
 
     pub(crate) async fn try_acquire(&self, claim: &Claim) -> Result<Answer, BackendError> {
-        // Repetitions of one claim, one after the other: together they would settle on different tokens.
+        // Attempts of one claim run one after the other. Concurrent ones would agree on different
+        // tokens.
         let alone = self.alone_with(claim);
         let _turn = alone.turn.lock().await;
         let begun = Instant::now();
         let mut split = None;
         for _ in 0..ROUNDS_MAX {
-            // The engine asks again, and does not wait for one attempt for ever.
+            // The engine limits the duration of an attempt and retries.
             if split.is_some() && begun.elapsed() > ROUNDS_TIME {
                 break;
             }
@@ -237,7 +243,8 @@ impl Quorum {
                 break;
             }
             if !hurries && known > 0 {
-                // A claim that depends on a silent master must not hold up the others until their leases are over.
+                // A claim that depends on a silent master must not delay the others until their
+                // leases end.
                 hurries = true;
                 let lease = claims.iter().map(Claim::lease).min().unwrap_or_default();
                 asked.wait_for(SLOW_RENEWAL.min(lease / 10));
@@ -247,7 +254,8 @@ impl Quorum {
         votes.into_iter().map(|votes| votes.verdict(self).unwrap_or_else(open)).collect()
     }
 
-    /// Ends the claim everywhere; a majority that has it is enough to say so, and the others are told until the lease is over.
+    /// Releases the claim on all masters. Returns once a majority has decided; the other releases
+    /// are retried until the lease ends.
     pub(crate) async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         let round = self.unanswered().get(&claim.id()).and_then(Weak::upgrade);
         if let Some(round) = &round {
@@ -275,7 +283,9 @@ impl Quorum {
         self.freed(asked).await
     }
 
-    /// Whether a majority was freed; of many who free one lock together at most one is told so.
+    /// Returns `Freed` if a majority of the masters had the lock, or if a minority had it and other
+    /// masters are silent. If all masters answer, at most one of several concurrent releases of
+    /// one lock returns `Freed`.
     async fn freed(&self, mut asked: Asked<Release>) -> Result<Release, BackendError> {
         let (mut freed, mut not_held, mut failed) = (0, 0, 0);
         let mut trouble = None;
@@ -303,11 +313,11 @@ impl Quorum {
         if freed + not_held < self.majority() {
             return Err(self.too_few(trouble));
         }
-        // Those that were not heard may have had it, and whoever is told that it is gone is told of a loss.
+        // The silent masters may have had the claim, and `NotHeld` would be reported as a loss.
         Ok(if freed > 0 { Release::Freed } else { Release::NotHeld })
     }
 
-    /// Returns when a majority may have been released after `asked_at`.
+    /// Waits until a majority may have been released after `asked_at`.
     pub(crate) async fn wait(&self, key: &Key, asked_at: u64) {
         let waits = self.masters.iter().map(|master| Box::pin(master.store.wait(key, asked_at)));
         let mut waits: Vec<_> = waits.collect();
@@ -317,8 +327,8 @@ impl Quorum {
         }
     }
 
-    /// Returns whether the messages of a release of `key` by all masters would arrive. A majority would not do: one of
-    /// its masters may be among those that a release has not reached.
+    /// Returns whether the release messages of all masters would arrive. A majority would not
+    /// suffice, because a release need not reach every master of that majority.
     pub(crate) fn hears_of(&self, key: &Key) -> bool {
         self.masters.iter().all(|master| master.store.hears_of(key))
     }
@@ -335,12 +345,12 @@ impl Quorum {
         self.agreed(self.ask_all(|_, master| async move { master.store.list().await })).await
     }
 
-    /// The holders that a majority of the masters agrees on.
+    /// Returns the holders that a majority of the masters agrees on.
     async fn agreed(&self, mut asked: Asked<Vec<Seen>>) -> Result<Vec<Holder>, BackendError> {
         let mut claims: HashMap<(Key, Vec<u8>), Vec<Holder>> = HashMap::new();
         let mut answered = 0;
         let mut trouble = None;
-        // When a majority has answered, the others would only make it clearer.
+        // Once a majority has answered, the other answers only add precision.
         while asked.is_patient || answered < self.majority() {
             match asked.next().await {
                 Heard::Answer(Ok(seen)) => {
@@ -357,7 +367,7 @@ impl Quorum {
         if answered < self.majority() {
             return Err(self.too_few(trouble));
         }
-        // Of those that were not heard, any may agree.
+        // Any silent master may agree.
         let unheard = self.masters.len() - answered;
         let agreed = claims.into_values().filter(|held| held.len() + unheard >= self.majority());
         Ok(agreed.filter_map(summary).collect())
@@ -387,7 +397,7 @@ impl Quorum {
         Ok(findings)
     }
 
-    /// Masters that are the same server by now.
+    /// Returns a finding for each address that leads to the same server as an earlier one.
     async fn duplicates(&self) -> Vec<Finding> {
         let ids = join_all(self.masters.iter().map(|master| master.store.run_id())).await;
         let known: Vec<(String, String)> = (self.masters.iter().zip(ids))
@@ -401,7 +411,7 @@ impl Quorum {
         found
     }
 
-    /// What the masters' clocks say of each other.
+    /// Returns a finding if the masters' clocks differ too much.
     async fn clock_distance(&self) -> Option<Finding> {
         let times = join_all(self.masters.iter().map(|master| master.store.clock())).await;
         let ahead: Vec<i64> = times.into_iter().filter_map(Result::ok).collect();
@@ -419,13 +429,14 @@ impl Quorum {
     }
 }
 
-/// Learns which server the master `nth` is, and refuses it if another address leads to the same one.
+/// Determines which server process the master `nth` is. Returns an error if an earlier address
+/// leads to the same process.
 async fn identify(masters: &[Arc<Master>], nth: usize) -> Result<(), BackendError> {
     let Some(master) = masters.get(nth) else { return Ok(()) };
     if master.identity.get().is_none() {
         let id = match master.store.run_id().await {
             Ok(id) => id,
-            // The server answers, but does not say which one it is.
+            // The server answers but does not disclose its process id.
             Err(error) if error.kind() != BackendErrorKind::Transient => String::new(),
             Err(error) => return Err(error),
         };
@@ -434,7 +445,7 @@ async fn identify(masters: &[Arc<Master>], nth: usize) -> Result<(), BackendErro
     refuse_duplicate(masters, nth)
 }
 
-/// Of two addresses of one server, the first one votes.
+/// Returns an error if an earlier address leads to the same server: only the first address votes.
 fn refuse_duplicate(masters: &[Arc<Master>], nth: usize) -> Result<(), BackendError> {
     let Some(master) = masters.get(nth) else { return Ok(()) };
     let id = master.identity.get().filter(|id| !id.is_empty());
@@ -455,10 +466,12 @@ impl Master {
         self.store.link.known(0).map(|node| node.name().to_owned()).unwrap_or_default()
     }
 
-    /// Whether the server has been running for the restart guard, as far as this process or another client has seen.
+    /// Returns whether the server process has run for the restart guard, as observed by this
+    /// process or by another client.
     ///
-    /// A server counts its uptime on its wall clock, which may be set. Clients count on clocks that do not jump, from the first answer of
-    /// the server's process. The first one that has waited for long enough writes that down on the server, for those that come later.
+    /// A server counts its uptime on its wall clock, which may be set. Clients count on monotonic
+    /// clocks, from the process's first answer. The first client that has waited long enough stores
+    /// that on the server, for clients that start later.
     async fn is_old(&self) -> Result<bool, BackendError> {
         let run_id = self.store.run_id().await?;
         let (age, is_old) = {
@@ -472,15 +485,16 @@ impl Master {
         if is_old {
             return Ok(true);
         }
-        // Once it was old, it stays so.
+        // A process that was old enough stays so.
         if age >= self.restart_guard || self.was_old(&run_id) {
-            // A hint for others: without the right to it they wait themselves.
+            // A hint for other clients. Without the right to write it, they wait for the full time
+            // themselves.
             let _ = self.store.vouch(&run_id, self.restart_guard).await;
         } else if self.store.vouched(&run_id).await? < self.restart_guard {
             return Ok(false);
         }
         if let Some(seen) = self.seen().as_mut().filter(|seen| seen.run_id == run_id) {
-            // What was written down is forgotten with the tokens, unless it is written anew.
+            // The stored age expires after the token memory, so it is renewed at half that time.
             seen.old_until = Some(Instant::now() + self.store.token_memory / 2);
         }
         Ok(true)
@@ -512,7 +526,8 @@ impl Master {
         self.store.try_acquire(claim, Some(&questions.attempt)).await
     }
 
-    /// Releases the claim until that is answered or its lease is over; again if its grant `may_arrive` after the release.
+    /// Releases the claim, retrying until the server answers or the lease ends. If a grant
+    /// `may_arrive` after the release, `NotHeld` is retried as well.
     async fn give_back(
         &self,
         claim: &Claim,
@@ -538,13 +553,14 @@ impl Master {
         }
     }
 
-    /// Takes back what one attempt has got from the master `nth` or, if that is not known, may still get.
+    /// Withdraws one attempt's grant from this master, and a grant that may still arrive if the
+    /// master's response is unknown.
     async fn withdraw(&self, claim: &Claim, questions: &Questions, nth: usize) {
         let until = Instant::now() + claim.lease();
         let mut pause = PAUSE_MIN;
         let mut patience = None;
         loop {
-            // A question that was not answered may still arrive, after this.
+            // A request without a response may still arrive after this withdrawal.
             let did = questions.did(nth);
             if did == NOTHING {
                 return;
@@ -565,8 +581,8 @@ impl Master {
     }
 }
 
-/// An attempt that is taken back everywhere unless it is kept. Only what this attempt has got: the same claim may be granted to a later one
-/// before the last master has heard of it.
+/// One attempt, which is withdrawn from all masters on drop unless `kept`. Only this attempt's
+/// grants are withdrawn, because a later attempt may already have been granted the same claim.
 struct Round<'a> {
     quorum: &'a Quorum,
     claim: &'a Claim,
@@ -574,17 +590,19 @@ struct Round<'a> {
     kept: bool,
 }
 
-/// Rounds of which not all masters have answered, by their claims.
+/// The rounds that not all masters have answered, by claim.
 type Unanswered = Arc<Mutex<HashMap<ClaimId, Weak<Questions>>>>;
 
-/// What one round asks of the masters. Lives until all have answered.
+/// The shared state of one round's requests. Lives until all masters have answered.
 struct Questions {
     claim: ClaimId,
-    /// Larger than those before, so that an earlier question that arrives late changes nothing of a later one's grant.
+    /// Larger than all earlier ones, so that a late request of an earlier attempt does not change a
+    /// later grant.
     attempt: String,
-    /// Of each master, what it did.
+    /// Each master's result.
     answered: Box<[AtomicU8]>,
-    /// The round has come to nothing or its claim was released: what was not asked yet must not be asked any more.
+    /// The round has failed or its claim was released: requests that are not yet sent must not be
+    /// sent.
     is_over: AtomicBool,
     unanswered: Unanswered,
 }
@@ -598,7 +616,7 @@ impl Questions {
 impl Drop for Questions {
     fn drop(&mut self) {
         let mut rounds = self.unanswered.lock().unwrap_or_else(PoisonError::into_inner);
-        // Unless it is a later one's.
+        // A later round of the same claim may have replaced the entry.
         if rounds.get(&self.claim).is_some_and(|round| round.strong_count() == 0) {
             rounds.remove(&self.claim);
         }
@@ -627,7 +645,7 @@ impl<'a> Round<'a> {
             async move {
                 let answer = match identify(&masters, nth).await {
                     Ok(()) => master.try_acquire(&claim, &questions).await,
-                    // It was not asked for the lock.
+                    // The master was not asked for the lock.
                     Err(error) => Err(error.as_refused()),
                 };
                 let did = match &answer {
@@ -642,7 +660,7 @@ impl<'a> Round<'a> {
                 answer
             }
         });
-        // Without a majority nothing can be decided, and to give up is an error.
+        // Without a majority there is no decision, only an error, so the time limit is long.
         asked.wait_for(SLOW_MAJORITY);
         let mut granted: Vec<OneGrant> = Vec::new();
         let mut busy: Vec<(Option<Duration>, Holder)> = Vec::new();
@@ -654,12 +672,13 @@ impl<'a> Round<'a> {
             {
                 break;
             }
-            // It cannot be won any more; whether somebody has it or too few answer, the others may tell.
+            // The lock can no longer be acquired. More answers decide between `Busy` and a store
+            // error.
             let open = granted.len() + busy.len() < quorum.majority();
             if busy.len() + failed > quorum.spare() && !(open && asked.is_patient) {
                 break;
             }
-            // Those that might still grant it are slow, and may be silent for good.
+            // The masters that might still grant the claim are slow or may never answer.
             if !open && !asked.is_patient {
                 break;
             }
@@ -685,7 +704,8 @@ impl<'a> Round<'a> {
                 }
             }
         }
-        // If the claim may have been granted before, a failure now must not take that back.
+        // The claim may have been granted by an earlier attempt, which a failure now must not
+        // withdraw.
         let settled = granted.iter().filter(|(settled, ..)| *settled).count();
         let unheard = quorum.masters.len() - granted.len() - busy.len();
         self.kept = settled > 0 && settled + unheard >= quorum.majority();
@@ -703,10 +723,12 @@ impl<'a> Round<'a> {
             .map(|settled| if settled { Contest::Won(token, lease) } else { Contest::Split(None) })
     }
 
-    /// Writes the token down on a majority that has this attempt's grant. False if it has that of another one.
+    /// Writes the token to a majority that has this attempt's grant. Returns false if too few
+    /// masters have it.
     async fn settle(&self, token: FencingToken) -> Result<bool, BackendError> {
         let quorum = self.quorum;
-        // Also where the claim arrives only now: its question came before this one, on the same connection.
+        // Masters that have not answered yet are included: the claim request precedes this one on
+        // the same connection.
         let mut raised = quorum.ask_all(|_, master| {
             let (claim, questions) = (self.claim.clone(), Arc::clone(&self.questions));
             async move { master.store.raise(&claim, &questions.attempt, token).await }
@@ -745,7 +767,7 @@ impl Drop for Round<'_> {
             return;
         }
         self.questions.is_over.store(true, Ordering::Release);
-        // Without a runtime nobody can be asked; the lease ends it.
+        // Without a runtime no request is possible; the lease ends the grants.
         if tokio::runtime::Handle::try_current().is_ok() {
             drop(self.quorum.ask_all(|nth, master| {
                 let (claim, questions) = (self.claim.clone(), Arc::clone(&self.questions));
@@ -758,15 +780,16 @@ impl Drop for Round<'_> {
     }
 }
 
-/// What came of a round.
+/// The result of a round.
 enum Contest {
     Won(FencingToken, Duration),
     Lost(Answer),
-    /// Several have stopped each other, perhaps attempts of the same claim; the next round may have a winner.
+    /// Several attempts blocked each other, possibly those of one claim. The next round may
+    /// succeed.
     Split(Option<Answer>),
 }
 
-/// Attempts of one claim that are made just now, which take turns.
+/// The running attempts of one claim, which take turns.
 struct Alone<'a> {
     quorum: &'a Quorum,
     id: ClaimId,
@@ -776,14 +799,14 @@ struct Alone<'a> {
 impl Drop for Alone<'_> {
     fn drop(&mut self) {
         let mut attempts = self.quorum.attempts();
-        // The map's and ours.
+        // The remaining references are the map's and this one.
         if Arc::strong_count(&self.turn) == 2 {
             attempts.remove(&self.id);
         }
     }
 }
 
-/// What the masters said of one claim.
+/// The masters' answers to the renewal of one claim.
 #[derive(Default)]
 struct Votes {
     renewed: Vec<Duration>,
@@ -804,7 +827,7 @@ impl Votes {
         }
     }
 
-    /// `None` while it is open.
+    /// Returns `None` while the result is undecided.
     fn verdict(&self, quorum: &Quorum) -> Option<Result<Renewal, BackendError>> {
         let (all, majority) = (quorum.masters.len(), quorum.majority());
         if self.renewed.len() >= majority {
@@ -812,7 +835,7 @@ impl Votes {
             left.sort_unstable_by(|a, b| b.cmp(a));
             return Some(Ok(Renewal::Renewed(left[majority - 1])));
         }
-        // Too few are left that might still have it.
+        // Too few masters remain that might still have the claim.
         if self.gone > all - majority {
             return Some(Ok(Renewal::Gone));
         }
@@ -821,10 +844,11 @@ impl Votes {
     }
 }
 
-/// Says who stands in the way.
+/// Returns the result of a round that other holders blocked.
 fn busy_with(busy: Vec<(Option<Duration>, Holder)>, asked_at: u64) -> Contest {
-    // A token is the same on several masters only after a majority was won. Before that, several may have stopped each other; who
-    // then waits for messages wakes when the others do, and they stop each other again.
+    // Several masters return the same token only after a majority agreed on it. Otherwise several
+    // attempts may have blocked each other. If these waited for messages, all would wake at the
+    // same time and block each other again.
     let agreed = busy
         .iter()
         .position(|(_, one)| busy.iter().filter(|(_, other)| one.token == other.token).count() > 1);
@@ -839,28 +863,30 @@ fn busy_with(busy: Vec<(Option<Duration>, Holder)>, asked_at: u64) -> Contest {
     }
 }
 
-/// A grant of one master: whether a majority has settled on its token, the token, and the lease.
+/// One master's grant: whether its token is settled, the token, and the lease.
 type OneGrant = (bool, FencingToken, Duration);
 
-/// Whether somebody tells of a token that was settled on, and no majority does. The others may.
+/// Returns whether some master reports a settled token but no majority reports the same one.
+/// Further answers may decide.
 fn is_disputed(granted: &[OneGrant], majority: usize) -> bool {
     granted.iter().any(|(settled, ..)| *settled) && agreed_token(granted, majority).is_none()
 }
 
-/// The token that a majority has settled on. Less is not enough: it may come from a round that was not finished, after which others have
-/// had larger ones.
+/// Returns the settled token that a majority reports. A minority's token may come from an
+/// unfinished round, after which other claims may have received larger tokens.
 fn agreed_token(granted: &[OneGrant], majority: usize) -> Option<FencingToken> {
     let settled = granted.iter().filter(|(settled, ..)| *settled).map(|(_, token, _)| *token);
     let votes = |token: &FencingToken| settled.clone().filter(|other| other == token).count();
     settled.clone().find(|token| votes(token) >= majority)
 }
 
-/// A short time that is different for everybody.
+/// Returns a short random pause.
 fn jitter() -> Duration {
     Duration::from_millis(rand::random_range(5..60))
 }
 
-/// What several masters say of one holder: the token that a majority has settled on, and the lease that a majority has left at least.
+/// Combines the masters' reports of one holder. The token is the most frequent one. The remaining
+/// lease is one that a majority has at minimum.
 fn summary(mut held: Vec<Holder>) -> Option<Holder> {
     let votes = |holder: &Holder| held.iter().filter(|other| other.token == holder.token).count();
     let token = held.iter().max_by_key(|holder| votes(holder))?.token;
@@ -870,36 +896,36 @@ fn summary(mut held: Vec<Holder>) -> Option<Holder> {
     Some(holder)
 }
 
-/// Questions to all masters.
+/// Running requests to all masters.
 struct Asked<T> {
     calls: FuturesUnordered<JoinHandle<Result<T, BackendError>>>,
     asked_at: Instant,
     patience: Pin<Box<Sleep>>,
-    /// More answers are worth waiting for than are needed.
+    /// Further answers are awaited beyond those that are needed.
     is_patient: bool,
 }
 
-/// What was heard of those that were asked.
+/// The next event of running requests.
 enum Heard<T> {
     Answer(Result<T, BackendError>),
-    /// Patience is over: from here on, what is needed must be enough.
+    /// The time limit is over: from now on, the necessary answers must suffice.
     NothingYet,
     All,
 }
 
 impl<T> Asked<T> {
-    /// A majority has answered: the others are waited for twice as long as that took.
+    /// Called once a majority has answered: awaits the others for twice the time that this took.
     fn hurry(&mut self) {
         self.wait_for((self.asked_at.elapsed() * 2).clamp(SLOW_MIN, SLOW));
     }
 
-    /// Waits so long from now on for more answers than are needed.
+    /// Awaits further answers for `patience` from now on.
     fn wait_for(&mut self, patience: Duration) {
         self.patience.as_mut().reset(Instant::now() + patience);
         self.is_patient = true;
     }
 
-    /// The next answer.
+    /// Waits for the next answer or the end of the time limit.
     async fn next(&mut self) -> Heard<T> {
         tokio::select! {
             biased;
@@ -925,27 +951,29 @@ impl fmt::Debug for Quorum {
     }
 }
 
-/// How often those who have stopped each other try again at once.
+/// The limit of immediate retries after attempts blocked each other.
 const ROUNDS_MAX: u32 = 8;
-/// How long they do so.
+/// The time limit of these retries.
 const ROUNDS_TIME: Duration = Duration::from_millis(300);
-/// What a master did about an attempt.
+/// A master's result of an attempt.
 const UNKNOWN: u8 = 0;
 const NOTHING: u8 = 1;
 const GRANTED: u8 = 2;
-/// How many claims are given back to one master again and again, while it does not answer. Of more, the lease ends them there.
+/// The limit of claims whose release is retried at one silent master. Beyond it, the lease ends the
+/// grant there.
 const GIVEN_BACK_MAX: usize = 256;
 const PAUSE_MIN: Duration = Duration::from_millis(20);
 const PAUSE_MAX: Duration = Duration::from_secs(1);
-/// How long more answers are waited for than are needed.
+/// How long further answers are awaited beyond those that are needed.
 const SLOW: Duration = Duration::from_millis(100);
-/// The least of it, once a majority has answered.
+/// The minimum of that time once a majority has answered.
 const SLOW_MIN: Duration = Duration::from_millis(5);
-/// The same for a majority, where one can be heard but the lock cannot be won any more.
+/// The limit while a majority has not answered and the lock can no longer be acquired.
 const SLOW_MAJORITY: Duration = Duration::from_millis(500);
-/// The same for renewals, which are lost if they are given up too early.
+/// The limit for renewals, where giving up too early loses a lock.
 const SLOW_RENEWAL: Duration = Duration::from_secs(1);
-/// The number of the next attempt. Others' are never compared with ours: a claim belongs to one process.
+/// The next attempt's number. Only attempts of one claim are compared, and a claim belongs to one
+/// process.
 static ATTEMPTS: AtomicU64 = AtomicU64::new(1);
 const CLOCK_DISTANCE_US: i64 = 500_000;
 
@@ -957,7 +985,8 @@ mod tests {
         (settled, FencingToken::new(token).unwrap(), Duration::from_secs(1))
     }
 
-    /// A round that was not finished leaves its token on a minority; others may have had larger ones since.
+    /// A round that did not finish leaves its token on a minority; other claims may have received
+    /// larger tokens since.
     #[test]
     fn the_token_of_a_minority_is_not_believed() {
         let granted = [grant(true, 5), grant(false, 9), grant(false, 8)];
@@ -966,7 +995,7 @@ mod tests {
         assert!(!is_disputed(&[grant(false, 9), grant(false, 8), grant(false, 7)], 3));
     }
 
-    /// The claim was granted before, and its holder knows this token.
+    /// The claim was granted before, and its holder has this token.
     #[test]
     fn the_token_of_a_majority_is_the_claims_own() {
         let granted = [grant(true, 5), grant(false, 9), grant(true, 5), grant(true, 5)];

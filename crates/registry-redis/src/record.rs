@@ -1,10 +1,11 @@
-//! What is written under a lock's key in the native layout: `CLAIM TOKEN SINCE LABEL`, in text that people can read.
+//! Parses the value of a lock's key in the native layout: the readable text
+//! `CLAIM TOKEN SINCE LABEL`.
 
 use std::time::Duration;
 
 use registry_core::{FencingToken, Holder, Key};
 
-/// A lock's record, as far as it is one of ours.
+/// A lock's record. Fields that another program's value does not contain are `None`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Record {
     pub(crate) token: Option<FencingToken>,
@@ -13,9 +14,9 @@ pub(crate) struct Record {
 }
 
 impl Record {
-    /// Reads a record. Of what somebody else has written there nothing is known but that it is there.
+    /// Parses a record. A value of another program yields only the `token`.
     ///
-    /// The token is told apart, because not every layout has it in its records.
+    /// The token is a separate argument, because not every layout stores it in the record.
     pub(crate) fn read(bytes: &[u8], token: Option<i64>) -> Self {
         let token = token.and_then(|token| FencingToken::try_from(token).ok());
         let stranger = Self { token, since_us: None, label: None };
@@ -31,7 +32,7 @@ impl Record {
         Self { token, since_us, label }
     }
 
-    /// Tells who holds `key`, at `now_us` on the server's clock.
+    /// Returns the holder of `key`. `now_us` is the time on the server's clock.
     pub(crate) fn holder(self, key: Key, now_us: i64, left_ms: i64) -> Holder {
         let held_for = self.since_us.map(|since| micros(now_us.saturating_sub(since)));
         Holder::new(key)
@@ -41,7 +42,7 @@ impl Record {
     }
 }
 
-/// The lease that PTTL tells; `None` for a key without an expiry.
+/// Converts the result of PTTL; `None` for a key without an expiry.
 pub(crate) fn lease_left(left_ms: i64) -> Option<Duration> {
     u64::try_from(left_ms).ok().map(Duration::from_millis)
 }

@@ -1,4 +1,5 @@
-//! Passes on what the servers say of changes to locks, to the registries that may hold them.
+//! Forwards the servers' invalidation messages (`CLIENT TRACKING`) to the registries that may hold
+//! the locks. `Node` reports the messages; the engine then verifies the claims.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -11,20 +12,20 @@ use registry_core::{Key, LossHints};
 
 use crate::names::Names;
 
-/// Those who want to know.
+/// The subscribed registries, and whether the servers send invalidations.
 #[derive(Clone)]
 pub(crate) struct Rumours(Arc<Inner>);
 
 struct Inner {
     names: Names,
-    /// A server would not tell.
+    /// A server refused client tracking.
     untold: AtomicBool,
     registries: Mutex<Vec<LossHints>>,
-    /// Of these nobody tells for now.
+    /// Keys without invalidations for now.
     untold_keys: Mutex<BTreeSet<Key>>,
 }
 
-/// How soon a key is looked at of which a server could not be asked to tell.
+/// How soon a key is verified if the server could not be asked to track it.
 const LOOK_AGAIN: Duration = Duration::from_millis(250);
 
 impl Rumours {
@@ -37,31 +38,31 @@ impl Rumours {
         }))
     }
 
-    /// One more who wants to know.
+    /// Subscribes a registry.
     pub(crate) fn tell(&self, hints: LossHints) {
         let mut registries = self.0.registries.lock().unwrap_or_else(PoisonError::into_inner);
         registries.retain(LossHints::is_live);
         registries.push(hints);
     }
 
-    /// Whether any registry, of those that are not closed, wants to know.
+    /// Returns whether any open registry is subscribed.
     pub(crate) fn are_wanted(&self) -> bool {
         let mut registries = self.0.registries.lock().unwrap_or_else(PoisonError::into_inner);
         registries.retain(LossHints::is_live);
         !registries.is_empty()
     }
 
-    /// Notes whether a server tells.
+    /// Records whether a server sends invalidations.
     pub(crate) fn note(&self, told: bool) {
         self.0.untold.store(!told, Ordering::Release);
     }
 
-    /// Whether the servers tell.
+    /// Returns whether the servers send invalidations.
     pub(crate) fn are_told(&self) -> bool {
         !self.0.untold.load(Ordering::Acquire)
     }
 
-    /// Passes on which keys the server has named; no list means all.
+    /// Forwards the keys of an invalidation message. A message without a list invalidates all keys.
     pub(crate) fn spread(&self, named: &[Value]) {
         let Some(Value::Array(names)) = named.first() else { return self.spread_all() };
         for name in names {
@@ -72,7 +73,7 @@ impl Rumours {
         }
     }
 
-    /// Has keys looked at soon, for nobody tells of changes to them.
+    /// Has these keys verified after [`LOOK_AGAIN`], because no invalidation would arrive for them.
     pub(crate) fn spread_soon<'a>(&self, names: impl Iterator<Item = &'a [u8]>) {
         let mut keys = self.0.untold_keys.lock().unwrap_or_else(PoisonError::into_inner);
         let is_idle = keys.is_empty();
@@ -95,7 +96,7 @@ impl Rumours {
         self.0.names.key(std::str::from_utf8(name).ok()?)
     }
 
-    /// Passes on that anything may have changed.
+    /// Invalidates all keys.
     pub(crate) fn spread_all(&self) {
         self.each(LossHints::look_at_all);
     }
@@ -106,7 +107,7 @@ impl Rumours {
     }
 }
 
-// By hand: names would be all that there is to see.
+// Written manually: the derived form would print only names.
 impl fmt::Debug for Rumours {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Rumours").field("told", &self.are_told()).finish_non_exhaustive()

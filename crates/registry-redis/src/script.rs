@@ -1,7 +1,8 @@
-//! What the servers are asked to do, in their own language. Each script is one step that nothing comes in between.
+//! The Lua scripts that the servers run. The server executes each script atomically.
 //!
-//! A script is the same for all layouts; before it come the few functions in which layouts differ, see `script/layout`.
-//! Tokens are numbers of microseconds; Lua counts exactly up to 2^53 of them, which is the year 2255.
+//! A script is the same for all layouts. The few functions that depend on the layout are prepended
+//! to it, see `script/layout`. Tokens are times in microseconds, which a Lua number represents
+//! exactly up to 2^53, the year 2255.
 
 use std::sync::OnceLock;
 
@@ -12,23 +13,23 @@ use crate::mutant::renewal;
 
 /// The scripts of one layout.
 pub(crate) struct Scripts {
-    /// Grants the lock if nobody holds it.
+    /// Grants the lock if it is free.
     pub(crate) acquire: Script,
-    /// Prolongs leases; never brings one back, never shortens one.
+    /// Extends leases. Never recreates and never shortens a lease.
     pub(crate) renew: Script,
-    /// Ends the grant of one claim and tells those who wait.
+    /// Releases one claim's grant and publishes the release.
     pub(crate) release: Script,
-    /// Ends the grant of whoever holds the lock and tells those who wait.
+    /// Releases the lock whatever claim holds it, and publishes the release.
     pub(crate) break_open: Script,
-    /// Tells who holds locks.
+    /// Returns the holders of locks.
     pub(crate) look: Script,
-    /// Writes down the token of a majority.
+    /// Stores the token that a majority has agreed on.
     pub(crate) raise: Script,
-    /// Ends what one attempt of a claim has got, and tells those who wait.
+    /// Releases the grant of one attempt of a claim and publishes the release.
     pub(crate) withdraw: Script,
 }
 
-/// A layout of others, which has no room for tokens in its records.
+/// The functions of a foreign layout, whose records have no room for tokens.
 macro_rules! peers {
     ($layout:literal) => {
         concat!(include_str!($layout), "\n", include_str!("script/layout/beside.lua"))
@@ -46,7 +47,7 @@ impl Scripts {
             Layout::Redisson => (&REDISSON, peers!("script/layout/redisson.lua")),
         };
         if cfg!(lock_registry_mutants) {
-            // Another planted bug may be switched on than when the last store was opened.
+            // The planted bug may have changed since the last store was opened.
             return Box::leak(Box::new(Self::after(functions)));
         }
         made.get_or_init(|| Self::after(functions))
@@ -67,7 +68,7 @@ impl Scripts {
     }
 }
 
-/// A program for a server.
+/// The source of a Lua script and its hash.
 pub(crate) struct Script {
     source: String,
     hash: String,
@@ -79,12 +80,12 @@ impl Script {
         Self { source, hash }
     }
 
-    /// All of it.
+    /// Returns the whole source.
     pub(crate) fn source(&self) -> &str {
         &self.source
     }
 
-    /// A call with these keys, to which arguments are yet to be added.
+    /// Starts a call with these keys; the caller adds the arguments.
     pub(crate) fn call<I>(&self, keys: I) -> Call<'_>
     where
         I: IntoIterator<Item: ToRedisArgs, IntoIter: ExactSizeIterator>,
@@ -113,7 +114,7 @@ impl Call<'_> {
         self
     }
 
-    /// Has the server tell when somebody else changes what the script has read.
+    /// Asks the server for invalidations of the keys that the script reads.
     pub(crate) fn watching(self) -> Self {
         Self { watches: true, ..self }
     }
@@ -122,7 +123,7 @@ impl Call<'_> {
         self.watches
     }
 
-    /// The keys of the script.
+    /// Returns the keys of the script.
     pub(crate) fn keys(&self) -> impl Iterator<Item = &[u8]> {
         let simple = |argument| match argument {
             Arg::Simple(argument) => Some(argument),
@@ -134,12 +135,12 @@ impl Call<'_> {
         arguments.take(count.unwrap_or(0))
     }
 
-    /// For a server that knows the script.
+    /// Returns `EVALSHA`, for a server that has cached the script.
     pub(crate) fn known(&self) -> &Cmd {
         &self.command
     }
 
-    /// For a server that does not, which then will.
+    /// Returns `EVAL`, which makes the server cache the script.
     pub(crate) fn unknown(&self) -> Cmd {
         let mut command = redis::cmd("EVAL");
         command.arg(&self.script.source);
@@ -152,7 +153,7 @@ impl Call<'_> {
     }
 }
 
-/// What most calls have beside their keys and what belongs to each of them.
+/// The number of arguments of most calls, without those that belong to one key.
 const ARGUMENTS: usize = 8;
-/// The room that most of them need, for each key and once more.
+/// The bytes that most calls need per key, and once more for the rest.
 const BYTES: usize = 96;

@@ -1,18 +1,19 @@
-//! Which of a cluster's slots a key is in: CRC16 (XMODEM) of its tag or of all of it, as the cluster specification has it.
+//! Computes a key's cluster slot: CRC16 (XMODEM) of its hash tag or of the whole key, as in the
+//! cluster specification.
 
 use crc::{CRC_16_XMODEM, Crc};
 
 static CRC: Crc<u16> = Crc::<u16>::new(&CRC_16_XMODEM);
 
-/// How many slots there are.
+/// The number of slots of a cluster.
 pub(crate) const SLOTS: usize = 16_384;
 
-/// The slot of a key.
+/// Returns the slot of a key.
 pub(crate) fn slot(name: &str) -> u16 {
     CRC.checksum(tag(name).unwrap_or(name).as_bytes()) % 16_384
 }
 
-/// The part of a key that alone decides on its slot, if it has one.
+/// Returns the hash tag of a key: the part that alone determines its slot.
 pub(crate) fn tag(name: &str) -> Option<&str> {
     let (_, rest) = name.split_once('{')?;
     let (tag, _) = rest.split_once('}')?;
@@ -23,7 +24,7 @@ pub(crate) fn tag(name: &str) -> Option<&str> {
 mod tests {
     use super::*;
 
-    /// As `CLUSTER KEYSLOT` says.
+    /// The expected values are those of `CLUSTER KEYSLOT`.
     #[test]
     fn slots_are_those_of_the_servers() {
         for (name, expected) in

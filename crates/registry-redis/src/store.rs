@@ -1,5 +1,5 @@
-//! The locks of servers that have one history between them: a single server, a master and its replicas, a cluster. Says nothing of Lua, see
-//! `script`, nothing of names, see `names`, and nothing of where a server is, see `link`.
+//! Lock operations on servers with one shared history: a single server, a master and its replicas,
+//! or a cluster. Lua is in `script`, key names are in `names`, and routing to servers is in `link`.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -23,12 +23,12 @@ use crate::rumours::Rumours;
 use crate::script::{Call, Scripts};
 use crate::slot::slot;
 
-/// What came of an attempt.
+/// The result of an attempt.
 pub(crate) enum Answer {
     Granted {
         token: FencingToken,
         lease: Duration,
-        /// In a quorum, whether a majority has settled on the token.
+        /// False while the token is provisional, which occurs only in a quorum.
         settled: bool,
     },
     Busy {
@@ -38,7 +38,7 @@ pub(crate) enum Answer {
     },
 }
 
-/// Who holds a lock, and by which claim.
+/// The holder of a lock and its claim.
 pub(crate) struct Seen {
     pub(crate) claim: Vec<u8>,
     pub(crate) holder: Holder,
@@ -48,7 +48,7 @@ pub(crate) struct Store {
     pub(crate) names: Names,
     pub(crate) link: Link,
     scripts: &'static Scripts,
-    /// Locks are spread over slots.
+    /// Locks are distributed over hash slots.
     clustered: bool,
     alone: bool,
     publish: &'static str,
@@ -57,7 +57,7 @@ pub(crate) struct Store {
 }
 
 impl Store {
-    /// Connects.
+    /// Connects to the servers.
     pub(crate) async fn open(
         config: &RedisConfig,
         rumours: &Rumours,
@@ -67,7 +67,7 @@ impl Store {
         Ok(Self::over(link, config))
     }
 
-    /// One master of several, which may be down just now.
+    /// Creates the store of one quorum master, without connecting: the master may be down.
     pub(crate) fn member(
         address: &Address,
         config: &RedisConfig,
@@ -91,12 +91,12 @@ impl Store {
         }
     }
 
-    /// Whether there is one server, which needs no name.
+    /// Returns whether the store is a single server, whose findings need no server name.
     pub(crate) fn is_alone(&self) -> bool {
         self.alone
     }
 
-    /// The part of the servers that `key` is in: what fails together.
+    /// Returns a number for the server that holds `key`. Keys with the same number fail together.
     pub(crate) fn shard(&self, key: &Key) -> u32 {
         if !self.clustered {
             return 0;
@@ -109,14 +109,14 @@ impl Store {
         })
     }
 
-    /// `attempt` is for a master of a quorum.
+    /// Tries to acquire the lock. `attempt` is given for a master of a quorum only.
     pub(crate) async fn try_acquire(
         &self,
         claim: &Claim,
         attempt: Option<&str>,
     ) -> Result<Answer, BackendError> {
         let lock = self.names.lock(claim.key());
-        // Before the question: what is heard of after it was asked may outdate the answer.
+        // Read before the request: a later message may make the response obsolete.
         let asked_at = moment();
         let mut call = self
             .scripts
@@ -140,7 +140,7 @@ impl Store {
             (Answer::Granted { .. }, Some(missing)) => {
                 let trouble =
                     BackendError::transient(format!("redis: {missing}; the grant was given back"));
-                // Unless it is known to be given back, it is as if there had been no answer.
+                // Unless the release is confirmed, the outcome of the acquisition is unknown.
                 Err(if self.release(claim).await.is_ok() { trouble.as_refused() } else { trouble })
             }
             (answer, _) => Ok(answer),
@@ -164,7 +164,7 @@ impl Store {
                 && locks.len() > 1
                 && renewed.as_ref().is_err_and(BackendError::refused)
             {
-                // A slot that is being moved has some of them here and some there.
+                // While a slot migrates, its keys are spread over two servers.
                 return (locks, self.renew_one_by_one(*slot, claims, locks).await);
             }
             let each =
@@ -202,7 +202,7 @@ impl Store {
         if !self.durability.is_wanted() {
             return read(self.link.run(slot, call).await?);
         }
-        // What a failover may take back must not be counted on.
+        // A renewal that a failover may undo must not count.
         let durable = self.link.run_durably(slot, call).await?;
         match durable.missing {
             Some(missing) => Err(BackendError::transient(format!("redis: {missing}"))),
@@ -218,7 +218,7 @@ impl Store {
         self.free(&lock, call).await
     }
 
-    /// Ends what one attempt of a claim has got.
+    /// Releases the grant of one attempt of a claim.
     pub(crate) async fn withdraw(
         &self,
         claim: &Claim,
@@ -236,7 +236,7 @@ impl Store {
         self.free(&lock, call).await
     }
 
-    /// Runs a script that frees `lock` and publishes its release.
+    /// Runs a script that deletes `lock` and publishes its release.
     async fn free(&self, lock: &str, call: Call<'_>) -> Result<Release, BackendError> {
         let mut call =
             call.arg(self.publish).arg(self.names.message(lock)).arg(self.names.channel(lock));
@@ -247,7 +247,7 @@ impl Store {
         Ok(if freed > 0 { Release::Freed } else { Release::NotHeld })
     }
 
-    /// Writes down the token that a majority has settled on. False if the claim does not hold the lock here.
+    /// Stores the token of a majority. Returns false if the claim does not hold the lock here.
     pub(crate) async fn raise(
         &self,
         claim: &Claim,
@@ -268,24 +268,24 @@ impl Store {
         Ok(raised == 1)
     }
 
-    /// Returns when `key` may have been released after `asked_at`.
+    /// Waits until `key` may have been released after `asked_at`.
     pub(crate) async fn wait(&self, key: &Key, asked_at: u64) {
         let lock = self.names.lock(key);
         match self.link.known(self.slot(&lock)) {
             Some(node) => node.ears.wait(&self.names.channel(&lock), asked_at).await,
-            // Nobody is known to have it; the engine looks by itself.
+            // No server is known for the slot; the engine polls.
             None => std::future::pending().await,
         }
     }
 
-    /// Returns whether a message of the release of `key` would arrive.
+    /// Returns whether a release message for `key` would arrive.
     pub(crate) fn hears_of(&self, key: &Key) -> bool {
         let lock = self.names.lock(key);
         let node = self.link.known(self.slot(&lock));
         node.is_some_and(|node| node.ears.are_confirmed(&self.names.channel(&lock)))
     }
 
-    /// The holders of those locks that are held.
+    /// Returns the holders of those `keys` that are locked.
     pub(crate) async fn look(&self, keys: &[Key]) -> Result<Vec<Seen>, BackendError> {
         let mut by_slot: BTreeMap<u16, Vec<(&Key, String)>> = BTreeMap::new();
         for key in keys {
@@ -321,7 +321,7 @@ impl Store {
         Ok(held.map(holder).collect())
     }
 
-    /// The holders of all locks of the namespace.
+    /// Returns the holders of all locks in the namespace.
     pub(crate) async fn list(&self) -> Result<Vec<Seen>, BackendError> {
         let nodes = self.link.nodes().await?;
         let scans = nodes.iter().map(|node| self.scan(node));
@@ -329,7 +329,7 @@ impl Store {
         for found in join_all(scans).await {
             keys.extend(found?);
         }
-        // A key may be told twice while the database is rearranged, or the cluster.
+        // SCAN may return a key twice during a rehash or a slot migration.
         keys.sort();
         keys.dedup();
         self.look(&keys).await
@@ -339,7 +339,7 @@ impl Store {
         let mut keys = Vec::new();
         let mut cursor = 0_u64;
         let began = Instant::now();
-        // SCAN looks at a bounded piece of the database at a time, so nobody else is held up.
+        // SCAN visits a bounded part of the database per call, so other clients are not blocked.
         loop {
             let scan = redis::cmd("SCAN")
                 .arg(cursor)
@@ -357,7 +357,7 @@ impl Store {
             if cursor == 0 {
                 return Ok(keys);
             }
-            // The caller has long gone, and a proxy may lead in circles.
+            // The engine's time-out is long over, and a proxy may never return cursor 0.
             if began.elapsed() > LIST_LIMIT {
                 return Err(BackendError::transient(
                     "redis: the database is too large to be listed in time",
@@ -366,13 +366,14 @@ impl Store {
         }
     }
 
-    /// Where `lock` is, among servers that share their locks out.
+    /// Returns the hash slot of `lock`, or 0 outside a cluster.
     fn slot(&self, lock: &str) -> u16 {
         if self.clustered { slot(lock) } else { 0 }
     }
 
-    /// How long tokens are remembered: never shorter than the grant, which in some layouts can tell its token only from there, and
-    /// until the clock is past the last of them.
+    /// Returns how long the newest token is stored, in ms. It outlives the lease, because in
+    /// foreign layouts the grant's token exists only there. It also covers the time until the clock
+    /// has passed the last reserved token.
     fn memory_of_tokens(&self, claim: &Claim) -> u64 {
         let reserved = Duration::from_micros(claim.token_block().into());
         millis(self.token_memory.max(claim.lease() * 2) + reserved)
@@ -385,7 +386,7 @@ impl fmt::Debug for Store {
     }
 }
 
-/// How releases are told.
+/// Returns the channel scheme for release messages.
 pub(crate) fn hearing(config: &RedisConfig) -> Hearing {
     let clustered = matches!(config.servers, Servers::Cluster(_));
     let sharded = match config.publish {
@@ -396,7 +397,7 @@ pub(crate) fn hearing(config: &RedisConfig) -> Hearing {
     Hearing { names: names(config), sharded }
 }
 
-/// What keys are called.
+/// Returns the key names of this configuration.
 pub(crate) fn names(config: &RedisConfig) -> Names {
     let clustered = matches!(config.servers, Servers::Cluster(_));
     Names::new(config.layout, config.namespace(), clustered)
@@ -408,7 +409,7 @@ fn read_attempt(answer: Value, key: &Key, asked_at: u64) -> Result<Answer, Backe
         [Value::Int(1), token, Value::Int(left)] => {
             let settled = !matches!(token, Value::BulkString(text) if text.starts_with(b"0"));
             let token = number(token).and_then(|token| FencingToken::try_from(token).ok());
-            // Without an expiry, if somebody took it away, it lasts longer than any lease.
+            // If another client removed the expiry, the grant outlives any lease.
             let lease = lease_left(*left).unwrap_or(Duration::MAX);
             Ok(Answer::Granted { token: token.ok_or_else(unreadable)?, lease, settled })
         }
@@ -421,10 +422,10 @@ fn read_attempt(answer: Value, key: &Key, asked_at: u64) -> Result<Answer, Backe
     }
 }
 
-/// A lock's record, the lease that it has left, and its token.
+/// A lock's record, its remaining lease in ms, and its token.
 type Found = (Vec<u8>, i64, Option<i64>);
 
-/// The time on the server's clock, and what was found for each lock.
+/// Returns the server's time and the findings for each lock.
 fn read_look(answer: &[Value]) -> Result<(i64, Vec<Found>), BackendError> {
     let (now, records) = answer.split_first().ok_or_else(unreadable)?;
     let now = number(now).ok_or_else(unreadable)?;
@@ -456,18 +457,19 @@ pub(crate) fn unreadable() -> BackendError {
     )
 }
 
-/// Whole milliseconds, rounded up: a lease must not be shorter than it was asked for.
+/// Rounds up to whole milliseconds: a lease must not be shorter than requested.
 pub(crate) fn millis(span: Duration) -> u64 {
     u64::try_from(span.as_nanos().div_ceil(1_000_000)).unwrap_or(u64::MAX)
 }
 
-/// How long a claim is in the native layout.
+/// The length of a claim in the native layout.
 const CLAIM_BYTES: usize = 32;
-/// How many keys of a database are gone through in one step of a server.
+/// The number of keys that one SCAN call visits.
 const SCAN_AT_ONCE: usize = 500;
-/// How many locks are looked at in one step of a server: where it tells of changes, each read makes it note all of them.
+/// The number of locks per call of the look script. With tracking, some servers record all keys at
+/// each read.
 const LOOK_AT_ONCE: usize = 20;
-/// How many such steps are asked for together.
+/// The number of concurrent calls of the look script.
 const LOOKS_AT_ONCE: usize = 32;
-/// Ten times what the engine waits for.
+/// Ten times the engine's time-out.
 const LIST_LIMIT: Duration = Duration::from_secs(30);

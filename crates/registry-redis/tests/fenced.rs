@@ -1,4 +1,4 @@
-//! Writes that a stale holder cannot make.
+//! A fenced write of a stale holder is refused.
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::sync::Arc;
@@ -33,7 +33,7 @@ async fn an_older_token_writes_nothing() {
     assert_eq!(writes.set(token(1), "other", "x").await.unwrap(), Fenced::Written(()));
 }
 
-/// Other stores have larger numbers than Lua can count.
+/// Tokens of other stores may exceed the integers that a Lua number represents exactly.
 #[tokio::test]
 async fn tokens_of_any_size_are_told_apart() {
     let server = RedisServer::start(&[]).await.unwrap();
@@ -80,7 +80,7 @@ async fn what_cannot_be_written_says_why() {
     assert_eq!(error.kind(), BackendErrorKind::Misconfigured);
 }
 
-/// The whole point: the lease is over, the holder does not know, and its write is refused.
+/// The lease ends unnoticed by the holder, and its write is refused.
 #[tokio::test]
 async fn a_holder_that_came_too_late_is_refused() {
     let server = RedisServer::start(&[]).await.unwrap();
@@ -100,7 +100,8 @@ async fn a_holder_that_came_too_late_is_refused() {
     assert_eq!(late, Fenced::Stale { newest: theirs });
 }
 
-/// However a lock ends, and whoever keeps its future: once the next holder has written, its writes are refused.
+/// Asserts that a holder's writes are refused once the next holder has written, however the lock
+/// ended.
 async fn is_refused_after(
     options: LockOptions,
     end: impl AsyncFnOnce(&Registry, LockGuard),
@@ -133,7 +134,7 @@ async fn is_refused_after(
     };
     match late {
         Fenced::Stale { newest: told } => assert_eq!(told, newest),
-        // It had been sent, and came before the next holder's.
+        // The write was sent earlier and arrived before that of the next holder.
         written => assert!(parks, "{written:?}"),
     }
     assert!(server.ask("GET r").await.unwrap().contains("theirs"));

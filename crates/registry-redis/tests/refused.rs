@@ -1,4 +1,4 @@
-//! What cannot work is said when the store is opened, with the reason, and not tried again and again.
+//! Opening a store with an invalid configuration returns an error with the reason, without retries.
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::time::Duration;
@@ -104,7 +104,7 @@ async fn a_server_that_cannot_wait_for_its_disk_is_refused_at_once() {
     refused(config, BackendErrorKind::Misconfigured, "").await;
 }
 
-/// Servers repeat what they do not understand: with it they would repeat the password.
+/// Servers repeat unknown commands in their errors, which would disclose the password.
 #[tokio::test]
 async fn a_server_that_knows_no_greeting_makes_us_print_no_password() {
     for unknown in ["HELLO", "AUTH"] {
@@ -131,7 +131,7 @@ async fn a_server_that_knows_no_greeting_makes_us_print_no_password() {
     }
 }
 
-/// Such a password is part of many texts of the operating system.
+/// Many error texts of the operating system contain such a password.
 #[tokio::test]
 async fn a_short_password_turns_no_other_error_into_a_refused_login() {
     for password in ["1", "e", "refused"] {
@@ -147,7 +147,7 @@ async fn a_short_password_turns_no_other_error_into_a_refused_login() {
     assert_ne!(error.kind(), BackendErrorKind::Denied, "{error:?}");
 }
 
-/// Its vote would count twice.
+/// The server's vote would count twice.
 #[tokio::test]
 async fn a_quorum_that_names_one_server_twice_is_refused() {
     let (one, other) =
@@ -168,7 +168,7 @@ async fn a_quorum_is_refused_although_the_second_name_of_a_server_answers_first(
     let masters = [slow.addr(), one.addr(), other.addr()];
     let quorum = masters.map(|addr| (addr.ip().to_string(), addr.port()));
     let quorum = RedisConfig::quorum(quorum);
-    // Opening does not wait for long for a master that a majority does without.
+    // Opening waits only briefly for a master that the majority does not need.
     let error = eventually(Duration::from_secs(60), async || {
         RedisBackend::open(quorum.clone()).await.err()
     })

@@ -1,4 +1,4 @@
-//! What a server goes through in its life, and what holders and waiters notice of it.
+//! Server failures, reconfigurations and restarts, and their effects on holders and waiters.
 #![expect(clippy::unwrap_used, reason = "a test may panic")]
 
 #[path = "trouble/refusals.rs"]
@@ -20,14 +20,15 @@ use registry_testkit::{error_text, eventually, within};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 
-/// Long enough for any machine; reached only by a test that fails.
+/// Sufficient on any machine; reached only by a failing test.
 const LONG: Duration = Duration::from_secs(60);
 
 fn secs(secs: u64) -> Duration {
     Duration::from_secs(secs)
 }
 
-/// A registry whose waiters do not look by themselves.
+/// Returns a registry whose waiters depend on release messages, because they poll only once per
+/// hour.
 async fn deaf(server: &RedisServer) -> Registry {
     open(server, |builder| builder.poll(secs(3_600)).lease(secs(300))).await
 }
@@ -41,7 +42,7 @@ async fn open(
     set_up(Registry::builder(backend)).build().unwrap()
 }
 
-/// Starts to wait for `k`, and comes back when the server has a subscription for it.
+/// Starts a waiter for `k` and returns once the server has its subscription.
 async fn waiting(
     registry: &Registry,
     server: &RedisServer,
@@ -79,7 +80,7 @@ async fn a_broken_lock_wakes_a_waiter_and_its_holder_is_told() {
     assert_eq!(within(LONG, guard.lost()).await, LostReason::Gone);
 }
 
-/// The message of the release may have been sent while nobody listened.
+/// The release message may have been sent while no subscription existed.
 #[tokio::test]
 async fn a_cut_connection_costs_a_waiter_no_wake_up() {
     let server = RedisServer::start(&[]).await.unwrap();
@@ -98,7 +99,7 @@ async fn cut_connections_and_forgotten_scripts_end_no_lock() {
     let guard = ours.obtain("k").lock().await.unwrap();
     for trouble in ["CLIENT KILL TYPE normal", "SCRIPT FLUSH", "CLIENT KILL TYPE normal"] {
         server.ask(trouble).await.unwrap();
-        // The first command after a cut may be the one that finds out.
+        // The first command after the cut may be the one that detects it.
         eventually(LONG, async || guard.renew(secs(30)).await.is_ok()).await;
         eventually(LONG, async || matches!(theirs.obtain("k").try_lock().await, Ok(None))).await;
     }
@@ -142,8 +143,9 @@ async fn a_restart_without_data_is_told_to_the_holder_and_tokens_grow_on() {
     assert!(next.is_held(), "the successor is left alone");
 }
 
-/// Locks that live in the process, and what a Redis server says of changes. No request fails while that server is down, so what is
-/// counted is not repeated by the engine.
+/// Combines in-process locks with the invalidations of a Redis server. No request fails while that
+/// server is down, so the engine retries nothing and each counted verification follows an
+/// invalidation.
 #[derive(Debug)]
 struct Told {
     locks: MemoryBackend,
@@ -189,7 +191,7 @@ async fn after_an_outage_claims_are_verified_as_soon_as_the_server_is_back() {
     let verified = || told.verified.load(Ordering::Relaxed);
     server.kill();
     eventually(LONG, async || verified() > 0).await;
-    // The connection cannot be made at once.
+    // Long enough for the connection attempt to fail at first.
     tokio::time::sleep(secs(1)).await;
     let before = verified();
     server.start_again().await.unwrap();
@@ -244,7 +246,8 @@ async fn many_waiters_cost_two_connections_and_leave_no_subscription() {
     let subscribed =
         async || server.ask("PUBSUB CHANNELS *").await.unwrap().starts_with("*200\r\n");
     eventually(LONG, subscribed).await;
-    // Two of theirs, one of ours, and the one that asks. Those who asked before may take a moment to be gone.
+    // Two connections of `theirs`, one of `ours`, and the one of this query. Earlier queries'
+    // connections may take a while to close.
     let few = async || server.ask("CLIENT LIST").await.unwrap().matches(" addr=").count() <= 4;
     eventually(LONG, few).await;
     for guard in guards {
@@ -289,7 +292,7 @@ async fn who_may_not_enter_is_told_so_without_the_password() {
     ] {
         let config = RedisConfig::from_url(&url).unwrap();
         let error = match RedisBackend::open(config).await {
-            // Without a password the connection is made; the first command is refused.
+            // Without a password, connecting succeeds and the first command is refused.
             Ok(backend) => backend.list().await.unwrap_err(),
             Err(error) => error,
         };
@@ -301,7 +304,7 @@ async fn who_may_not_enter_is_told_so_without_the_password() {
     RedisBackend::open(config).await.unwrap();
 }
 
-/// A connection of somebody who gives the server other settings.
+/// Opens a connection that changes the server's settings.
 async fn operator(server: &RedisServer, login: &str) -> TcpStream {
     let mut stream = TcpStream::connect(server.addr()).await.unwrap();
     told(&mut stream, login).await;
@@ -315,7 +318,7 @@ async fn told(stream: &mut TcpStream, command: &str) -> String {
     String::from_utf8_lossy(&answer[..read]).into_owned()
 }
 
-/// A password may be changed on both sides one after the other.
+/// The server's password and the client's may be changed one after the other.
 #[tokio::test]
 async fn a_login_that_was_refused_for_a_while_is_tried_again() {
     let server = RedisServer::start(&["--requirepass", "old"]).await.unwrap();
@@ -336,7 +339,8 @@ async fn a_login_that_was_refused_for_a_while_is_tried_again() {
     eventually(LONG, async || ours.obtain("k").holder().await.is_ok()).await;
 }
 
-/// A router that forgets the connections that it has when it is told, and carries new ones. It closes none.
+/// A router that drops the state of its existing connections on request and forwards new ones. It
+/// closes no connection.
 struct ForgetfulRouter {
     url: String,
     forget: Arc<AtomicBool>,
@@ -386,7 +390,7 @@ impl Drop for ForgetfulRouter {
     }
 }
 
-/// A host that dies, or a router that forgets, closes no connection.
+/// A dead host or a router that dropped its state closes no connection.
 #[tokio::test]
 async fn a_connection_that_falls_silent_is_given_up_for_a_new_one() {
     let server = RedisServer::start(&[]).await.unwrap();
@@ -396,13 +400,13 @@ async fn a_connection_that_falls_silent_is_given_up_for_a_new_one() {
     let ours = Registry::builder(Arc::new(backend)).lease(secs(60)).build().unwrap();
     let guard = ours.obtain("k").lock().await.unwrap();
     router.forget();
-    // The router takes a moment to forget.
+    // The router takes a while to drop its connections.
     eventually(LONG, async || guard.renew(secs(60)).await.is_err()).await;
     eventually(LONG, async || guard.renew(secs(60)).await.is_ok()).await;
     guard.unlock().await.unwrap();
 }
 
-/// With the default settings, in which a command may take ten seconds.
+/// The default settings allow ten seconds per command.
 #[tokio::test]
 async fn a_lock_with_a_lease_of_five_seconds_survives_a_connection_that_falls_silent() {
     let server = RedisServer::start(&[]).await.unwrap();
@@ -420,7 +424,7 @@ async fn a_lock_with_a_lease_of_five_seconds_survives_a_connection_that_falls_si
     guard.unlock().await.unwrap();
 }
 
-/// A server that answers late is slow over any connection.
+/// A slow server answers late over any connection.
 #[tokio::test]
 async fn a_server_that_stands_still_for_a_while_keeps_its_connection() {
     let server = RedisServer::start(&[]).await.unwrap();
@@ -444,7 +448,8 @@ async fn a_server_that_stands_still_for_a_while_keeps_its_connection() {
     guard.unlock().await.unwrap();
 }
 
-/// Its name may lead to another server at any time, so connections are made anew, but not for each refusal.
+/// Its host name may lead to another server at any time, so the client reconnects, but not after
+/// each refusal.
 #[tokio::test]
 async fn a_server_that_has_become_a_replica_is_not_flooded_with_connections() {
     let (server, other) =
@@ -466,7 +471,7 @@ async fn a_server_that_has_become_a_replica_is_not_flooded_with_connections() {
     assert!(made < 30, "{made} connections for 300 refusals");
 }
 
-/// Servers give new users no channels. That costs wake-ups and nothing else.
+/// Servers give new users no channel permissions. Without them only wake-ups are missing.
 #[tokio::test]
 async fn who_may_use_no_channel_still_locks_and_is_warned() {
     let server = RedisServer::start(&[]).await.unwrap();
@@ -540,7 +545,7 @@ async fn a_server_is_reached_by_its_socket() {
     guard.unlock().await.unwrap();
 }
 
-/// A backend may belong to several registries.
+/// Several registries may share a backend.
 #[tokio::test]
 async fn closing_one_registry_leaves_the_others_of_its_backend_their_ears() {
     let server = RedisServer::start(&[]).await.unwrap();
@@ -557,7 +562,8 @@ async fn closing_one_registry_leaves_the_others_of_its_backend_their_ears() {
     assert!(within(LONG, waiter).await.unwrap().unwrap().is_held());
 }
 
-/// The name of a managed server may be given to another one, while the old one lives on as its replica.
+/// A managed service may assign a host name to another server while the old server remains as its
+/// replica.
 #[tokio::test]
 async fn a_server_that_has_become_a_replica_is_left_for_the_one_that_has_its_name() {
     let (old, new) =
@@ -590,7 +596,7 @@ async fn a_server_that_has_become_a_replica_is_left_for_the_one_that_has_its_nam
     name.abort();
 }
 
-/// Polled once, and then there is nothing left to run on.
+/// The future is polled once, then its runtime is dropped.
 #[test]
 fn a_runtime_that_ends_in_the_midst_of_an_acquisition_is_no_panic() {
     use std::task::{Context, Waker};
@@ -613,7 +619,7 @@ fn a_runtime_that_ends_in_the_midst_of_an_acquisition_is_no_panic() {
     drop(quorum);
 }
 
-/// One that is locked over the other's tokens would lose them, or its own record.
+/// A lock under the name of another lock's token key would destroy that token or its own record.
 #[tokio::test]
 async fn a_key_that_is_called_as_the_tokens_of_another_is_refused() {
     let server = RedisServer::start(&[]).await.unwrap();
@@ -630,7 +636,7 @@ async fn a_key_that_is_called_as_the_tokens_of_another_is_refused() {
     }
 }
 
-/// In the layouts of others the record is the holder's name alone, and anybody may have written it.
+/// In the foreign layouts the record is only the holder's id, and any program may have written it.
 #[tokio::test]
 async fn strange_holders_of_peer_layouts_are_busy_and_listed() {
     let server = RedisServer::start(&[]).await.unwrap();
@@ -640,7 +646,7 @@ async fn strange_holders_of_peer_layouts_are_busy_and_listed() {
     let ours = Registry::builder(Arc::new(backend)).build().unwrap();
     for (n, strange) in ["[", "%b", "((((((", "%", "a-b[%"].iter().enumerate() {
         let key = format!("k{n}");
-        // So that there is a token to compare with.
+        // Ensures that a token exists to compare with.
         ours.obtain(&key).lock().await.unwrap().unlock().await.unwrap();
         server.ask_args(&["SET", &format!("ns:{key}"), strange]).await.unwrap();
         assert!(ours.obtain(&key).try_lock().await.unwrap().is_none(), "{strange}");
@@ -650,7 +656,7 @@ async fn strange_holders_of_peer_layouts_are_busy_and_listed() {
     assert_eq!(ours.list().await.unwrap().len(), 5);
 }
 
-/// A sentinel that names whatever master it is told to.
+/// A sentinel that reports the given master.
 async fn sentinel(
     master: Arc<std::sync::Mutex<(std::net::SocketAddr, u64)>>,
 ) -> std::net::SocketAddr {
@@ -688,8 +694,8 @@ async fn sentinel(
     addr
 }
 
-/// The first that connects to the new master must not keep the others at the old one, which is still there and takes itself for the
-/// master.
+/// The first connection to the new master must not leave the others at the old one, which is still
+/// running and reports to be the master.
 #[tokio::test]
 async fn all_connections_follow_a_master_that_one_of_them_has_found() {
     let (old, new) =
@@ -706,7 +712,7 @@ async fn all_connections_follow_a_master_that_one_of_them_has_found() {
     let held = theirs.obtain("k").lock().await.unwrap();
     assert!(ours.obtain("k").try_lock().await.unwrap().is_none());
     *master.lock().unwrap() = (new.addr(), 2);
-    // Whoever waits makes a connection for messages, to the new master.
+    // The waiter opens the subscriber connection to the new master.
     let lock = ours.obtain("k");
     let waiter = tokio::spawn(async move { lock.lock().await });
     let at_new = async || {
@@ -719,11 +725,11 @@ async fn all_connections_follow_a_master_that_one_of_them_has_found() {
     assert_eq!(within(LONG, held.lost()).await, LostReason::Gone);
 }
 
-/// Their leases are asked for together, and so is the server asked to tell of them.
+/// The claims are renewed in one call, and client tracking is requested for all of them together.
 #[tokio::test]
 async fn holders_of_many_locks_are_told_of_each_that_is_taken_away() {
     let server = RedisServer::start(&[]).await.unwrap();
-    // Renewals come after a third of it.
+    // Renewals start after a third of the lease.
     let registry = open(&server, |builder| builder.lease(secs(600))).await;
     let mut guards = Vec::new();
     for n in 0..5 {
@@ -740,7 +746,8 @@ async fn holders_of_many_locks_are_told_of_each_that_is_taken_away() {
     }
 }
 
-/// The server may only have been slow, and what it knew to tell over that connection nobody hears.
+/// The server may only have been slow, and its invalidations over the dropped connection are
+/// missed.
 #[tokio::test]
 async fn a_holder_is_told_of_its_loss_after_a_silent_connection_was_given_up() {
     let server = RedisServer::start(&[]).await.unwrap();
@@ -757,7 +764,7 @@ async fn a_holder_is_told_of_its_loss_after_a_silent_connection_was_given_up() {
     server.pause().unwrap();
     registry.obtain("another").try_lock().await.unwrap_err();
     server.resume().unwrap();
-    // Over a new connection.
+    // Uses a new connection.
     eventually(LONG, async || registry.obtain("a third").lock().await.is_ok()).await;
     eventually(LONG, tracked).await;
     assert!(guard.is_held());
@@ -765,7 +772,8 @@ async fn a_holder_is_told_of_its_loss_after_a_silent_connection_was_given_up() {
     assert_eq!(within(secs(5), guard.lost()).await, LostReason::Gone);
 }
 
-/// They go over several connections, and what comes over one of them is no change by somebody else to the others.
+/// The renewals use several connections. The server must not treat a write on one of them as a
+/// foreign change for the others.
 #[tokio::test]
 async fn renewals_that_replicas_are_waited_for_call_for_no_looks() {
     let server = RedisServer::start(&[]).await.unwrap();
@@ -803,7 +811,8 @@ async fn a_process_that_asks_again_at_once_takes_turns_with_one_that_waits() {
     let waiter = waiting(&registries[1], &server).await;
     held.unlock().await.unwrap();
     within(LONG, waiter).await.unwrap().unwrap().unlock().await.unwrap();
-    // Each takes the lock again as soon as it has released it. Without pauses one of them has it nearly all the time.
+    // Each registry reacquires the lock right after its release. Without fairness, one of them
+    // would hold it nearly all the time.
     let order = Arc::new(std::sync::Mutex::new(Vec::new()));
     let mut contenders = tokio::task::JoinSet::new();
     for (name, registry) in registries.into_iter().enumerate() {
@@ -812,7 +821,7 @@ async fn a_process_that_asks_again_at_once_takes_turns_with_one_that_waits() {
             let lock = registry.obtain("k");
             loop {
                 let guard = lock.lock().await.unwrap();
-                // Long enough for the other one to have asked.
+                // Long enough for the other registry to have tried.
                 tokio::time::sleep(Duration::from_millis(2)).await;
                 let turns = {
                     let mut order = order.lock().unwrap();
@@ -834,15 +843,16 @@ async fn a_process_that_asks_again_at_once_takes_turns_with_one_that_waits() {
     assert!(changes >= 20, "{changes} changes in {} turns", order.len());
 }
 
-/// Tokens that are reserved for hand-overs and not used must not run ahead of the server's clock: that is all that a server without its data
-/// has to go by.
+/// Tokens that are reserved for hand-overs but not used must not run ahead of the server's clock.
+/// After a loss of all data, the clock is the server's only source of tokens.
 #[tokio::test]
 async fn unused_tokens_are_not_ahead_of_the_clock_when_all_data_is_lost() {
     for layout in [Layout::Native, Layout::Redisson, Layout::Spring] {
         let server = RedisServer::start(&[]).await.unwrap();
         let config = RedisConfig::from_url(&server.url()).unwrap().with_layout(layout);
         let backend = Arc::new(RedisBackend::open(config).await.unwrap());
-        // A second of tokens for each grant: far more than hand-overs may reserve, so that a slow machine outruns the clock too.
+        // One second of tokens per grant. That is far more than hand-overs reserve, so tokens
+        // outrun the clock even on a slow machine.
         let block = 1_000_000;
         let fresh = || {
             let key = registry_core::Key::new("k").unwrap();
@@ -864,7 +874,8 @@ async fn unused_tokens_are_not_ahead_of_the_clock_when_all_data_is_lost() {
     }
 }
 
-/// Waiters whose subscriptions the server has confirmed ask it at the end of the holder's lease, and else as seldom as they have waited long.
+/// A waiter with a confirmed subscription polls at the end of the holder's lease, and otherwise at
+/// growing intervals.
 #[tokio::test]
 async fn a_thousand_idle_waiters_send_few_requests() {
     const KEYS: u32 = 1_000;
@@ -885,7 +896,7 @@ async fn a_thousand_idle_waiters_send_few_requests() {
             .filter_map(|line| line.split_once("calls=")?.1.split(',').next()?.parse::<u64>().ok());
         calls.sum::<u64>()
     };
-    // What is measured is time: how much is asked for in so long.
+    // Measures requests over time, once the polling intervals have grown.
     tokio::time::sleep(secs(20)).await;
     let before = requests().await;
     tokio::time::sleep(secs(10)).await;

@@ -1,4 +1,4 @@
-//! Another account to run as, for servers that refuse to be root.
+//! Runs servers under another account, for servers that refuse to run as root.
 
 use std::ffi::OsStr;
 use std::io;
@@ -8,12 +8,13 @@ use std::process::Command;
 
 use nix::unistd::{User, geteuid};
 
-/// Whoever runs a server: an account of the operating system, or the user who runs the test.
+/// The account that runs a server: a named account, or the user that runs the test.
 #[derive(Debug, Clone)]
 pub(crate) struct Account(Option<User>);
 
 impl Account {
-    /// The account `name`, if the test is run by root, who may choose. Everybody else runs servers as himself.
+    /// Returns the account `name` if the test runs as root. Otherwise, servers run as the current
+    /// user.
     pub(crate) fn for_root(name: &str) -> io::Result<Self> {
         if !geteuid().is_root() {
             return Ok(Self(None));
@@ -22,7 +23,8 @@ impl Account {
         Ok(Self(Some(User::from_name(name)?.ok_or_else(missing)?)))
     }
 
-    /// A command that runs `program` by this account. The process id stays that of the command.
+    /// Creates a command that runs `program` under this account. The program keeps the process id
+    /// of the command.
     pub(crate) fn command(&self, program: impl AsRef<OsStr>) -> Command {
         let Some(user) = &self.0 else { return Command::new(program) };
         let mut command = Command::new("setpriv");
@@ -31,7 +33,7 @@ impl Account {
         command
     }
 
-    /// Gives a file or a folder, not what is in it, to this account.
+    /// Changes the owner of a file or a folder, but not of the folder's contents, to this account.
     pub(crate) fn own(&self, path: &Path) -> io::Result<()> {
         let Some(user) = &self.0 else { return Ok(()) };
         chown(path, Some(user.uid.as_raw()), Some(user.gid.as_raw()))

@@ -1,11 +1,12 @@
-//! Runs programs that do one thing and end: what makes a server's data folder, what asks a server.
+//! Runs short-lived programs, such as those that create a server's data folder or query a server.
 
 use std::io;
 use std::process::{Command, Stdio};
 
 use tokio::io::AsyncWriteExt;
 
-/// Runs `command` with `input` and returns what it prints, without the last end of line. Killed if the future is dropped.
+/// Runs `command` with `input` and returns its output without trailing newlines. Dropping the
+/// future kills the program.
 pub(crate) async fn run(command: Command, input: &str) -> io::Result<String> {
     let program = command.get_program().to_owned();
     let mut command = tokio::process::Command::from(command);
@@ -14,7 +15,8 @@ pub(crate) async fn run(command: Command, input: &str) -> io::Result<String> {
         io::Error::new(error.kind(), format!("{} cannot be run: {error}", program.display()))
     })?;
     if let Some(mut stdin) = child.stdin.take() {
-        // Short enough for the pipe, so nobody waits for anybody. Who ends without reading says why.
+        // The input fits into the pipe buffer, so this write never blocks. A program that ends
+        // without reading it reports why on its stderr.
         _ = stdin.write_all(input.as_bytes()).await;
     }
     let done = child.wait_with_output().await?;

@@ -1,8 +1,10 @@
-//! Judges a recorded history: did the locks keep their promises? Each promise has a check of its own; [`check`] runs them.
+//! Verifies that the locks in a recorded history kept their promises. Each promise has its own
+//! check; [`check`] runs them.
 //!
-//! The checks are exact on what was recorded, fast enough to run over everything, and silent about what nobody can
-//! know: an operation of unknown outcome may have taken effect at any later time, or never. With the feature `search`,
-//! a function of that name gives a second, slow opinion on the most important of them.
+//! The checks are exact for all recorded facts, and fast enough to run over a complete history. An
+//! operation with an unknown outcome may have taken effect at any later time, or never; the checks
+//! accept both. With the feature `search`, a function of that name verifies the most important
+//! check by a slow, independent method.
 
 // The promises.
 mod order;
@@ -10,10 +12,10 @@ mod validity;
 mod writes;
 
 mod busy;
-// A second opinion on the first of them.
+// An independent verification of `order`.
 #[cfg(feature = "search")]
 mod search;
-// What is told of a broken one.
+// The report of a broken promise.
 mod violation;
 
 use std::collections::BTreeMap;
@@ -29,34 +31,36 @@ pub use validity::validity;
 pub use violation::{Promise, Violation};
 pub use writes::{fenced_writes, guarded_writes};
 
-/// How much a check had to judge, so that a test can refuse to pass by having seen nothing.
+/// The number of operations that a check judged. A test can fail if the numbers are too small.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Checked {
     /// Grants in the history.
     pub grants: usize,
-    /// Grants with a fencing token; only these have a place in the order of tokens.
+    /// Grants with a fencing token; only these are part of the token order.
     pub tokens: usize,
-    /// Acquisitions that were told that somebody else holds the lock.
+    /// Acquisitions that were answered with "busy".
     pub busy: usize,
     /// Fenced writes that were accepted.
     pub writes: usize,
-    /// Operations of unknown outcome: acquisitions, releases and writes.
+    /// Operations with an unknown outcome: acquisitions, releases and writes.
     pub unknown: usize,
 }
 
-/// Runs all checks that every store must pass: [`token_order`], [`validity`], [`fenced_writes`] and [`busy_answers`].
+/// Runs all checks that every store must pass: [`token_order`], [`validity`], [`fenced_writes`] and
+/// [`busy_answers`].
 ///
 /// # Errors
-/// The first [`Violation`] that was found.
+/// Returns the first [`Violation`].
 pub fn check(history: &History) -> Result<Checked, Violation> {
     check_with(history, busy_answers)
 }
 
-/// Runs all checks that every store which queues must pass: as [`check`], with [`busy_answers_in_line`].
+/// Runs all checks that every store with a queue must pass: those of [`check`], with
+/// [`busy_answers_in_line`] instead of [`busy_answers`].
 ///
 /// # Errors
-/// The first [`Violation`] that was found.
+/// Returns the first [`Violation`].
 pub fn check_in_line(history: &History) -> Result<Checked, Violation> {
     check_with(history, busy_answers_in_line)
 }
@@ -76,12 +80,12 @@ fn check_with(
     Ok(Checked { grants, tokens, busy, writes, unknown })
 }
 
-/// The items of each key, in the order in which they come.
+/// Groups items by key and keeps their order within each group.
 fn by_key<'a, T>(
     items: impl IntoIterator<Item = &'a T>,
     key: impl Fn(&T) -> &Arc<str>,
 ) -> BTreeMap<&'a str, Vec<&'a T>> {
-    // Ordered, so that of several violations the same one is always told.
+    // Ordered, so that the same violation is always reported first.
     let mut groups: BTreeMap<&str, Vec<&T>> = BTreeMap::new();
     for item in items {
         groups.entry(key(item)).or_default().push(item);

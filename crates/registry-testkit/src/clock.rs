@@ -1,7 +1,8 @@
-//! Clocks that jump, for the programs that a test starts. The machine's own clocks are left alone.
+//! Clocks that jump, for programs that a test starts. The machine's own clocks do not change.
 //!
-//! A small library, loaded into the program before all others, adds to what the system says of the time. It is written in C because
-//! it has to be a library of the C kind; the C compiler builds it when a test asks for it.
+//! `LD_PRELOAD` loads a small library into the program. The library adds an offset to the time that
+//! the system returns. It is written in C because it replaces functions of the C library. The C
+//! compiler builds it on demand.
 
 use std::ffi::OsString;
 use std::fs::{self, OpenOptions, Permissions};
@@ -16,7 +17,8 @@ use tempfile::TempDir;
 const SOURCE: &str = include_str!("clock/shim.c");
 const NANOS: i64 = 1_000_000_000;
 
-/// The clocks of the programs that were started [with it](Self::environment). They jump all together; clones are the same clock.
+/// The clocks of all programs started [with it](Self::environment). A jump affects all of them.
+/// Clones share the same clock.
 #[derive(Debug, Clone)]
 pub struct ClockShim(Arc<Inner>);
 
@@ -26,7 +28,7 @@ struct Inner {
     ahead: Mutex<Ahead>,
 }
 
-/// What is added to the machine's clocks, in nanoseconds.
+/// The offsets added to the machine's clocks, in nanoseconds.
 #[derive(Debug, Default)]
 struct Ahead {
     wall: i64,
@@ -34,14 +36,15 @@ struct Ahead {
 }
 
 impl ClockShim {
-    /// Clocks that show the right time so far.
+    /// Builds the library and starts with both offsets at zero.
     ///
     /// # Errors
-    /// When there is no C compiler `cc`, or it cannot build the library.
+    /// Returns an error if there is no C compiler `cc`, or if it cannot build the library.
     pub fn new() -> io::Result<Self> {
-        // One for each clock, not one for the whole process: nobody would remove its folder. Building takes a tenth of a second.
+        // Built for each `ClockShim`, because a `static` would never remove its folder. A build
+        // takes about 0.1 s.
         let shim = Self(Arc::new(Inner { folder: tempfile::tempdir()?, ahead: Mutex::default() }));
-        // Servers may run by an account of their own.
+        // Servers may run under another account.
         fs::set_permissions(shim.0.folder.path(), Permissions::from_mode(0o755))?;
         let source = shim.0.folder.path().join("shim.c");
         fs::write(&source, SOURCE)?;
@@ -56,19 +59,19 @@ impl ClockShim {
         Ok(shim)
     }
 
-    /// Moves the wall clock (`CLOCK_REALTIME`) by so many seconds, back if they are negative.
+    /// Moves the wall clock (`CLOCK_REALTIME`) by this many seconds; negative values move it back.
     ///
     /// # Errors
-    /// The operating system's.
+    /// Returns the error of the operating system.
     pub fn jump_wall(&self, seconds: i64) -> io::Result<()> {
         self.jump(|ahead| ahead.wall += seconds * NANOS)
     }
 
-    /// Moves the clock that should only ever go forward (`CLOCK_MONOTONIC`) by so many seconds, as the clock of a machine that sleeps
-    /// falls behind. `CLOCK_BOOTTIME` stays right.
+    /// Moves the monotonic clock (`CLOCK_MONOTONIC`) by this many seconds. A negative value
+    /// simulates a suspended machine. `CLOCK_BOOTTIME` is unaffected.
     ///
     /// # Errors
-    /// The operating system's.
+    /// Returns the error of the operating system.
     pub fn jump_monotonic(&self, seconds: i64) -> io::Result<()> {
         self.jump(|ahead| ahead.monotonic += seconds * NANOS)
     }
@@ -79,14 +82,15 @@ impl ClockShim {
         self.tell(&ahead)
     }
 
-    /// Programs have the file in their memory, so they know at once.
+    /// Writes the offsets to the file. Programs map the file into memory, so the change applies
+    /// immediately.
     fn tell(&self, ahead: &Ahead) -> io::Result<()> {
         let file = OpenOptions::new().write(true).create(true).truncate(false).open(self.told())?;
         file.write_all_at(&ahead.wall.to_ne_bytes(), 0)?;
         file.write_all_at(&ahead.monotonic.to_ne_bytes(), 8)
     }
 
-    /// The environment variables with which a program lives by these clocks.
+    /// Returns the environment variables that make a program use these clocks.
     #[must_use]
     pub fn environment(&self) -> [(&'static str, OsString); 2] {
         [("LD_PRELOAD", self.library().into()), ("CLOCKSHIM", self.told().into())]

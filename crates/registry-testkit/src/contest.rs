@@ -1,5 +1,5 @@
-//! Clients that contend for a few keys while something goes wrong, and a verdict on what they lived through. Knows no store and no fault:
-//! the tests bring the registries, and make the faults.
+//! A workload of clients that contend for a few keys during faults, and the checks of its recorded
+//! history. It contains no store and no fault: tests provide the registries and cause the faults.
 
 mod verdict;
 
@@ -23,28 +23,28 @@ use crate::witness::{Witness, WitnessedGuard};
 
 pub use verdict::{Outcome, Overlap};
 
-/// Long enough for any machine; reached only by a test that fails.
+/// A limit for any machine. Only a failing test reaches it.
 pub const LONG: Duration = Duration::from_secs(60);
 
-/// How often a holder looks at its guard and writes.
+/// The interval at which a holder records its guard's validity and writes.
 const LOOK_EACH: Duration = Duration::from_millis(25);
-/// How many keys there are of each kind.
+/// The number of keys of each kind.
 const KEYS: usize = 3;
 
-/// A hold that ended against its holder's will.
+/// A lock that was lost while it was held.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Loss {
     /// The key.
     pub key: String,
-    /// Why.
+    /// The reason.
     pub reason: LostReason,
-    /// When its holder heard of it, on the clock of [`Contest::now`].
+    /// When the holder was notified, on the clock of [`Contest::now`].
     pub at: u64,
 }
 
-/// Clients that contend, one for each registry. Some keys are taken for moments by all; others are held for good by one, whom another one
-/// envies.
+/// A workload of clients, distributed over the registries. All clients contend for some keys and
+/// hold them briefly. Each other key has one permanent holder, and one client that waits for it.
 #[derive(Debug)]
 #[must_use = "a contest is ended, and its outcome judged"]
 pub struct Contest {
@@ -54,17 +54,17 @@ pub struct Contest {
     stop: watch::Sender<bool>,
 }
 
-/// What all clients share.
+/// The state that all clients share.
 struct Ring {
     recorder: Recorder,
     clock: Box<dyn Fn() -> u64 + Send + Sync>,
-    /// A resource: for each key, the newest token that it was written to with. It refuses older ones.
+    /// The protected resource: for each key, the newest token of a write. It rejects older tokens.
     written: Mutex<HashMap<String, FencingToken>>,
     contested: Vec<String>,
     steady: Vec<String>,
-    /// How many times each key was granted.
+    /// The number of grants of each key.
     granted: watch::Sender<BTreeMap<String, u64>>,
-    /// The keys that are held for good just now.
+    /// The keys that their permanent holders hold at present.
     held: watch::Sender<BTreeSet<String>>,
     losses: watch::Sender<Vec<Loss>>,
     errors: Mutex<Vec<String>>,
@@ -73,13 +73,13 @@ struct Ring {
 }
 
 impl Contest {
-    /// Begins, and returns when all keys were granted.
+    /// Starts the workload and returns once all keys have been granted.
     ///
     /// # Cancel safety
-    /// Dropping the future ends the contest without a verdict.
+    /// Dropping the future stops the workload without a verdict.
     ///
     /// # Panics
-    /// When that does not come to pass.
+    /// Panics if a key is not granted in time.
     pub async fn begin(registries: Vec<Registry>) -> Self {
         let keys = |kind: &str| (0..KEYS).map(|number| format!("{kind}/{number}")).collect();
         let ring = Arc::new(Ring {
@@ -98,12 +98,12 @@ impl Contest {
         let stop = watch::Sender::new(false);
         let client = |client: usize, role: usize, key: &str| Client {
             ring: Arc::clone(&ring),
-            // A hundred for each registry.
+            // Each registry has its own range of 100 client numbers.
             number: u32::try_from(client % registries.len() * 100 + role).unwrap_or(u32::MAX),
             lock: registries[client % registries.len()].obtain(key),
             stop: stop.subscribe(),
         };
-        // Nobody envies those who hold nothing yet.
+        // The waiters for the permanently held keys start only once each key has its holder.
         for (role, key) in ring.steady.iter().enumerate() {
             workers.spawn(client(role, 50 + role, key).holds());
         }
@@ -113,7 +113,7 @@ impl Contest {
         }
         for number in 0..registries.len() {
             for (role, key) in ring.contested.iter().enumerate() {
-                // Two callers, so that there is a line inside the process as well.
+                // Two callers, so that the local wait queue is used as well.
                 for caller in [2 * role, 2 * role + 1] {
                     workers.spawn(client(number, caller, key).contends(Duration::from_millis(1)));
                 }
@@ -123,43 +123,44 @@ impl Contest {
         Self { ring, registries, workers, stop }
     }
 
-    /// This moment, in nanoseconds of the history's clock.
+    /// Returns the current time, in nanoseconds of the history's clock.
     #[must_use]
     pub fn now(&self) -> u64 {
         (self.ring.clock)()
     }
 
-    /// Returns when each of the contested keys was granted some more times.
+    /// Waits until each contested key has been granted three more times.
     ///
     /// # Cancel safety
-    /// May be dropped at any time, without any effect.
+    /// Dropping the future at any time has no effect.
     ///
     /// # Panics
-    /// When that does not come to pass, with the last errors.
+    /// Panics with the last errors if the grants do not occur in time.
     pub async fn goes_on(&self) {
         self.ring.granted(&self.ring.contested, 3).await;
     }
 
-    /// Returns when all those hold their keys who mean to hold them for good.
+    /// Waits until all permanent holders hold their keys.
     ///
     /// # Cancel safety
-    /// May be dropped at any time, without any effect.
+    /// Dropping the future at any time has no effect.
     ///
     /// # Panics
-    /// When that does not come to pass.
+    /// Panics if that does not happen in time.
     pub async fn steady(&self) {
         let mut held = self.ring.held.subscribe();
         let all = held.wait_for(|held| self.ring.steady.iter().all(|key| held.contains(key)));
         drop(within(LONG, all).await);
     }
 
-    /// Returns when so many holds were lost by those who meant to hold for good, since the contest began.
+    /// Waits until the permanent holders have lost at least `holds` locks since the workload
+    /// started.
     ///
     /// # Cancel safety
-    /// May be dropped at any time, without any effect.
+    /// Dropping the future at any time has no effect.
     ///
     /// # Panics
-    /// When that does not come to pass.
+    /// Panics if that does not happen in time.
     pub async fn loses_steadily(&self, holds: usize) {
         let mut losses = self.ring.losses.subscribe();
         let steady = |loss: &&Loss| self.ring.steady.contains(&loss.key);
@@ -167,32 +168,34 @@ impl Contest {
         drop(within(LONG, all).await);
     }
 
-    /// The holds that were lost so far.
+    /// Returns the losses so far.
     #[must_use]
     pub fn losses(&self) -> Vec<Loss> {
         self.ring.losses.borrow().clone()
     }
 
-    /// Writes to the resource as somebody who does not take part, and tells whether the write was taken.
+    /// Writes to the resource as a client outside the workload, and returns whether the resource
+    /// accepted the write.
     #[must_use]
     pub fn write_as(&self, client: u32, key: &str, token: FencingToken) -> bool {
         self.ring.write(client, key, token)
     }
 
-    /// Where others can record what they do to the same keys.
+    /// Returns the recorder, for other clients that use the same keys.
     #[must_use]
     pub fn recorder(&self) -> &Recorder {
         &self.ring.recorder
     }
 
-    /// Ends the contest when all is well again, and sees to it that nothing is left: a `newcomer` gets every key before `limit`, and
-    /// everything is given back. `elsewhere` is what other processes have recorded.
+    /// Ends the workload once all faults are repaired, and verifies that nothing remains locked.
+    /// `newcomer` must acquire every key within `limit`, and all registries must release all their
+    /// locks. `elsewhere` contains the events recorded by other processes.
     ///
     /// # Cancel safety
-    /// Dropping the future ends the contest without a verdict.
+    /// Dropping the future stops the workload without a verdict.
     ///
     /// # Panics
-    /// When something is left, or somebody met an error that no outage explains.
+    /// Panics if a lock remains, or if a client got an error that no outage explains.
     pub async fn end(
         mut self,
         newcomer: Registry,
@@ -239,11 +242,11 @@ impl Contest {
     }
 }
 
-/// Whoever comes when all is over.
+/// The client number of the registry that acquires all keys after the workload.
 const NEWCOMER: u32 = 9_999;
 
 impl Ring {
-    /// Returns when each of the keys was granted so many more times.
+    /// Waits until each of `keys` has been granted `times` more times.
     async fn granted(&self, keys: &[String], times: u64) {
         let mut granted = self.granted.subscribe();
         let before = granted.borrow().clone();
@@ -286,7 +289,7 @@ impl Ring {
     fn note_error(&self, doing: &str, error: &LockError) {
         let text = format!("{doing}: {}", error_text(error));
         let is_expected = match error {
-            // Told by the guard already, or found out by its release.
+            // The guard has already reported the loss, or its release detects it.
             LockError::Lost { .. } => return,
             LockError::Backend { source, .. } => source.kind() == BackendErrorKind::Transient,
             _ => false,
@@ -304,7 +307,7 @@ impl fmt::Debug for Ring {
     }
 }
 
-/// One caller of one client.
+/// One caller in one registry.
 struct Client {
     ring: Arc<Ring>,
     number: u32,
@@ -313,7 +316,7 @@ struct Client {
 }
 
 impl Client {
-    /// Takes the key for moments, again and again.
+    /// Acquires the key repeatedly and holds it briefly.
     async fn contends(mut self, pause: Duration) {
         while !*self.stop.borrow() {
             let wait = Duration::from_millis(fastrand::u64(100..1_500));
@@ -328,7 +331,7 @@ impl Client {
         }
     }
 
-    /// Holds the key as long as it can, and takes it again when it is lost.
+    /// Holds the key as long as possible, and reacquires it after a loss.
     async fn holds(mut self) {
         while !*self.stop.borrow() {
             if let Some(guard) = self.take(Duration::from_secs(2)).await {
@@ -358,7 +361,7 @@ impl Client {
         }
     }
 
-    /// Works under the lock until `hold` is over, the lock is lost, or the contest ends.
+    /// Works under the lock until `hold` has passed, the lock is lost, or the workload ends.
     async fn keep(&mut self, guard: WitnessedGuard, hold: Duration) {
         let until = Instant::now() + hold;
         let lost = guard.lost();
@@ -372,7 +375,7 @@ impl Client {
                 reason = &mut lost => {
                     guard.note();
                     self.ring.note_loss(self.lock.key(), reason);
-                    // What a holder does who does not listen.
+                    // Simulates a holder that ignores the loss.
                     self.ring.write_under(self.number, &guard);
                     break;
                 }

@@ -1,12 +1,13 @@
-//! etcd servers for tests: real ones, each on ports and in a folder of its own, alone or as a cluster. They end with the handle that
-//! started them, and have nothing to do with a server that the machine may run.
+//! Real etcd servers for tests, each on its own ports and in its own folder: single servers or a
+//! cluster. Dropping the handle that started them kills them. They are independent of any etcd
+//! server installed as a service.
 //!
-//! Nothing here speaks for the code under test: the servers are asked by `etcdctl`.
+//! Nothing here uses the code under test: the testkit queries the servers with `etcdctl`.
 
-// One server, and how it is asked.
+// One server.
 mod options;
 mod server;
-// Several.
+// Several servers.
 mod cluster;
 
 pub use cluster::EtcdCluster;

@@ -1,4 +1,4 @@
-//! Waiting in tests: for a condition, and for a future that must end. Always with a limit, never with a bare sleep.
+//! Waits in tests, for a condition or for a future. Each wait has a limit; no wait is a bare sleep.
 
 use std::fmt;
 use std::future::Future;
@@ -7,19 +7,19 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep, timeout};
 
-/// The first pause between two looks at the condition; it doubles up to [`PAUSE_MAX`].
+/// The first pause between two checks of the condition. It doubles up to [`PAUSE_MAX`].
 const PAUSE_MIN: Duration = Duration::from_millis(1);
 const PAUSE_MAX: Duration = Duration::from_millis(50);
 
-/// What a condition of [`eventually`] answers: `bool`, `Option` or `Result`.
+/// The result of a condition of [`eventually`]: `bool`, `Option` or `Result`.
 pub trait Settled {
-    /// What is left when the condition holds.
+    /// The value that is returned once the condition holds.
     type Value;
 
-    /// The value, or why the condition does not hold yet.
+    /// Returns the value if the condition holds.
     ///
     /// # Errors
-    /// Why not, as text for the message that a failing test prints.
+    /// Returns the reason why the condition does not hold yet, for the message of a failing test.
     fn settled(self) -> Result<Self::Value, String>;
 }
 
@@ -47,20 +47,21 @@ impl<T, E: fmt::Display> Settled for Result<T, E> {
     }
 }
 
-/// Looks at `condition` until it is settled, and gives its value.
+/// Checks `condition` until it holds, and returns its value.
 ///
-/// For states that nothing announces; prefer an event where there is one. Choose `limit` for the slowest machine:
-/// it costs time only when the test fails. On paused time the pauses between two looks cost nothing at all.
+/// Use it for states that emit no event; wait for an event where one exists. Choose `limit` for the
+/// slowest machine, because it costs time only when the test fails. On paused time, the pauses
+/// between checks take no time.
 ///
 /// # Panics
-/// When `limit` is over, naming the caller's line and the last answer. A last look is taken after the limit, so that
-/// a test that was not scheduled for a while does not fail for it.
+/// Panics if `limit` expires, with the caller's line and the last result. The condition is checked
+/// once more after the limit, so that a test that was not scheduled in time does not fail.
 #[track_caller]
 pub fn eventually<S: Settled>(
     limit: Duration,
     mut condition: impl AsyncFnMut() -> S,
 ) -> impl Future<Output = S::Value> {
-    // Taken here because the future is polled from elsewhere.
+    // Captured here because the future is polled from another location.
     let caller = Location::caller();
     async move {
         let deadline = Instant::now() + limit;
@@ -78,10 +79,10 @@ pub fn eventually<S: Settled>(
     }
 }
 
-/// Awaits `future`, but no longer than `limit`.
+/// Awaits `future` for at most `limit`.
 ///
 /// # Panics
-/// When `limit` is over, naming the caller's line.
+/// Panics with the caller's line if `limit` expires.
 #[track_caller]
 pub fn within<F: Future>(limit: Duration, future: F) -> impl Future<Output = F::Output> {
     let caller = Location::caller();
@@ -93,7 +94,7 @@ pub fn within<F: Future>(limit: Duration, future: F) -> impl Future<Output = F::
     }
 }
 
-/// Something that was waited for did not happen in time, or can no longer happen.
+/// An expected event did not occur in time, or can no longer occur.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NotInTime {
     what: String,

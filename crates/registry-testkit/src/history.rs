@@ -1,8 +1,8 @@
-//! What happened to locks, for `check` to judge: a recorder for tests, and the history that it leaves.
+//! A recorder of lock operations for tests, and the resulting history, which `check` verifies.
 //!
-//! An operation is recorded in two steps, before it begins and after it has answered. What lies between is the window in
-//! which it took effect. An operation that never answered (its future was dropped, its process killed) is in the
-//! record as what it is: unknown.
+//! Each operation is recorded in two steps: before it begins and after it has answered. It took
+//! effect within the window between the two. An operation that never answered has an unknown
+//! outcome, for example because its future was dropped or its process killed.
 
 mod event;
 mod record;
@@ -19,17 +19,17 @@ pub use record::{
     Attempt, BrokenRecord, Ending, Grant, History, Release, Window, Write, WriteAnswer,
 };
 
-/// Nanoseconds of virtual time since now, for recorders in tests on tokio's clock, paused or not.
+/// Returns a clock with the nanoseconds of tokio time since this call, paused or not.
 pub fn tokio_clock() -> impl Fn() -> u64 + Send + Sync + 'static {
     let start = tokio::time::Instant::now();
     move || nanos(start.elapsed())
 }
 
-/// Nanoseconds since the host was started, time asleep included. The same clock in all processes of one host, so that
-/// what they record can be put together.
+/// Returns a clock with the nanoseconds since the host started, including suspended time. It is the
+/// same clock in all processes of a host, so that their events can be merged.
 ///
 /// # Panics
-/// When the operating system has no monotonic clock.
+/// Panics if the operating system has no monotonic clock.
 #[cfg(unix)]
 pub fn host_clock() -> impl Fn() -> u64 + Send + Sync + 'static {
     #[cfg(target_os = "linux")]
@@ -39,21 +39,22 @@ pub fn host_clock() -> impl Fn() -> u64 + Send + Sync + 'static {
     || nanos(Duration::from(CLOCK.now().expect("every unix has a monotonic clock")))
 }
 
-/// 584 years of nanoseconds fit; longer spans are as good as forever.
+/// A `u64` holds 584 years of nanoseconds. Longer spans count as infinite.
 fn nanos(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
-/// Writes down what happens to locks. Cheap: a clock reading and a push for each event. Clones write the same record.
+/// Records lock operations. Each event costs a clock reading and a push. Clones write to the same
+/// record.
 ///
-/// All its times come from one clock, and no two events of a recorder have the same time: where the clock stands still,
-/// as paused time does, the order of events is kept by single nanoseconds.
+/// All times come from one clock, and no two events of a recorder have the same time. While the
+/// clock stands still, as on paused time, each event is one nanosecond after the last.
 #[derive(Clone)]
 pub struct Recorder(Arc<Inner>);
 
 struct Inner {
     clock: Box<dyn Fn() -> u64 + Send + Sync>,
-    /// The earliest time that the next event may have.
+    /// The earliest time for the next event.
     next: AtomicU64,
     source: u32,
     operations: AtomicU32,
@@ -66,17 +67,18 @@ enum Events {
 }
 
 impl Recorder {
-    /// A recorder that keeps its events, with times in nanoseconds from `clock`, which must never run backwards.
+    /// Creates a recorder that stores its events. `clock` returns nanoseconds and must never run
+    /// backwards.
     #[must_use]
     pub fn new(clock: impl Fn() -> u64 + Send + Sync + 'static) -> Self {
         Self::with_events(clock, 0, Events::Kept(Mutex::default()))
     }
 
-    /// A recorder that gives each event to `sink` at once, so that the events of a process that is killed are not lost
-    /// with it.
+    /// Creates a recorder that passes each event to `sink` immediately. The events of a killed
+    /// process are then not lost.
     ///
-    /// `source` tells its operations from those of other recorders when their events are put together; the process id
-    /// will do.
+    /// `source` distinguishes the recorder's operations from those of other recorders when their
+    /// events are merged. The process id is sufficient.
     #[must_use]
     pub fn sending(
         clock: impl Fn() -> u64 + Send + Sync + 'static,
@@ -100,20 +102,22 @@ impl Recorder {
         }))
     }
 
-    /// Call it before asking for a lock. `client` is whoever asks, by a number of the test's choice.
+    /// Records an acquisition. Call it before the acquisition. `client` is a number that the test
+    /// chooses for the caller.
     ///
-    /// Getting in again by re-entry is no acquisition of its own and is not recorded.
+    /// Do not record a re-entry: it is not a separate acquisition.
     pub fn acquire(&self, client: u32, key: impl Into<Arc<str>>) -> Acquiring {
         let op = self.begin(client, What::AcquireCalled { key: key.into() });
         Acquiring(op)
     }
 
-    /// Call it before a fenced write to a resource that is protected by the lock of `key`.
+    /// Records a fenced write to a resource that the lock of `key` protects. Call it before the
+    /// write.
     pub fn write(&self, client: u32, key: impl Into<Arc<str>>, token: FencingToken) -> Writing {
         Writing(self.begin(client, What::WriteCalled { key: key.into(), token: token.get() }))
     }
 
-    /// The events so far, in no particular order. Empty for a recorder that sends them elsewhere.
+    /// Returns the events so far, in no particular order. Empty for a recorder with a `sink`.
     #[must_use]
     pub fn events(&self) -> Vec<Event> {
         match &self.0.events {
@@ -122,10 +126,10 @@ impl Recorder {
         }
     }
 
-    /// What happened so far, in the form in which it is judged.
+    /// Returns the history so far, as the checks expect it.
     ///
     /// # Panics
-    /// Never: what a recorder records can be put together.
+    /// Never: the events of one recorder always fit together.
     #[must_use]
     pub fn history(&self) -> History {
         History::from_events(self.events()).expect("operations of one recorder fit together")
@@ -139,7 +143,7 @@ impl Recorder {
         operation
     }
 
-    /// The time, later than that of all events whose recording has ended.
+    /// Returns a time later than that of every completed event.
     fn stamp(&self) -> u64 {
         let now = (self.0.clock)();
         let after = |next: u64| now.max(next).saturating_add(1);
@@ -148,9 +152,11 @@ impl Recorder {
         next.map_or(now, |next| now.max(next))
     }
 
-    /// When a guard that is valid for `valid_for` from now ends. Never later than it really does.
+    /// Returns the end of a guard that is valid for `valid_for` from now. It is never later than
+    /// the true end.
     fn end_of(&self, valid_for: impl FnOnce() -> Duration) -> u64 {
-        // The clock first, and the bare clock: a stamp may run ahead of it.
+        // Reads the clock before the guard, and not a stamp, because a stamp may be ahead of the
+        // clock.
         let now = (self.0.clock)();
         now.saturating_add(nanos(valid_for()))
     }
@@ -162,7 +168,7 @@ impl fmt::Debug for Recorder {
     }
 }
 
-/// One operation under way.
+/// An operation in progress.
 #[derive(Debug)]
 struct Operation {
     recorder: Recorder,
@@ -182,13 +188,13 @@ impl Operation {
     }
 }
 
-/// An acquisition that was asked for and not answered yet. Dropping it leaves its outcome unknown.
+/// An acquisition without an answer yet. Dropping it leaves its outcome unknown.
 #[derive(Debug)]
 #[must_use = "an acquisition without an answer is recorded as unknown"]
 pub struct Acquiring(Operation);
 
 impl Acquiring {
-    /// It was granted. `valid_for` asks the guard how long it is valid.
+    /// Records a grant. `valid_for` returns how long the guard is valid.
     pub fn granted(
         self,
         token: Option<FencingToken>,
@@ -199,32 +205,33 @@ impl Acquiring {
         Holding(self.0)
     }
 
-    /// It was granted by a store without leases: until it is released or lost.
+    /// Records a grant by a store without leases. It is valid until it is released or lost.
     pub fn granted_for_good(self, token: Option<FencingToken>) -> Holding {
         let token = token.map(FencingToken::get);
         self.0.tell(What::AcquireGranted { token, valid_until: None });
         Holding(self.0)
     }
 
-    /// Somebody else holds the lock, and nothing was granted.
+    /// Records that another client holds the lock and nothing was granted.
     pub fn busy(self) {
         self.0.tell(What::AcquireBusy);
     }
 
-    /// It failed. The store may have granted it all the same.
+    /// Records a failure. The store may still have granted the lock.
     pub fn failed(self) {
         self.0.tell(What::AcquireFailed);
     }
 }
 
-/// A lock that is held, as far as the recorder knows. Dropping it without a release records a holder that went away.
+/// A lock that is held, as far as the recorder knows. Dropping it without a release records a
+/// holder that disappeared.
 #[derive(Debug)]
 #[must_use = "a hold that is forgotten is recorded as never released"]
 pub struct Holding(Operation);
 
 impl Holding {
-    /// The guard is held and valid for that long, by a renewal for example. Zero says nothing: a guard that
-    /// is not held any more answers it.
+    /// Records that the guard is held and valid for this long, for example after a renewal. Zero is
+    /// not recorded, because a guard that is no longer held also returns it.
     pub fn valid_for(&self, valid_for: impl FnOnce() -> Duration) {
         let now = (self.0.recorder.0.clock)();
         let until = self.0.recorder.end_of(valid_for);
@@ -233,57 +240,57 @@ impl Holding {
         }
     }
 
-    /// The guard says that it is not held any more.
+    /// Records that the guard is no longer held.
     pub fn lost(&self) {
         self.0.tell(What::Lost);
     }
 
-    /// Call it before the release, or before the guard is dropped.
+    /// Records a release. Call it before the release, or before dropping the guard.
     pub fn release(self) -> Releasing {
         self.0.tell(What::ReleaseCalled);
         Releasing(self.0)
     }
 }
 
-/// A release that was asked for and not answered yet. Dropping it leaves its outcome unknown.
+/// A release without an answer yet. Dropping it leaves its outcome unknown.
 #[derive(Debug)]
 #[must_use = "a release without an answer is recorded as unknown"]
 pub struct Releasing(Operation);
 
 impl Releasing {
-    /// The lock was held until now and is released.
+    /// Records that the lock was held until now and is released.
     pub fn freed(self) {
         self.0.tell(What::ReleaseFreed);
     }
 
-    /// The lock had been lost before.
+    /// Records that the lock had been lost before the release.
     pub fn not_held(self) {
         self.0.tell(What::ReleaseNotHeld);
     }
 
-    /// It failed. The store may have released it all the same.
+    /// Records a failure. The store may still have released the lock.
     pub fn failed(self) {
         self.0.tell(What::ReleaseFailed);
     }
 }
 
-/// A fenced write that was asked for and not answered yet. Dropping it leaves its outcome unknown.
+/// A fenced write without an answer yet. Dropping it leaves its outcome unknown.
 #[derive(Debug)]
 #[must_use = "a write without an answer is recorded as unknown"]
 pub struct Writing(Operation);
 
 impl Writing {
-    /// The resource took it.
+    /// Records that the resource accepted the write.
     pub fn accepted(self) {
         self.0.tell(What::WriteAccepted);
     }
 
-    /// The resource refused it.
+    /// Records that the resource rejected the write.
     pub fn rejected(self) {
         self.0.tell(What::WriteRejected);
     }
 
-    /// It failed. The resource may have taken it all the same.
+    /// Records a failure. The resource may still have accepted the write.
     pub fn failed(self) {
         self.0.tell(What::WriteFailed);
     }

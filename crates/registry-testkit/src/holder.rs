@@ -1,7 +1,8 @@
-//! Another process that takes locks on orders: the other side of every test "across two processes".
+//! A second process that acquires locks on request, for tests across two processes.
 //!
-//! The program `lock-holder` of this package obeys orders on its standard input and reports on its standard output, one line
-//! of JSON each. [`LockHolder`] is its handle in the test; [`serve`] is its inside, for programs over other stores.
+//! The program `lock-holder` of this package reads orders from its standard input. It writes
+//! reports to its standard output. Each order and each report is one line of JSON. [`LockHolder`]
+//! is the handle in the test. [`serve`] is the implementation, for programs over other stores.
 
 mod program;
 mod protocol;
@@ -20,16 +21,16 @@ pub use program::{PROGRAM_VARIABLE, program};
 pub use protocol::{HolderOptions, Order, Report};
 pub use serve::{say, serve};
 
-/// How long the program may take to start and to open its store.
+/// The maximum time for the program to start and to open its store.
 const START_LIMIT: Duration = Duration::from_secs(60);
 
 /// A lock that the other process holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Held {
-    /// Its token, from stores that have them.
+    /// The fencing token, if the store issues tokens.
     pub token: Option<FencingToken>,
-    /// How long its guard was valid when it reported.
+    /// How long the guard was still valid when the process sent the report.
     pub valid_for: Duration,
 }
 
@@ -40,25 +41,27 @@ impl Held {
     }
 }
 
-/// A process that takes locks on orders. It is killed with this handle; when the test itself is killed, it ends with its
-/// standard input.
+/// A process that acquires locks on request. Dropping this handle kills the process. If the test
+/// process is killed, the helper process ends at the end of its standard input.
 ///
-/// The orders of several keys go on at once. A second order to lock a key lets go of the first.
+/// Orders for different keys run concurrently. A second order to lock a key releases the first
+/// lock.
 #[derive(Debug)]
 pub struct LockHolder {
     process: HelperProcess,
-    /// Reports that nobody has asked for yet.
+    /// Reports that no call has consumed yet.
     unread: Vec<Report>,
 }
 
 impl LockHolder {
-    /// Starts the program `lock-holder`, which is built first if need be, and returns when its store is open.
+    /// Starts the program `lock-holder` and returns when its store is open. Builds the program
+    /// first if it is out of date.
     ///
     /// # Errors
-    /// When the program cannot be built or started, or cannot open its store.
+    /// Returns an error if the program cannot be built or started, or cannot open its store.
     ///
     /// # Cancel safety
-    /// Dropping the future kills the process; a build that has begun goes on.
+    /// Dropping the future kills the process. A build that has started continues.
     pub async fn spawn(options: &HolderOptions) -> io::Result<Self> {
         let program = tokio::task::spawn_blocking(program).await.map_err(io::Error::other)??;
         let mut command = Command::new(program);
@@ -69,7 +72,7 @@ impl LockHolder {
     /// Starts a program that calls [`serve`].
     ///
     /// # Errors
-    /// When the program cannot be started, or cannot open its store.
+    /// Returns an error if the program cannot be started, or cannot open its store.
     ///
     /// # Cancel safety
     /// Dropping the future kills the process.
@@ -85,32 +88,35 @@ impl LockHolder {
         Ok(holder)
     }
 
-    /// The process itself, to be paused, killed or waited for.
+    /// Returns the handle of the process, to pause it, kill it or wait for it.
     #[must_use]
     pub fn process(&self) -> &HelperProcess {
         &self.process
     }
 
-    /// Ends the process's input, as the death of this test would do: it lets go of everything and ends.
+    /// Closes the standard input of the process, as the death of this test would. The process then
+    /// releases all locks and ends.
     pub fn close_input(&mut self) {
         self.process.close_stdin();
     }
 
-    /// Gives an order and waits for nothing.
+    /// Sends an order without waiting for its reports.
     ///
     /// # Errors
-    /// `BrokenPipe` when the process is gone.
+    /// Returns `BrokenPipe` if the process has ended.
     pub fn order(&mut self, order: &Order) -> io::Result<()> {
         self.process.write_line(&serde_json::to_string(order)?)
     }
 
-    /// The first report, in the order of their arrival, from which `such` makes something. The others stay for later calls.
+    /// Returns the first value that `such` extracts from a report, in order of arrival. All other
+    /// reports stay available to later calls.
     ///
     /// # Errors
-    /// `TimedOut`, with all that the process said, when `limit` is over or nothing more will come.
+    /// Returns `TimedOut`, with all output of the process, if `limit` expires or the output has
+    /// ended.
     ///
     /// # Cancel safety
-    /// No report is lost.
+    /// Dropping the future loses no report.
     pub async fn report<T>(
         &mut self,
         limit: Duration,
@@ -134,37 +140,40 @@ impl LockHolder {
         self.process.expect_map(next, limit).await.map_err(timed_out)
     }
 
-    /// Orders the lock of `key` and waits until it is held.
+    /// Sends an order to lock `key` and waits until the lock is held.
     ///
     /// # Errors
-    /// `TimedOut` when `limit` is over; the order goes on. `Other` when the lock failed.
+    /// Returns `TimedOut` if `limit` expires; the order stays in force. Returns `Other` if the lock
+    /// failed.
     ///
     /// # Cancel safety
-    /// The order goes on.
+    /// The order stays in force.
     pub async fn lock(&mut self, key: &str, limit: Duration) -> io::Result<Held> {
         self.order(&Order::lock(key))?;
         self.held(key, limit).await
     }
 
-    /// Orders one attempt to lock `key`. `None` when somebody else holds it.
+    /// Sends an order to try once to lock `key`. Returns `None` if another client holds the lock.
     ///
     /// # Errors
-    /// `TimedOut` when `limit` is over; the order goes on. `Other` when the attempt failed.
+    /// Returns `TimedOut` if `limit` expires; the order stays in force. Returns `Other` if the
+    /// attempt failed.
     ///
     /// # Cancel safety
-    /// The order goes on.
+    /// The order stays in force.
     pub async fn try_lock(&mut self, key: &str, limit: Duration) -> io::Result<Option<Held>> {
         self.order(&Order::try_lock(key))?;
         self.answer(key, limit).await
     }
 
-    /// Waits until a lock that was ordered before is held.
+    /// Waits until a lock that was ordered earlier is held.
     ///
     /// # Errors
-    /// `TimedOut` when `limit` is over; the order goes on. `Other` when the lock failed or its wait is over.
+    /// Returns `TimedOut` if `limit` expires; the order stays in force. Returns `Other` if the lock
+    /// failed or its wait has expired.
     ///
     /// # Cancel safety
-    /// May be dropped at any time; no report is lost.
+    /// Dropping the future at any time loses no report.
     pub async fn held(&mut self, key: &str, limit: Duration) -> io::Result<Held> {
         let answer = self.answer(key, limit).await?;
         answer.ok_or_else(|| io::Error::other("the lock is busy"))
@@ -181,13 +190,14 @@ impl LockHolder {
         .await?
     }
 
-    /// Orders to let go of `key` and waits for the outcome.
+    /// Sends an order to release `key` and waits for the outcome.
     ///
     /// # Errors
-    /// `TimedOut` when `limit` is over. `Other` when the lock had been lost or the release failed.
+    /// Returns `TimedOut` if `limit` expires. Returns `Other` if the lock had been lost or the
+    /// release failed.
     ///
     /// # Cancel safety
-    /// The order goes on.
+    /// The order stays in force.
     pub async fn unlock(&mut self, key: &str, limit: Duration) -> io::Result<()> {
         self.order(&Order::Unlock { key: key.into() })?;
         self.report(limit, |report| match report {
@@ -199,13 +209,13 @@ impl LockHolder {
         .await?
     }
 
-    /// Waits until the process reports that it has lost the lock of `key`, and tells the reason.
+    /// Waits until the process reports the loss of the lock of `key`, and returns the reason.
     ///
     /// # Errors
-    /// `TimedOut` when `limit` is over.
+    /// Returns `TimedOut` if `limit` expires.
     ///
     /// # Cancel safety
-    /// May be dropped at any time; no report is lost.
+    /// Dropping the future at any time loses no report.
     pub async fn lost(&mut self, key: &str, limit: Duration) -> io::Result<String> {
         self.report(limit, |report| match report {
             Report::Lost { key: of, reason } if of == key => Some(reason.clone()),
@@ -214,13 +224,14 @@ impl LockHolder {
         .await
     }
 
-    /// Asks whether the process believes that it holds `key`, and for how long.
+    /// Returns the lock of `key` if the process believes that it holds it, with the remaining
+    /// validity.
     ///
     /// # Errors
-    /// `TimedOut` when `limit` is over.
+    /// Returns `TimedOut` if `limit` expires.
     ///
     /// # Cancel safety
-    /// May be dropped at any time, without any effect.
+    /// Dropping the future at any time has no effect.
     pub async fn status(&mut self, key: &str, limit: Duration) -> io::Result<Option<Held>> {
         self.order(&Order::Status { key: key.into() })?;
         self.report(limit, |report| match report {
@@ -233,10 +244,10 @@ impl LockHolder {
         .await
     }
 
-    /// Orders to let go of everything and to end, and waits for it.
+    /// Sends an order to release all locks and to end, and waits until the process has ended.
     ///
     /// # Errors
-    /// `TimedOut` when `limit` is over. `Other` when something could not be let go of.
+    /// Returns `TimedOut` if `limit` expires. Returns `Other` if a lock could not be released.
     ///
     /// # Cancel safety
     /// Dropping the future kills the process.
@@ -256,8 +267,8 @@ impl LockHolder {
         }
     }
 
-    /// What it has recorded so far, if [`HolderOptions::history`] asked for it. Complete once the process has ended, even
-    /// if it was killed.
+    /// Returns the events recorded so far, if [`HolderOptions::history`] is set. The record is
+    /// complete once the process has ended, even if it was killed.
     #[must_use]
     pub fn events(&self) -> Vec<Event> {
         let lines = self.process.lines();

@@ -1,5 +1,5 @@
-//! A program that serves until its handle is dropped: started, paused, killed, together with the processes that it started. Knows
-//! nothing of what it serves.
+//! A server process that ends when its handle is dropped. Starts, pauses and kills the process
+//! together with its children. Contains nothing specific to a server program.
 
 use std::ffi::OsString;
 use std::process::{Command, ExitStatus};
@@ -15,15 +15,18 @@ use nix::unistd::Pid;
 use crate::eventually::NotInTime;
 use crate::process::HelperProcess;
 
-/// How long a server may take until it is ready. Usually it takes 50 ms.
+/// The maximum time until a server is ready. A typical start takes 50 ms.
 pub(crate) const START_LIMIT: Duration = Duration::from_secs(60);
-/// How long the kernel may take to stop or to end a process.
+/// The maximum time for the kernel to stop or end a process.
 const SIGNAL_LIMIT: Duration = Duration::from_secs(30);
 
-/// Starts its arguments as a server and says the server's process id, before the server says anything. Ends when the server does; and ends the server when
-/// its own input ends, because a test that is killed runs no `Drop`. The kernel then hangs up on groups that it leaves
-/// behind with a paused member; without the trap, that would be the end of the watcher. What a server has started can be paused on
-/// its own, and would then never notice that the server is gone.
+/// A shell script that runs its arguments as a server and first prints the server's process id. The
+/// script ends when the server ends.
+///
+/// A watcher in the script kills the server when the script's input ends, because a killed test
+/// runs no `Drop`. The kernel sends SIGHUP to an orphaned process group with a stopped member; the
+/// trap lets the watcher survive it. The watcher also kills the server's children, because a paused
+/// child would never notice that the server has ended.
 const KEEPER: &str = r#"
 trap '' HUP
 exec 3<&0
@@ -36,17 +39,18 @@ wait $server
 kill -9 $watcher
 "#;
 
-/// A server's process.
+/// The process of a server.
 #[derive(Debug)]
 pub(crate) struct Kept {
     keeper: HelperProcess,
-    /// Known once the keeper has said it.
+    /// `Some` once the script has printed it.
     pid: Option<Pid>,
     paused: AtomicBool,
 }
 
 impl Kept {
-    /// Starts `command`, which must stay in the foreground. Of its settings, the program, the arguments and the environment count.
+    /// Starts `command`, which must stay in the foreground. Only its program, arguments and
+    /// environment are used.
     pub(crate) fn launch(command: &Command) -> io::Result<Self> {
         let mut keeper = Command::new("sh");
         keeper.args(["-c", KEEPER, "sh", "env"]);
@@ -70,25 +74,25 @@ impl Kept {
         Ok(())
     }
 
-    /// Waits until the server has said something `such`.
+    /// Waits until the server has printed a line for which `such` returns true.
     pub(crate) async fn expect(&mut self, such: impl Fn(&str) -> bool) -> Result<(), NotInTime> {
         self.keeper.expect_line(such, START_LIMIT).await.map(|_| ())
     }
 
-    /// Waits for the last words of a server that has ended; they may still be on their way.
+    /// Waits for the remaining output of a server that has ended.
     pub(crate) async fn last_words(&mut self) {
         if self.keeper.has_exited() {
             _ = self.keeper.expect_line(|_| false, START_LIMIT).await;
         }
     }
 
-    /// What the server has logged.
+    /// Returns the server's output.
     pub(crate) fn said(&self) -> String {
         let lines: Vec<Arc<str>> = self.keeper.lines();
         lines.join("\n")
     }
 
-    /// Whether the server runs, paused or not.
+    /// Returns whether the server runs, paused or not.
     pub(crate) fn is_up(&self) -> bool {
         !self.keeper.has_exited()
     }
@@ -97,7 +101,7 @@ impl Kept {
         self.paused.load(Ordering::Relaxed)
     }
 
-    /// The processes that the server has started, as far as they live.
+    /// Returns the live child processes of the server.
     fn children(&self) -> Vec<Pid> {
         let Some(pid) = self.pid else { return Vec::new() };
         let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"));
@@ -105,17 +109,17 @@ impl Kept {
         children.split_whitespace().filter_map(|pid| pid.parse().ok()).map(Pid::from_raw).collect()
     }
 
-    /// Stops the server and what it has started in their tracks. When this has returned, they do nothing more.
+    /// Stops the server and its children (SIGSTOP). They execute nothing after this returns.
     pub(crate) fn pause(&self) -> io::Result<()> {
         let pid = self.pid()?;
         stop(pid)?;
         self.paused.store(true, Ordering::Relaxed);
-        // It starts no more of them now. One that has ended meanwhile does nothing more, either.
+        // The stopped server starts no further children. An error means that a child has ended.
         self.children().into_iter().for_each(|child| _ = stop(child));
         Ok(())
     }
 
-    /// Lets all that is paused go on.
+    /// Resumes the server and its children (SIGCONT).
     pub(crate) fn resume(&self) -> io::Result<()> {
         let pid = self.pid()?;
         self.children().into_iter().for_each(|child| _ = kill(child, Signal::SIGCONT));
@@ -124,39 +128,40 @@ impl Kept {
         Ok(())
     }
 
-    /// Stops one of the processes that the server has started.
+    /// Stops one child process of the server.
     #[cfg(target_os = "linux")]
     pub(crate) fn pause_child(&self, child: i32) -> io::Result<()> {
         stop(self.child(child)?)
     }
 
-    /// Lets one of the processes that the server has started go on.
+    /// Resumes one child process of the server.
     #[cfg(target_os = "linux")]
     pub(crate) fn resume_child(&self, child: i32) -> io::Result<()> {
         Ok(kill(self.child(child)?, Signal::SIGCONT)?)
     }
 
-    /// Ends one of the processes that the server has started, without its knowledge.
+    /// Kills one child process of the server (SIGKILL).
     #[cfg(target_os = "linux")]
     pub(crate) fn kill_child(&self, child: i32) -> io::Result<()> {
         Ok(kill(self.child(child)?, Signal::SIGKILL)?)
     }
 
-    /// Signals go to nobody else.
+    /// Returns the pid of a child process, so that signals reach only children of the server.
     #[cfg(target_os = "linux")]
     fn child(&self, child: i32) -> io::Result<Pid> {
         let known = self.children().into_iter().find(|known| known.as_raw() == child);
         known.ok_or_else(|| io::Error::other(format!("the server has no process {child}")))
     }
 
-    /// Asks the server to end, and waits until it has.
+    /// Sends `signal` to the server and waits until it has ended.
     #[cfg(target_os = "linux")]
     pub(crate) async fn stop(&self, signal: Signal) -> io::Result<ExitStatus> {
         kill(self.pid()?, signal)?;
         self.keeper.wait_exit(START_LIMIT).await.map_err(io::Error::other)
     }
 
-    /// Kills the server and all that it has started, as a crash of the machine would. They are gone when this returns.
+    /// Kills the server and its children, as a machine crash would. They have ended when this
+    /// returns.
     pub(crate) fn kill(self) {
         let Some(pid) = self.pid.filter(|_| self.is_up()) else { return };
         let children = self.children();
@@ -164,12 +169,14 @@ impl Kept {
             return;
         }
         children.iter().for_each(|&child| _ = kill(child, Signal::SIGKILL));
-        // The keeper reaps the server and then ends, so its end says that the port is free again.
+        // The script ends after it has reaped the server, so its end means that the port is free.
         blocking(|| !self.is_up() && children.iter().all(|&child| state(child).is_none()));
     }
 
-    /// As [`kill`](Self::kill), for a server that at `signal` only waits for its children: it reaps them. Those that a crash leaves to
-    /// the first process of the machine may stay in its table for ever; in a container that process is often one that reaps nobody.
+    /// Like [`kill`](Self::kill), for a server that, on `signal`, only waits for its children and
+    /// thereby reaps them. If the server is killed first, the init process inherits its killed
+    /// children. In a container, that process often reaps no children, so they stay in the process
+    /// table.
     #[cfg(target_os = "linux")]
     pub(crate) fn kill_and_reap(self, signal: Signal) {
         if let Ok(pid) = self.pid() {
@@ -187,27 +194,29 @@ impl Kept {
     }
 }
 
-/// What is told of a server that does not run.
+/// Returns the error for a server that does not run.
 pub(crate) fn down() -> io::Error {
     io::Error::other("the server is down")
 }
 
 fn stop(pid: Pid) -> io::Result<()> {
     kill(pid, Signal::SIGSTOP)?;
-    // Elsewhere than on Linux nobody tells whether the signal has arrived.
+    // Only Linux has `/proc`, which shows whether the signal has taken effect.
     if cfg!(target_os = "linux") {
         blocking(|| matches!(state(pid), None | Some('T')));
     }
     Ok(())
 }
 
-/// What the kernel says that a process does; nothing of one that is gone, reaped or not.
+/// Returns the process state from `/proc`. Returns `None` for a process that has ended, reaped or
+/// not.
 fn state(pid: Pid) -> Option<char> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     stat.rsplit_once(") ")?.1.chars().next().filter(|&state| state != 'Z')
 }
 
-/// Waits for what the kernel does in no time. The thread may be that of a test's tasks, so this is short.
+/// Blocks the thread until `done` returns true or [`SIGNAL_LIMIT`] has passed. The thread may run
+/// async tasks, so use it only for operations that the kernel completes almost immediately.
 fn blocking(mut done: impl FnMut() -> bool) {
     let begun = std::time::Instant::now();
     while !done() && begun.elapsed() < SIGNAL_LIMIT {

@@ -1,14 +1,15 @@
-//! What the tests of lock-registry need beside the code under test. It judges locks; it knows no store.
+//! Test support for lock-registry: servers, fault injection, helper processes, and recorded
+//! histories with their checks. The library itself uses no store backend.
 //!
-//! The modules stand in the order in which a test of faults uses them: somewhere to listen, something that breaks
-//! the network, somebody else who holds the lock, a record of what happened, a verdict on the record.
+//! The modules appear in the order of use in a fault test: ports, network faults, other processes,
+//! recorded histories, checks.
 
 // Faults.
 pub mod ports;
 pub mod proxy;
 #[cfg(target_os = "linux")]
 pub mod clock;
-// Somebody else.
+// Other processes.
 #[cfg(unix)]
 pub mod process;
 
@@ -26,6 +27,8 @@ mod account;
 #[cfg(target_os = "linux")]
 mod asked;
 #[cfg(target_os = "linux")]
+mod prepared;
+#[cfg(target_os = "linux")]
 pub mod postgres;
 #[cfg(target_os = "linux")]
 pub mod pgbouncer;
@@ -38,15 +41,15 @@ pub mod etcd;
 
 #[cfg(unix)]
 pub mod holder;
-// What happened.
+// Recorded histories.
 pub mod history;
 pub mod witness;
-// Whether it may.
+// Checks of a history.
 pub mod check;
-// All of it at once.
+// All of the above in one test.
 #[cfg(unix)]
 pub mod contest;
-// Around every test.
+// Seeds and replay of randomized tests.
 pub mod seed;
 
 mod eventually;

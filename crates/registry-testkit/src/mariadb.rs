@@ -1,7 +1,8 @@
-//! MariaDB servers for tests: real ones, each on a port and in a folder of its own. They end with the handle that started them, and have
-//! nothing to do with a server that the machine may run.
+//! Real MariaDB servers for tests, each on its own port and in its own folder. Dropping the handle
+//! that started them kills them. They are independent of any MariaDB server installed as a service.
 //!
-//! Nothing here speaks for the code under test: what the servers are asked, the program `mariadb` asks.
+//! Nothing here uses the code under test: the testkit queries the servers with the program
+//! `mariadb`.
 
 mod options;
 mod server;

@@ -1,4 +1,5 @@
-//! PgBouncer in front of a PostgreSQL server: many clients on few connections, which change hands after each transaction.
+//! PgBouncer in front of a PostgreSQL server: many clients share few server connections, which are
+//! reassigned after each transaction.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -14,10 +15,11 @@ use crate::ports::Port;
 use crate::postgres::{self, PostgresServer};
 use crate::programs;
 
-/// Names another program than `pgbouncer`.
+/// The environment variable that names a program to use instead of `pgbouncer`.
 pub const SERVER_VARIABLE: &str = "LOCK_REGISTRY_PGBOUNCER_SERVER";
 
-/// A PgBouncer in transaction mode that is killed with this handle. It asks for the same password as its server.
+/// A PgBouncer in transaction mode. Dropping this handle kills it. It requires the same password as
+/// its server.
 #[derive(Debug)]
 pub struct PgBouncer {
     port: Port,
@@ -31,22 +33,22 @@ impl PgBouncer {
     /// Starts a PgBouncer in front of `server`.
     ///
     /// # Errors
-    /// When there is no `pgbouncer`, or it does not start.
+    /// Returns an error if `pgbouncer` is not installed or does not start.
     ///
     /// # Cancel safety
-    /// Dropping the future kills it.
+    /// Dropping the future kills PgBouncer.
     pub async fn start(server: &PostgresServer) -> io::Result<Self> {
         Self::start_with(server, &[]).await
     }
 
-    /// As [`start`](Self::start), with lines of its configuration, such as `["default_pool_size = 2"]`. Of two that say different things,
-    /// the later one counts.
+    /// Like [`start`](Self::start), with additional configuration lines, such as
+    /// `["default_pool_size = 2"]`. A later line overrides an earlier one.
     ///
     /// # Errors
-    /// As for [`start`](Self::start).
+    /// As [`start`](Self::start).
     ///
     /// # Cancel safety
-    /// As for [`start`](Self::start).
+    /// As [`start`](Self::start).
     pub async fn start_with(server: &PostgresServer, lines: &[&str]) -> io::Result<Self> {
         let password = server.password().map(ToOwned::to_owned);
         let account = Account::for_root("postgres")?;
@@ -77,13 +79,13 @@ impl PgBouncer {
         Ok(bouncer)
     }
 
-    /// Starts it after it was killed, on the same port.
+    /// Kills PgBouncer if it runs, and starts it on the same port.
     ///
     /// # Errors
     /// As [`start`](Self::start).
     ///
     /// # Cancel safety
-    /// It may be up or down afterwards; it can be killed or started again.
+    /// PgBouncer may be up or down. You can kill it or start it again.
     pub async fn start_again(&mut self) -> io::Result<()> {
         self.kill();
         let program = programs::server(SERVER_VARIABLE, "pgbouncer");
@@ -100,22 +102,22 @@ impl PgBouncer {
         Ok(())
     }
 
-    /// Kills it. Its connections, to both sides, break.
+    /// Kills PgBouncer. Its connections to clients and to the server break.
     pub fn kill(&mut self) {
         if let Some(running) = self.running.take() {
             running.kill();
         }
     }
 
-    /// Stops it in its tracks, until [`resume`](Self::resume).
+    /// Stops PgBouncer (SIGSTOP) until [`resume`](Self::resume).
     ///
     /// # Errors
-    /// The operating system's; it is down, most likely.
+    /// Returns the error of the operating system, or an error if PgBouncer is down.
     pub fn pause(&self) -> io::Result<()> {
         self.running.as_ref().ok_or_else(down)?.pause()
     }
 
-    /// Lets it go on.
+    /// Resumes PgBouncer.
     ///
     /// # Errors
     /// As [`pause`](Self::pause).
@@ -123,14 +125,14 @@ impl PgBouncer {
         self.running.as_ref().ok_or_else(down)?.resume()
     }
 
-    /// Runs statements in the database `database`, where `pgbouncer` stands for its own console, and returns the rows: one a line, with `|`
-    /// between columns.
+    /// Runs statements in `database` and returns the rows, one for each line, with `|` between
+    /// columns. The database `pgbouncer` is PgBouncer's console.
     ///
     /// # Errors
-    /// The first refusal; or that it cannot be reached.
+    /// Returns the first error, or an error if PgBouncer cannot be reached.
     ///
     /// # Cancel safety
-    /// It may have obeyed or not.
+    /// PgBouncer may have executed the statements.
     pub async fn sql(&self, database: &str, statements: &str) -> io::Result<String> {
         let mut psql = Command::new("psql");
         psql.args(["-X", "-q", "-A", "-t", "-v", "ON_ERROR_STOP=1", "-h", "127.0.0.1"]);
@@ -141,19 +143,19 @@ impl PgBouncer {
         asked::run(psql, statements).await
     }
 
-    /// Where it listens.
+    /// Returns the address of PgBouncer.
     #[must_use]
     pub fn addr(&self) -> SocketAddr {
         self.port.addr()
     }
 
-    /// Its URL, with the password if it wants one.
+    /// Returns PgBouncer's URL, with the password if there is one.
     #[must_use]
     pub fn url(&self) -> String {
         postgres::url(self.password.as_deref(), self.addr())
     }
 
-    /// Where it keeps its files.
+    /// Returns the folder of PgBouncer's files.
     #[must_use]
     pub fn folder(&self) -> &Path {
         self.folder.path()
@@ -162,7 +164,7 @@ impl PgBouncer {
 
 impl Drop for PgBouncer {
     fn drop(&mut self) {
-        // Before the folder and the port go.
+        // The process must end before the folder and the port are dropped.
         self.kill();
     }
 }

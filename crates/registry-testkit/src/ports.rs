@@ -1,4 +1,4 @@
-//! Free loopback ports that stay free until the server that a test starts has taken them.
+//! Free loopback ports that stay reserved until a server started by a test binds them.
 
 use std::fmt;
 use std::io;
@@ -6,12 +6,13 @@ use std::net::{Ipv4Addr, SocketAddr};
 
 use tokio::net::{TcpListener, TcpSocket};
 
-/// A TCP port on 127.0.0.1 that the operating system gives to nobody else while this value lives.
+/// A reserved TCP port on 127.0.0.1. The operating system assigns it to no other program while this
+/// value lives.
 ///
-/// Asking for port 0, noting the number and closing the socket leaves a gap in which another test may get the same
-/// number. Here a socket stays bound and never listens: until somebody does, connecting is refused, and any program
-/// that sets `SO_REUSEADDR` before it binds, as servers do in order to restart, can take the port by its number. The same
-/// server can be stopped and started again and again on it.
+/// Binding port 0, reading the number and closing the socket leaves a gap in which another test may
+/// get the same number. Here a socket stays bound and never listens. Until a server listens, the
+/// port refuses connections. Any program that sets `SO_REUSEADDR` before it binds can use the port,
+/// as servers do in order to restart. The same server can be stopped and started on it repeatedly.
 #[derive(Debug)]
 pub struct Port {
     reserved: TcpSocket,
@@ -22,37 +23,40 @@ impl Port {
     /// Reserves a free port.
     ///
     /// # Errors
-    /// The operating system's, when it has no port or no socket left.
+    /// Returns the error of the operating system if no port or socket is available.
     pub fn reserve() -> io::Result<Self> {
         let reserved = bound(0)?;
         let number = reserved.local_addr()?.port();
         Ok(Self { reserved, number })
     }
 
-    /// The port's number.
+    /// Returns the port number.
     #[must_use]
     pub fn number(&self) -> u16 {
         self.number
     }
 
-    /// The address to connect to.
+    /// Returns the address to connect to.
     #[must_use]
     pub fn addr(&self) -> SocketAddr {
         (Ipv4Addr::LOCALHOST, self.number).into()
     }
 
-    /// Listens on this port. Dropping the listener makes the port refuse again; it stays reserved.
+    /// Listens on this port. After the listener is dropped, the port refuses connections again and
+    /// stays reserved.
     ///
     /// # Errors
-    /// The operating system's; somebody listens here already, most likely.
+    /// Returns the error of the operating system, usually because another socket already listens on
+    /// the port.
     ///
     /// # Panics
-    /// Outside a tokio runtime with I/O enabled.
+    /// Panics outside a tokio runtime with I/O enabled.
     pub fn listen(&self) -> io::Result<TcpListener> {
         bound(self.number)?.listen(1_024)
     }
 
-    /// Gives the port up, for a server that does not set `SO_REUSEADDR`. Another program may get it first.
+    /// Releases the port, for a server that does not set `SO_REUSEADDR`. Another program may bind
+    /// it first.
     #[must_use]
     pub fn release(self) -> u16 {
         drop(self.reserved);
@@ -69,7 +73,8 @@ impl fmt::Display for Port {
 
 fn bound(number: u16) -> io::Result<TcpSocket> {
     let socket = TcpSocket::new_v4()?;
-    // Lets a second socket bind the same number as long as no more than one of them listens.
+    // With this option, a second socket can bind the same port as long as at most one of them
+    // listens.
     socket.set_reuseaddr(true)?;
     socket.bind((Ipv4Addr::LOCALHOST, number).into())?;
     Ok(socket)
@@ -98,7 +103,7 @@ mod tests {
         for _ in 0..3 {
             let server = StdListener::bind(port.addr()).unwrap();
             let client = StdStream::connect(port.addr()).unwrap();
-            // The server closes first and leaves TIME_WAIT behind, which is what a restart meets.
+            // The server closes first and leaves a TIME_WAIT state, as before a restart.
             drop(server.accept().unwrap());
             drop((server, client));
             let refused = StdStream::connect(port.addr()).unwrap_err();

@@ -1,7 +1,8 @@
-//! PostgreSQL servers for tests: real ones, each on a port and in a folder of its own, alone or with a standby. They end with the handle
-//! that started them, and have nothing to do with a server that the machine may run.
+//! Real PostgreSQL servers for tests, each on its own port and in its own folder, with or without a
+//! standby. Dropping the handle that started them kills them. They are independent of any
+//! PostgreSQL server installed as a service.
 //!
-//! Nothing here speaks for the code under test: what the servers are asked, `psql` asks.
+//! Nothing here uses the code under test: the testkit queries the servers with `psql`.
 
 mod options;
 mod server;

@@ -1,4 +1,4 @@
-//! Helper processes: somebody else who holds a lock, and who can be stopped, killed or asked. Knows nothing of locks.
+//! Helper processes that a test can pause, kill and query. Contains nothing specific to locks.
 
 use std::fmt;
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -17,19 +17,23 @@ use tokio::time::{Instant, sleep, timeout};
 
 use crate::eventually::NotInTime;
 
-/// How long a stopped process may take until the kernel calls it stopped.
+/// The maximum time until the kernel reports a process as stopped.
 const STOP_LIMIT: Duration = Duration::from_secs(30);
 
-/// A child process that is killed with this handle, together with all that it started.
+/// A child process. Dropping this handle kills it together with all its descendants in the same
+/// process group.
 ///
-/// It leads a process group of its own, and the group is what dies. Its end is observed without reaping it: until the
-/// handle is dropped the process id stays taken, so that no signal can hit a stranger.
+/// The child leads its own process group, and dropping the handle kills the group. The handle
+/// observes the child's exit without reaping it. The process id therefore stays taken until the
+/// handle is dropped, so that no signal can reach an unrelated process.
 ///
-/// A killed *test* process runs no `Drop`. Programs that are meant as helpers should therefore end at the end of their
-/// standard input, which the kernel closes with the test; a stopped one gets SIGHUP from the kernel when its group
-/// loses its parent. (Asking the kernel for a parent-death signal would need `unsafe` code between fork and exec.)
+/// A killed *test* process runs no `Drop`. Helper programs should therefore exit at the end of
+/// their standard input, which the kernel closes with the test. A stopped helper receives SIGHUP
+/// from the kernel when its process group becomes orphaned. (A parent-death signal would need
+/// `unsafe` code between fork and exec.)
 ///
-/// The waits of this type use tokio's clock but end by real events: do not use them on paused time.
+/// The waits of this type use tokio's clock but wait for real events. Do not use them on paused
+/// time.
 #[derive(Debug)]
 pub struct HelperProcess {
     child: Child,
@@ -37,20 +41,20 @@ pub struct HelperProcess {
     pid: Pid,
     heard: watch::Receiver<Heard>,
     exit: watch::Receiver<Option<ExitStatus>>,
-    /// How many lines [`expect_line`](Self::expect_line) has read.
+    /// The number of lines that [`expect_line`](Self::expect_line) has read.
     read: usize,
 }
 
-/// What the process said so far.
+/// The output of the process so far.
 #[derive(Default)]
 struct Heard {
     stdout: Vec<Arc<str>>,
-    /// No line will follow.
+    /// The standard output has ended.
     stdout_ended: bool,
     stderr: String,
 }
 
-// A transcript in a panic message helps; a second one in every Debug of a test's state does not.
+// Omits the transcript: panic messages contain it, and each `Debug` output would repeat it.
 impl fmt::Debug for Heard {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Heard").field("lines", &self.stdout.len()).finish_non_exhaustive()
@@ -61,7 +65,7 @@ impl HelperProcess {
     /// Starts `command` with its standard input, output and error connected to this handle.
     ///
     /// # Errors
-    /// The operating system's, when the program cannot be started.
+    /// Returns the error of the operating system if the program cannot be started.
     pub fn spawn(mut command: Command) -> io::Result<Self> {
         command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
         command.process_group(0);
@@ -69,7 +73,7 @@ impl HelperProcess {
         let (stdin, stdout, stderr) =
             (child.stdin.take(), child.stdout.take(), child.stderr.take());
         let pid = Pid::from_raw(i32::try_from(child.id()).map_err(io::Error::other)?);
-        // From here on dropping ends the process, whatever goes wrong.
+        // From here on, dropping `helper` kills the process on every error path.
         let (said, heard) = watch::channel(Heard::default());
         let (ended, exit) = watch::channel(None);
         let helper = Self { child, stdin, pid, heard, exit, read: 0 };
@@ -97,19 +101,21 @@ impl HelperProcess {
         Ok(helper)
     }
 
-    /// The process id, which stays taken until the handle is dropped.
+    /// Returns the process id. It stays taken until the handle is dropped.
     #[must_use]
     pub fn id(&self) -> u32 {
         self.child.id()
     }
 
-    /// The first line of standard output, after the lines already read, that is `such`. Other lines are passed over.
+    /// Returns the first unread line of standard output for which `such` returns true. Skips other
+    /// lines.
     ///
     /// # Errors
-    /// [`NotInTime`], with everything that the process said, when `limit` is over or the output has ended.
+    /// Returns [`NotInTime`], with all output of the process, if `limit` expires or the output has
+    /// ended.
     ///
     /// # Cancel safety
-    /// Lines that were passed over stay read; none is lost.
+    /// Skipped lines stay read. No unread line is lost.
     pub async fn expect_line(
         &mut self,
         mut such: impl FnMut(&str) -> bool,
@@ -118,13 +124,14 @@ impl HelperProcess {
         self.expect_map(|line| such(line).then(|| Arc::from(line)), limit).await
     }
 
-    /// As [`expect_line`](Self::expect_line), for lines that are read into something else.
+    /// Like [`expect_line`](Self::expect_line), but returns the value that `such` extracts from the
+    /// line.
     ///
     /// # Errors
-    /// As for [`expect_line`](Self::expect_line).
+    /// As [`expect_line`](Self::expect_line).
     ///
     /// # Cancel safety
-    /// As for [`expect_line`](Self::expect_line).
+    /// As [`expect_line`](Self::expect_line).
     pub async fn expect_map<T>(
         &mut self,
         mut such: impl FnMut(&str) -> Option<T>,
@@ -155,13 +162,13 @@ impl HelperProcess {
         }
     }
 
-    /// All lines of standard output so far, read or not.
+    /// Returns all lines of standard output so far, read or not.
     #[must_use]
     pub fn lines(&self) -> Vec<Arc<str>> {
         self.heard.borrow().stdout.clone()
     }
 
-    /// Standard error so far.
+    /// Returns the standard error output so far.
     #[must_use]
     pub fn stderr(&self) -> String {
         self.heard.borrow().stderr.clone()
@@ -170,29 +177,32 @@ impl HelperProcess {
     /// Writes one line to the standard input.
     ///
     /// # Errors
-    /// The operating system's; `BrokenPipe` when the process is gone or its input was closed.
+    /// Returns the error of the operating system; `BrokenPipe` if the process has ended or its
+    /// input is closed.
     pub fn write_line(&mut self, line: &str) -> io::Result<()> {
         let stdin = self.stdin.as_mut().ok_or(io::ErrorKind::BrokenPipe)?;
-        // One write, so that a helper that is stopped in between never sees half a line.
+        // A single write, so that a helper that is stopped in between never reads half a line.
         stdin.write_all(format!("{line}\n").as_bytes())
     }
 
-    /// Ends the standard input.
+    /// Closes the standard input.
     pub fn close_stdin(&mut self) {
         self.stdin = None;
     }
 
-    /// Stops the process (SIGSTOP), and returns when it is stopped: from then on it does nothing.
+    /// Stops the process (SIGSTOP) and returns once it is stopped. From then on it executes
+    /// nothing.
     ///
     /// # Errors
-    /// `NotFound` when the process has ended, `TimedOut` when it does not stop.
+    /// Returns `NotFound` if the process has ended, and `TimedOut` if it does not stop.
     ///
     /// # Cancel safety
-    /// The signal is sent at the first poll; a dropped future only does not wait for its effect.
+    /// The first poll sends the signal. Dropping the future only ends the wait for its effect.
     pub async fn pause(&self) -> io::Result<()> {
         self.signal(Signal::SIGSTOP)?;
         let deadline = Instant::now() + STOP_LIMIT;
-        // The kernel tells nobody but waiters, and a blocking wait would hold up the test's tasks.
+        // The kernel reports stops only through `waitid`, and a blocking call would block the
+        // test's tasks.
         while Instant::now() < deadline {
             let flags = WaitPidFlag::WSTOPPED | WaitPidFlag::WNOHANG | WaitPidFlag::WNOWAIT;
             match waitid(Id::Pid(self.pid), flags) {
@@ -205,34 +215,34 @@ impl HelperProcess {
         Err(io::ErrorKind::TimedOut.into())
     }
 
-    /// Lets a stopped process go on (SIGCONT).
+    /// Resumes a stopped process (SIGCONT).
     ///
     /// # Errors
-    /// `NotFound` when the process has ended.
+    /// Returns `NotFound` if the process has ended.
     pub fn resume(&self) -> io::Result<()> {
         self.signal(Signal::SIGCONT)
     }
 
-    /// Asks the process to end (SIGTERM).
+    /// Asks the process to exit (SIGTERM).
     ///
     /// # Errors
-    /// `NotFound` when the process has ended.
+    /// Returns `NotFound` if the process has ended.
     pub fn terminate(&self) -> io::Result<()> {
         self.signal(Signal::SIGTERM)
     }
 
-    /// Ends the process at once, without its knowledge (SIGKILL). What it started lives on until the handle is dropped.
+    /// Kills the process immediately (SIGKILL). Its descendants live until the handle is dropped.
     ///
     /// # Errors
-    /// `NotFound` when the process has ended.
+    /// Returns `NotFound` if the process has ended.
     pub fn kill(&self) -> io::Result<()> {
         self.signal(Signal::SIGKILL)
     }
 
-    /// Sends a signal to the process alone.
+    /// Sends a signal to the process only, not to its group.
     ///
     /// # Errors
-    /// `NotFound` when the process has ended.
+    /// Returns `NotFound` if the process has ended.
     pub fn signal(&self, signal: Signal) -> io::Result<()> {
         if self.has_exited() {
             return Err(io::ErrorKind::NotFound.into());
@@ -240,19 +250,19 @@ impl HelperProcess {
         signal::kill(self.pid, signal).map_err(io::Error::from)
     }
 
-    /// Whether the process has ended.
+    /// Returns whether the process has ended.
     #[must_use]
     pub fn has_exited(&self) -> bool {
         self.exit.borrow().is_some()
     }
 
-    /// Waits for the end of the process, and tells how it ended.
+    /// Waits until the process has ended and returns its exit status.
     ///
     /// # Errors
-    /// [`NotInTime`], with everything that the process said, when `limit` is over.
+    /// Returns [`NotInTime`], with all output of the process, if `limit` expires.
     ///
     /// # Cancel safety
-    /// May be dropped at any time, without any effect.
+    /// Dropping the future at any time has no effect.
     pub async fn wait_exit(&self, limit: Duration) -> Result<ExitStatus, NotInTime> {
         let mut exit = self.exit.clone();
         let ended = timeout(limit, exit.wait_for(Option::is_some)).await;
@@ -276,14 +286,15 @@ impl HelperProcess {
 
 impl Drop for HelperProcess {
     fn drop(&mut self) {
-        // The leader was not reaped, so the group's id is still its own, whether the leader lives or not.
+        // The leader is not reaped yet, so the group id is still valid even if the leader has
+        // ended.
         _ = signal::killpg(self.pid, Signal::SIGKILL);
-        // Nothing survives SIGKILL, so this is short. It is what makes the id free.
+        // No process survives SIGKILL, so this wait is short. Reaping frees the process id.
         _ = self.child.wait();
     }
 }
 
-/// Waits for the end of `pid` and leaves it unreaped.
+/// Waits until `pid` has ended and leaves it unreaped.
 fn exited(pid: Pid) -> Option<ExitStatus> {
     loop {
         match waitid(Id::Pid(pid), WaitPidFlag::WEXITED | WaitPidFlag::WNOWAIT) {
@@ -293,13 +304,13 @@ fn exited(pid: Pid) -> Option<ExitStatus> {
                 return Some(ExitStatus::from_raw(signal as i32 | core));
             }
             Ok(_) | Err(Errno::EINTR) => {}
-            // The handle was dropped and has reaped it: nobody asks any more.
+            // `Drop` has reaped the process, so no caller needs the status.
             Err(_) => return None,
         }
     }
 }
 
-/// Passes on each line, the last one even if it was not finished.
+/// Calls `each` for each line, including a last line without a newline.
 fn listen(output: impl Read, mut each: impl FnMut(&str)) {
     let mut output = BufReader::new(output);
     let mut line = Vec::new();

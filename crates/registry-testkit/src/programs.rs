@@ -1,17 +1,17 @@
-//! Finds the programs of servers. Debian keeps some where only an administrator's path leads, and those of PostgreSQL off every path, a
-//! folder for each version.
+//! Finds the programs of servers. Debian installs some of them only in `/usr/sbin`. It installs
+//! those of PostgreSQL outside `PATH`, in one folder for each version.
 
 use std::env;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// Where Debian's packages put each version of PostgreSQL.
+/// The folder with Debian's versions of PostgreSQL.
 const POSTGRES: &str = "/usr/lib/postgresql";
-/// Where servers are that are no use to a normal user.
+/// Searched after `PATH`, which for a normal user often lacks it.
 const ADMINISTRATOR: &str = "/usr/sbin";
 
-/// The program that `variable` names, or the one called `name` that is installed, or `name` itself: then the error of starting it
-/// tells what is missing.
+/// Returns the program that `variable` names, or else the installed program `name`. If neither
+/// exists, returns `name`, so that the error of starting it names the missing program.
 pub(crate) fn server(variable: &str, name: &str) -> PathBuf {
     env::var_os(variable)
         .map(PathBuf::from)
@@ -19,10 +19,10 @@ pub(crate) fn server(variable: &str, name: &str) -> PathBuf {
         .unwrap_or_else(|| name.into())
 }
 
-/// As [`server`], for the server of PostgreSQL, beside which are its companions.
+/// Like [`server`], for the PostgreSQL server, whose companion programs are in the same folder.
 pub(crate) fn postgres(variable: &str) -> PathBuf {
     let named = env::var_os(variable).map(PathBuf::from);
-    // Links on the path lead to where the companions are.
+    // Symbolic links in `PATH` lead to the folder of the companion programs.
     let installed = || on_path("postgres").and_then(|program| program.canonicalize().ok());
     named.or_else(installed).or_else(newest_postgres).unwrap_or_else(|| "postgres".into())
 }

@@ -1,7 +1,7 @@
-//! A TCP proxy that does to connections what networks and dying servers do to them. It knows no protocol: it counts
-//! and spoils bytes.
+//! A TCP proxy that causes the connection faults of networks and crashing servers. It parses no
+//! protocol: it counts, delays and discards bytes.
 //!
-//! `connection` carries one connection, this file accepts them and holds the strings.
+//! `connection` carries one connection. This file accepts connections and controls them.
 
 mod connection;
 
@@ -20,67 +20,74 @@ use tokio::time::timeout;
 use crate::eventually::NotInTime;
 use crate::ports::Port;
 
-/// What the proxy does to connections, living and new ones alike.
+/// The proxy's behaviour for existing and new connections.
 ///
-/// No mode makes a gap in a stream, because no network does: a connection that lost reply bytes never
-/// delivers later ones.
+/// No mode leaves a gap in a stream, because no network does. A connection that lost reply bytes
+/// never delivers later ones.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Mode {
     /// Carries everything.
     #[default]
     Pass,
-    /// Carries everything this much later, in each direction. Latency, not rate: bytes on their way overlap.
+    /// Carries everything with this delay in each direction. The delay adds latency and does not
+    /// limit the rate.
     Delay(Duration),
-    /// Carries this many bytes per second and connection, in each direction.
+    /// Carries this many bytes per second for each connection and direction.
     Throttle {
-        /// The rate; at least one.
+        /// The rate, at least 1.
         bytes_per_second: u32,
     },
-    /// Accepts and says nothing, in neither direction. As behind a silent firewall, bytes wait and are carried when the
-    /// mode changes.
+    /// Accepts connections and carries nothing in either direction, like a firewall that drops
+    /// packets. The bytes are carried once the mode changes.
     BlackHole,
-    /// Carries requests and keeps the replies waiting until the mode changes: then they arrive late.
+    /// Carries requests and holds the replies until the mode changes.
     HoldReplies,
-    /// Carries requests and loses the replies. A connection that lost any is reset when the mode changes.
+    /// Carries requests and discards the replies. A connection that lost reply bytes is reset when
+    /// the mode changes.
     DropReplies,
-    /// Carries requests. The first byte of a reply proves that the server acted; then the client gets a reset instead.
+    /// Carries requests. On the first byte of a reply, which proves that the server acted, the
+    /// proxy resets the client's connection instead of delivering the byte.
     ResetAfterRequest,
-    /// Carries requests and the next so many bytes of replies, counted for each connection from now on; then it closes.
+    /// Carries requests and the given number of reply bytes, counted for each connection from the
+    /// mode change. Then closes the connection.
     CutAfter {
-        /// How many bytes still arrive. With zero, the connection closes as soon as a reply comes.
+        /// The number of reply bytes to deliver. With zero, the connection closes as soon as a
+        /// reply arrives.
         reply_bytes: u64,
     },
-    /// Ends the stream to the client and goes on carrying its requests. The client's end of stream is final.
+    /// Ends the stream to the client and continues to carry its requests. A later mode does not
+    /// reopen the stream.
     HalfClose,
-    /// Refuses new connections, as a port on which nobody listens. Living ones go on; see [`FaultProxy::cut_all`].
+    /// Refuses new connections, like a port without a listener. Existing connections continue; see
+    /// [`FaultProxy::cut_all`].
     Refuse,
 }
 
-/// What went through a [`FaultProxy`] since it was started.
+/// The traffic of a [`FaultProxy`] since it started.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct Counts {
-    /// Connections that were accepted.
+    /// Accepted connections.
     pub accepted: u64,
-    /// Connections that live.
+    /// Open connections.
     pub live: u64,
-    /// Connections that ended with a reset, whether by the mode or by the server.
+    /// Connections that ended with a reset, caused by the mode or by the server.
     pub reset: u64,
-    /// Requests that were handed to the server: runs of client bytes with no server byte between them. Exact for a client that
-    /// waits for each reply, too few for one that pipelines.
+    /// Requests passed to the server, counted as runs of client bytes without a server byte between
+    /// them. Exact for a client that waits for each reply, too low for a client that pipelines.
     pub requests: u64,
-    /// Bytes that were handed to the server.
+    /// Bytes passed to the server.
     pub request_bytes: u64,
-    /// Bytes that were handed to clients.
+    /// Bytes passed to clients.
     pub reply_bytes: u64,
-    /// Bytes from the server that were thrown away.
+    /// Discarded bytes from the server.
     pub reply_bytes_lost: u64,
 }
 
-/// A TCP proxy in front of one server. It and all its connections end with this handle.
+/// A TCP proxy in front of one server. Dropping this handle ends the proxy and all its connections.
 ///
-/// A mode that was set before a client sends is applied to what the client sends, without a race.
+/// A mode that is set before a client sends applies to those bytes without a race.
 #[derive(Debug)]
 pub struct FaultProxy {
     port: Arc<Port>,
@@ -94,16 +101,17 @@ struct Shared {
     mode: watch::Sender<Mode>,
     counts: watch::Sender<Counts>,
     listening: watch::Sender<Listening>,
-    /// Told to the connections that shall be cut; each of them holds a receiver until it has ended.
+    /// Notifies connections to reset. Each connection holds a receiver until it has ended.
     cut: Mutex<watch::Sender<()>>,
-    /// Told to the connections that shall carry nothing more.
+    /// Notifies connections to stop carrying bytes.
     silenced: watch::Sender<()>,
-    /// The next request is to be stranded.
+    /// Whether to strand the next request.
     strand_next: AtomicBool,
     stranded: Mutex<Vec<Stranded>>,
 }
 
-/// A request that has left its client and not reached its server, and the connection that it is for.
+/// A request that was read from its client and not sent to its server, with the connection to the
+/// server.
 #[derive(Debug)]
 struct Stranded {
     server: TcpStream,
@@ -121,10 +129,10 @@ impl FaultProxy {
     /// Starts a proxy in front of `target`, on a free loopback port, in [`Mode::Pass`].
     ///
     /// # Errors
-    /// The operating system's, when there is no port to listen on.
+    /// Returns the error of the operating system if no port is available.
     ///
     /// # Panics
-    /// Outside a tokio runtime with I/O and time enabled.
+    /// Panics outside a tokio runtime with I/O and time enabled.
     pub fn start(target: SocketAddr) -> io::Result<Self> {
         let port = Arc::new(Port::reserve()?);
         let listener = port.listen()?;
@@ -143,25 +151,27 @@ impl FaultProxy {
         Ok(Self { port, shared, _tasks: tasks })
     }
 
-    /// Where clients connect to.
+    /// Returns the address for clients.
     #[must_use]
     pub fn addr(&self) -> SocketAddr {
         self.port.addr()
     }
 
-    /// What the proxy does at present.
+    /// Returns the current mode.
     #[must_use]
     pub fn mode(&self) -> Mode {
         *self.shared.mode.borrow()
     }
 
-    /// Changes what the proxy does. Whatever a client sends or opens after this has returned meets the new mode.
+    /// Changes the mode. Everything that a client sends or opens after this returns is subject to
+    /// the new mode.
     ///
     /// # Errors
-    /// The operating system's, when listening again after [`Mode::Refuse`] fails.
+    /// Returns the error of the operating system if listening again after [`Mode::Refuse`] fails.
     ///
     /// # Cancel safety
-    /// The mode is changed at the first poll; a dropped future only does not wait until the port refuses or listens.
+    /// The first poll changes the mode. Dropping the future only ends the wait until the port
+    /// refuses or listens.
     pub async fn set_mode(&self, mode: Mode) -> io::Result<()> {
         self.shared.mode.send_replace(mode);
         let mut listening = self.shared.listening.subscribe();
@@ -173,46 +183,50 @@ impl FaultProxy {
         });
         match settled.await.as_deref() {
             Ok(Listening::Failed(problem)) => Err(io::Error::other(problem.clone())),
-            // The sender is our own, so the wait does not fail.
+            // `self` owns the sender, so the wait cannot fail.
             Ok(Listening::Yes | Listening::No) | Err(_) => Ok(()),
         }
     }
 
-    /// Resets all living connections, and returns when they have ended. New ones are not touched.
+    /// Resets all open connections and returns once they have ended. New connections are
+    /// unaffected.
     ///
     /// # Cancel safety
-    /// The connections are told at the first poll; a dropped future only does not wait for their end.
+    /// The first poll notifies the connections. Dropping the future only ends the wait for their
+    /// end.
     pub async fn cut_all(&self) {
         let old = {
             let mut cut = self.shared.cut.lock().unwrap_or_else(PoisonError::into_inner);
             std::mem::take(&mut *cut)
         };
-        // Without living connections there is nobody to tell.
+        // Sending fails only if there are no open connections.
         _ = old.send(());
         old.closed().await;
     }
 
-    /// Makes all living connections half open: they stay connected and carry nothing more, in neither direction, until they
-    /// are [cut](Self::cut_all). New ones are not touched.
+    /// Makes all open connections half-open: they stay connected and carry nothing in either
+    /// direction until they are [cut](Self::cut_all). New connections are unaffected.
     pub fn silence_living(&self) {
         self.shared.silenced.send_replace(());
     }
 
-    /// Keeps the next request of any connection on its way, and resets its client. Later requests are not touched.
+    /// Withholds the next request of any connection and resets its client. Later requests are
+    /// unaffected.
     ///
-    /// A request is what one read of the proxy returns, so the client must write it at once.
+    /// A request is the result of one read by the proxy, so the client must write it in one piece.
     pub fn strand_next_request(&self) {
         self.shared.strand_next.store(true, Ordering::SeqCst);
     }
 
-    /// Hands the stranded requests to the server, waits for the first byte of each reply, and closes their connections.
-    /// Returns how many there were.
+    /// Passes the stranded requests to the server, waits for the first byte of each reply, and
+    /// closes their connections. Returns the number of requests.
     ///
     /// # Errors
-    /// The operating system's, when the server does not take a request.
+    /// Returns the error of the operating system if the server does not accept a request or closes
+    /// without a reply.
     ///
     /// # Cancel safety
-    /// A request that was not handed over yet is lost with the future.
+    /// Requests that were not passed on yet are lost with the future.
     pub async fn deliver_stranded(&self) -> io::Result<usize> {
         let stranded = std::mem::take(
             &mut *self.shared.stranded.lock().unwrap_or_else(PoisonError::into_inner),
@@ -225,19 +239,19 @@ impl FaultProxy {
         Ok(count)
     }
 
-    /// What went through so far.
+    /// Returns the counts so far.
     #[must_use]
     pub fn counts(&self) -> Counts {
         *self.shared.counts.borrow()
     }
 
-    /// Waits until the counts are such, instead of sleeping until they should be.
+    /// Waits until `such` returns true for the counts, and returns them.
     ///
     /// # Errors
-    /// [`NotInTime`], with the counts, when `limit` is over.
+    /// Returns [`NotInTime`], with the counts, if `limit` expires.
     ///
     /// # Cancel safety
-    /// May be dropped at any time, without any effect.
+    /// Dropping the future at any time has no effect.
     pub async fn until(
         &self,
         limit: Duration,
@@ -290,10 +304,10 @@ async fn accept(port: Arc<Port>, listener: TcpListener, shared: Arc<Shared>) {
         tokio::select! {
             biased;
             changed = modes.changed() => if changed.is_err() { return },
-            // Ended connections are taken out, so that a long test does not pile them up.
+            // Without this, finished connections would accumulate in a long test.
             Some(_) = connections.join_next(), if !connections.is_empty() => {}
             accepted = incoming => {
-                // A connection that is gone before it was accepted is none.
+                // A connection that was closed before `accept` is not counted.
                 let Ok((client, _)) = accepted else { continue };
                 let cut = shared.cut.lock().unwrap_or_else(PoisonError::into_inner).subscribe();
                 let silenced = shared.silenced.subscribe();

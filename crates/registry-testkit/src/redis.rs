@@ -1,14 +1,15 @@
-//! Redis servers for tests: real ones, each on a port and in a folder of its own. Alone, under sentinels, as a cluster, or as
-//! several that know nothing of each other. All of them end with the handle that started them.
+//! Real Redis servers for tests, each on its own port and in its own folder: single servers,
+//! sentinel setups, clusters and independent servers. Dropping the handle that started them kills
+//! them.
 //!
-//! Nothing here speaks for the code under test: what the servers are asked, an operator would ask them.
+//! Nothing here uses the code under test: the testkit sends commands over its own connections.
 
-// One server, and how it is asked.
+// One server, and its connections.
 mod connection;
 mod options;
 mod reply;
 mod server;
-// Several.
+// Several servers.
 mod cluster;
 mod quorum;
 mod sentinel;

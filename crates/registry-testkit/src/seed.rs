@@ -1,4 +1,5 @@
-//! Runs a trial over many seeds and tells how to repeat the one that failed. Makes no random choices of its own.
+//! Runs a trial over many seeds and prints how to replay a failed seed. Makes no random choices
+//! itself.
 
 use std::any::Any;
 use std::env;
@@ -10,49 +11,50 @@ use std::thread;
 
 use tokio::runtime::Builder;
 
-/// The environment variable that replays one seed: decimal, or hexadecimal after `0x`.
+/// The environment variable that replays one seed: decimal, or hexadecimal with the prefix `0x`.
 pub const VARIABLE: &str = "LOCK_REGISTRY_SEED";
 
-/// The number that all random choices of one trial follow from.
+/// The number that determines all random choices of one trial.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Seed(u64);
 
 impl Seed {
-    /// The seed of this number.
+    /// Creates a seed from a number.
     #[must_use]
     pub const fn new(seed: u64) -> Self {
         Self(seed)
     }
 
-    /// The number.
+    /// Returns the number.
     #[must_use]
     pub const fn get(self) -> u64 {
         self.0
     }
 
-    /// The generator of this seed. Each call starts it anew.
+    /// Returns a generator for this seed. Each call restarts the sequence.
     #[must_use]
     pub fn rng(self) -> fastrand::Rng {
         self.stream(0)
     }
 
-    /// One of many independent generators of this seed, so that a client added to a trial leaves the choices of the
-    /// others as they were.
+    /// Returns one of many independent generators of this seed. A client added to a trial then
+    /// leaves the choices of the other clients unchanged.
     #[must_use]
     pub fn stream(self, stream: u64) -> fastrand::Rng {
         fastrand::Rng::with_seed(mixed(mixed(self.0).wrapping_add(stream)))
     }
 
-    /// Runs `simulation` on paused time, on this thread alone, so that it can be repeated exactly: the time that the engine
-    /// sees is virtual, and the jitter that it draws follows from this seed.
+    /// Runs `simulation` on paused time and on the current thread, so that a run is exactly
+    /// repeatable. The engine sees virtual time, and its jitter follows from this seed.
     ///
-    /// What draws from elsewhere (a `select!` that is not `biased`, the order of a `HashMap`) is not repeated.
+    /// Other sources of randomness are not repeated: a `select!` that is not `biased`, the order of
+    /// a `HashMap`.
     ///
     /// # Panics
-    /// Inside a tokio runtime, or when the operating system has no resources left for one.
+    /// Panics inside a tokio runtime, or if the operating system has no resources for a runtime.
     pub fn simulate<T>(self, simulation: impl Future<Output = T>) -> T {
-        // The generator of this thread, which the engine uses for jitter. Put back afterwards, so that one
-        // test does not make another on its thread less random.
+        // The engine draws its jitter from this thread-local generator. It is restored afterwards,
+        // so that other tests on this thread stay random.
         let before = fastrand::get_seed();
         fastrand::seed(self.stream(u64::MAX).u64(..));
         let runtime = Builder::new_current_thread().enable_all().start_paused(true).build();
@@ -68,7 +70,8 @@ impl fmt::Display for Seed {
     }
 }
 
-/// The finaliser of SplitMix64 (Steele, Lea and Flood, 2014): neighbouring seeds become unlike each other.
+/// The finalizer of SplitMix64 (Steele, Lea and Flood, 2014): maps neighbouring seeds to unrelated
+/// values.
 fn mixed(seed: u64) -> u64 {
     let seed = seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
     let seed = (seed ^ (seed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -76,9 +79,9 @@ fn mixed(seed: u64) -> u64 {
     seed ^ (seed >> 31)
 }
 
-/// Which seeds to run, and on how many threads.
+/// The seeds to run, and the number of threads.
 ///
-/// The seeds are the same in every run. Set [`VARIABLE`] to run a single one instead: the one that failed.
+/// The seeds are the same in every run. Set [`VARIABLE`] to run only the seed that failed.
 #[derive(Debug, Clone)]
 #[must_use = "seeds do nothing until they are run"]
 pub struct Seeds {
@@ -87,22 +90,23 @@ pub struct Seeds {
 }
 
 impl Seeds {
-    /// The seeds 0, 1, … `count - 1`.
+    /// Selects the seeds 0, 1, … `count - 1`.
     pub const fn first(count: u64) -> Self {
         Self { count, threads: 1 }
     }
 
-    /// Runs trials on this many threads at once. With one, the default, they run on the caller's own thread.
+    /// Runs trials concurrently on this many threads. The default is one: trials run on the
+    /// caller's thread.
     pub const fn threads(mut self, threads: usize) -> Self {
         self.threads = threads;
         self
     }
 
-    /// Runs `trial` once for each seed, and answers how many seeds were run.
+    /// Runs `trial` once for each seed and returns the number of completed trials.
     ///
     /// # Panics
-    /// With the trial's own panic, after its seed and the way to replay it were printed. Or when [`VARIABLE`] is set to
-    /// something that is not a number.
+    /// Resumes the trial's panic after it has printed the seed and how to replay it. Panics if
+    /// [`VARIABLE`] is not a number.
     pub fn run(self, trial: impl Fn(Seed) + Sync) -> u64 {
         let replay = env::var(VARIABLE).ok().map(|text| match parsed(&text) {
             Some(seed) => Seed(seed),
@@ -159,7 +163,7 @@ type Panic = Box<dyn Any + Send>;
 
 #[expect(clippy::print_stderr, reason = "a failing test must say how to repeat it")]
 fn tell(seed: Seed) {
-    // Test threads carry the name of their test.
+    // The test harness names each thread after its test.
     let current = thread::current();
     let test = current.name().filter(|name| *name != "main").unwrap_or("");
     eprintln!("\nseed {seed} failed; replay it with: {VARIABLE}={seed} cargo test {test}");
@@ -173,10 +177,11 @@ fn parsed(text: &str) -> Option<u64> {
     }
 }
 
-/// Runs `trial` twice with `seed` and answers its trace, which must be the same both times.
+/// Runs `trial` twice with `seed` and returns its trace.
 ///
 /// # Panics
-/// When the two traces differ, with the first difference: then a failing seed could not be replayed.
+/// Panics with the first difference if the two traces differ, because a failing seed could not be
+/// replayed.
 #[track_caller]
 pub fn replayed<T: PartialEq + fmt::Debug>(seed: Seed, trial: impl Fn(Seed) -> Vec<T>) -> Vec<T> {
     let (first, second) = (trial(seed), trial(seed));
@@ -194,7 +199,7 @@ mod tests {
 
     use super::*;
 
-    // The variable is another test's business; see `tests/seeds.rs`.
+    // Ignores the environment variable; `tests/seeds.rs` covers it.
     fn run(seeds: &Seeds, trial: impl Fn(Seed) + Sync) -> u64 {
         seeds.run_range(0..=seeds.count - 1, &trial)
     }

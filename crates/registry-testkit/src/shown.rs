@@ -1,8 +1,10 @@
-//! What a person could be shown of an error, for tests that look for something in it: a reason, or a password.
+//! Collects all text of an error that a program may display, for tests that search it for a reason
+//! or a password.
 
 use std::error::Error;
 
-/// Everything that can be shown of `error` and of its sources, in all the ways in which it can be shown.
+/// Returns the `Debug` text, the pretty `Debug` text and the `Display` text of `error` and of its
+/// sources.
 #[must_use]
 pub fn error_text(error: &dyn Error) -> String {
     let mut text = format!("{error:?}");

@@ -1,4 +1,5 @@
-//! Certificates for encrypted connections: an authority of the test's own, and what it has signed. The program `openssl` makes them.
+//! Certificates for TLS connections: a test authority and the certificates that it signs. The
+//! program `openssl` creates them.
 
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -8,7 +9,7 @@ use std::{fs, io};
 
 use tempfile::TempDir;
 
-/// What the certificates are good for.
+/// The `openssl` configuration with the extensions of each certificate.
 const PURPOSES: &str = "
 [req]
 distinguished_name = nobody
@@ -26,24 +27,26 @@ basicConstraints = CA:FALSE
 extendedKeyUsage = clientAuth
 ";
 
-/// A folder with an authority's certificate, and a server's and a client's that it has signed, each with its key. All are PEM files.
-/// Clones are the same folder; it is removed with the last of them.
+/// A folder with the certificate of an authority, and a server and a client certificate that it has
+/// signed. Each has its key. All files are PEM files. Clones share the folder; dropping the last
+/// clone removes it.
 #[derive(Debug, Clone)]
 pub struct TlsFolder(Arc<TempDir>);
 
 impl TlsFolder {
-    /// Certificates by which a server is known as `127.0.0.1` and as `localhost`, signed by an authority that is new.
+    /// Creates a new authority, and certificates whose server names are `127.0.0.1` and
+    /// `localhost`.
     ///
     /// # Errors
-    /// When there is no program `openssl`, or it cannot make them.
+    /// Returns an error if there is no program `openssl`, or if it fails.
     pub fn new() -> io::Result<Self> {
         Self::for_hosts(&["127.0.0.1", "localhost"])
     }
 
-    /// As [`new`](Self::new), for a server that is known by other names.
+    /// Like [`new`](Self::new), for a server with other host names.
     ///
     /// # Errors
-    /// As for [`new`](Self::new).
+    /// As [`new`](Self::new).
     pub fn for_hosts(hosts: &[&str]) -> io::Result<Self> {
         let tls = Self(Arc::new(tempfile::tempdir()?));
         let kind = |host: &str| if host.parse::<IpAddr>().is_ok() { "IP" } else { "DNS" };
@@ -74,31 +77,31 @@ impl TlsFolder {
         Ok(())
     }
 
-    /// The certificate of the authority.
+    /// Returns the file with the authority's certificate.
     #[must_use]
     pub fn ca_file(&self) -> PathBuf {
         self.file("ca.pem")
     }
 
-    /// The certificate by which a server is known.
+    /// Returns the file with the server's certificate.
     #[must_use]
     pub fn server_cert_file(&self) -> PathBuf {
         self.file("server.pem")
     }
 
-    /// The key of the server's certificate.
+    /// Returns the file with the key of the server's certificate.
     #[must_use]
     pub fn server_key_file(&self) -> PathBuf {
         self.file("server.key")
     }
 
-    /// The certificate by which a client is known.
+    /// Returns the file with the client's certificate.
     #[must_use]
     pub fn client_cert_file(&self) -> PathBuf {
         self.file("client.pem")
     }
 
-    /// The key of the client's certificate.
+    /// Returns the file with the key of the client's certificate.
     #[must_use]
     pub fn client_key_file(&self) -> PathBuf {
         self.file("client.key")
@@ -109,7 +112,7 @@ impl TlsFolder {
     }
 }
 
-/// What is common to all that is asked for: a key of its own, and a name.
+/// Returns the arguments common to all certificate requests: a new key, and a name.
 fn asked_for(name: &str) -> String {
     format!(
         "-config purposes -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -keyout {name}.key \

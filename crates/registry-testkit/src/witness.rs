@@ -1,4 +1,4 @@
-//! Locks that write down what happens to them: real guards of the engine with a recorder at their side.
+//! Locks with a recorder: guards of the engine whose operations are recorded in a history.
 
 use std::fmt;
 use std::ops::Deref;
@@ -7,7 +7,7 @@ use registry_core::{DistributedLock, LockError, LockGuard, LockOptions};
 
 use crate::history::{Holding, Recorder};
 
-/// Takes locks for one client, and records it.
+/// Acquires locks for one client and records the operations.
 #[derive(Debug, Clone)]
 pub struct Witness {
     recorder: Recorder,
@@ -15,21 +15,22 @@ pub struct Witness {
 }
 
 impl Witness {
-    /// Records what `client` does. The recorder's clock must be the one that the engine lives by: tokio's in
-    /// simulations, the host's otherwise.
+    /// Creates a witness that records the operations of `client`. The recorder must use the clock
+    /// that the engine uses: tokio's clock in simulations, otherwise the host's clock.
     #[must_use]
     pub fn new(recorder: &Recorder, client: u32) -> Self {
         Self { recorder: recorder.clone(), client }
     }
 
-    /// Takes `lock` as [`DistributedLock::lock_with`] does. Not for an owner that has the lock already: entering again is no
-    /// grant of its own.
+    /// Acquires `lock` as [`DistributedLock::lock_with`] does. Not for an owner that already holds
+    /// the lock: a re-entry is not a separate grant.
     ///
     /// # Errors
-    /// Those of the lock. They are recorded as an unknown outcome: the store may have granted it all the same.
+    /// Returns the errors of the lock. They are recorded as an unknown outcome, because the store
+    /// may have granted the lock.
     ///
     /// # Cancel safety
-    /// As that of the lock; a dropped acquisition is recorded as unknown.
+    /// As the lock's. A dropped acquisition is recorded as unknown.
     pub async fn lock_with(
         &self,
         lock: &DistributedLock,
@@ -53,29 +54,30 @@ impl Witness {
     }
 }
 
-/// A guard whose fate is recorded. It is used like the guard that it holds, except for letting go.
+/// A guard whose operations are recorded. It dereferences to the inner guard, but has its own
+/// `unlock`.
 #[must_use = "the lock is let go as soon as the guard is dropped"]
 pub struct WitnessedGuard {
-    /// Taken out only by whoever consumes the guard.
+    /// `None` only while a consuming method or `Drop` runs.
     watched: Option<(LockGuard, Holding)>,
 }
 
 impl WitnessedGuard {
-    /// Records how long the guard is valid, or that it is lost. Letting go does it as well; call it where renewals should
-    /// count before, or where a loss is noticed.
+    /// Records how long the guard is valid, or that it is lost. A release records this as well.
+    /// Call this method where earlier renewals should count, or where a loss is noticed.
     pub fn note(&self) {
         let (guard, holding) = self.watched();
         note(guard, holding);
     }
 
-    /// Lets go as [`LockGuard::unlock`] does. Not with guards of a re-entry left or a `min_hold` that is not over: both keep the
-    /// lock for longer than is recorded.
+    /// Releases the lock as [`LockGuard::unlock`] does. Do not use it while guards of a re-entry
+    /// remain or a `min_hold` has not passed: both keep the lock longer than the record states.
     ///
     /// # Errors
-    /// Those of the guard.
+    /// Returns the errors of the guard.
     ///
     /// # Cancel safety
-    /// As that of the guard; a dropped release is recorded as unknown.
+    /// As the guard's. A dropped release is recorded as unknown.
     pub async fn unlock(mut self) -> Result<(), LockError> {
         let Some((guard, holding)) = self.watched.take() else { return Ok(()) };
         note(&guard, &holding);
@@ -114,7 +116,8 @@ impl Drop for WitnessedGuard {
     fn drop(&mut self) {
         let Some((guard, holding)) = self.watched.take() else { return };
         note(&guard, &holding);
-        // Recorded before the guard goes: its successor may come at once. The outcome stays unknown.
+        // Recorded before the guard is dropped, because the next holder may acquire the lock
+        // immediately. The outcome stays unknown.
         drop(holding.release());
         drop(guard);
     }

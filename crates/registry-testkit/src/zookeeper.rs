@@ -1,13 +1,14 @@
-//! ZooKeeper servers for tests: real ones, each on ports and in a folder of its own, alone or as an ensemble. They end with the handle
-//! that started them, and have nothing to do with a server that the machine may run.
+//! Real ZooKeeper servers for tests, each on its own ports and in its own folder: single servers or
+//! an ensemble. Dropping the handle that started them kills them. They are independent of any
+//! ZooKeeper server installed as a service.
 //!
-//! Nothing here speaks for the code under test: what the servers are asked are the four-letter words of operators.
+//! Nothing here uses the code under test: the testkit queries the servers with four-letter words.
 
-// One server, and how it is asked.
+// One server, and queries to it.
 mod options;
 mod server;
 mod session;
-// Several.
+// Several servers.
 mod ensemble;
 
 pub use ensemble::ZooKeeperEnsemble;

@@ -1,4 +1,4 @@
-//! Each checker finds the violations that it is there for, says so readably, and lets pass what may be.
+//! Each check finds its violations, reports them readably, and accepts valid histories.
 
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
 
@@ -15,7 +15,7 @@ use registry_testkit::history::{Acquiring, Event, History, Holding, Recorder, Wh
 
 const KEY: &str = "orders/42";
 
-/// A recorder on a clock that the test moves.
+/// A recorder whose clock the test sets.
 struct Tape {
     now: Arc<AtomicU64>,
     recorder: Recorder,
@@ -42,7 +42,7 @@ impl Tape {
         self.recorder.write(client, KEY, FencingToken::new(token).unwrap())
     }
 
-    /// Lets a line read "at this time, on that".
+    /// Returns `that`, so that a line reads "at this time, on that".
     fn on<T>(&self, that: T) -> T {
         that
     }
@@ -169,8 +169,9 @@ fn a_token_that_goes_back_after_an_expiry_is_found() {
     assert_eq!(opinion(&tape.history()), impossible());
 }
 
-/// The case that the plain rule "tokens rise in real time" does not see: all three acquisitions overlap, so that no
-/// two of them are in order, but the middle one cannot fit between its neighbours' releases.
+/// A case that the simple rule "tokens increase in real time" misses. All three acquisitions
+/// overlap, so no two of them are ordered, but the second hold cannot fit between the releases of
+/// the other two.
 #[test]
 fn a_hold_that_does_not_fit_between_its_neighbours_is_found() {
     let tape = Tape::new();
@@ -178,7 +179,7 @@ fn a_hold_that_does_not_fit_between_its_neighbours_is_found() {
     let first = grant(tape.at(10).on(one), 1);
     let second = grant(tape.at(20).on(two), 2);
     let third = grant(tape.at(30).on(three), 3);
-    // The first frees only after the second has it.
+    // The first hold ends only after the second has been granted.
     let releasing = tape.at(40).on(first).release();
     tape.at(50).on(releasing).freed();
     drop((second, third));
@@ -221,7 +222,7 @@ fn a_release_that_lies_about_a_lost_lock_is_found() {
     let tape = Tape::new();
     let first = grant_for(tape.at(0).ask(1), 1, Duration::from_millis(10));
     let second = grant(tape.at(100).ask(2), 2);
-    // The lease was over and somebody else had the lock, and the release says that all was well.
+    // The lease had expired and another client had the lock, but the release reported success.
     tape.at(200).on(first).release().freed();
     drop(second);
     token_order(&tape.history()).unwrap_err();
@@ -265,7 +266,7 @@ fn two_guards_that_are_valid_at_once_are_found_even_without_tokens() {
         Promise::OneValidGuard,
         &["client 1", "client 2", "+0.099000001 s to +0.100000000 s", "without a token"],
     );
-    // An expiry may always have come earlier, for all that the order of effects knows.
+    // The token order accepts this, because a hold may always have expired earlier.
     assert_eq!(opinion(&tape.history()), Opinion::Explained);
     drop((first, second));
 }
@@ -295,7 +296,7 @@ fn a_renewed_guard_is_valid_for_longer() {
     let lease = Duration::from_millis(100);
     let first = tape.at(0).ask(1).granted(None, || lease);
     tape.at(90).on(&first).valid_for(|| lease);
-    // A guard that is over answers zero; that takes nothing back.
+    // An expired guard returns zero, which does not shorten the recorded validity.
     tape.at(91).on(&first).valid_for(|| Duration::ZERO);
     let second = tape.at(150).ask(2).granted(None, || lease);
     let found = validity(&tape.history()).unwrap_err();
@@ -428,7 +429,7 @@ fn a_record_that_does_not_fit_together_is_no_pass() {
     for missing in 0..events.len() - 1 {
         let mut events = events.clone();
         events.remove(missing);
-        // Without its call an answer means nothing. (A grant that was never released is a fine record.)
+        // An answer without its call is meaningless. (A grant without a release is a valid record.)
         assert!(History::from_events(events).is_err(), "without event {missing}");
     }
     for event in &events {

@@ -1,4 +1,4 @@
-//! Clocks that jump, in a program of Rust: this test, started again.
+//! Clocks that jump in a Rust program: the test starts itself again as that program.
 
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
@@ -11,14 +11,14 @@ use nix::time::ClockId;
 use registry_testkit::clock::ClockShim;
 use registry_testkit::process::HelperProcess;
 
-/// Set in the child.
+/// Set in the child process.
 const CHILD: &str = "THE_PROGRAM_WITH_THE_CLOCK";
-/// Long enough for the slowest machine; costs time only when a test fails.
+/// Sufficient for the slowest machine. It costs time only when a test fails.
 const LIMIT: Duration = Duration::from_secs(60);
-/// More than the machine is ever slow, less than the jumps.
+/// The tolerance, in seconds: more than any delay of the machine, less than the jumps.
 const CLOSE: f64 = 300.0;
 
-/// Seconds of the wall clock, of the monotonic one, and since the machine was started.
+/// Returns the wall clock, the monotonic clock and the time since boot, in seconds.
 fn seconds() -> [f64; 3] {
     [ClockId::CLOCK_REALTIME, ClockId::CLOCK_MONOTONIC, ClockId::CLOCK_BOOTTIME]
         .map(|clock| Duration::from(clock.now().unwrap()).as_secs_f64())

@@ -1,4 +1,4 @@
-//! The lock holder: another process over a real store, stopped, killed and asked.
+//! The lock holder: a second process over a real store, paused, killed and queried.
 
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
@@ -12,10 +12,10 @@ use registry_testkit::history::History;
 use registry_testkit::holder::{HolderOptions, LockHolder, Order, Report, program};
 use tempfile::TempDir;
 
-/// Long enough for the slowest machine; costs time only when a test fails.
+/// Sufficient for the slowest machine. It costs time only when a test fails.
 const LIMIT: Duration = Duration::from_secs(60);
 const LEASE: Duration = Duration::from_secs(2);
-/// Any text is a key.
+/// A key may be any text.
 const KEY: &str = "orders/42 \"quoted\"\n🔒";
 
 fn folder() -> (TempDir, HolderOptions) {
@@ -111,7 +111,7 @@ async fn the_histories_of_several_processes_are_judged_as_one() {
         holder.order(&Order::Repeat { key: KEY.into(), rounds: 40, hold_ms: 0 }).unwrap();
         holders.push(holder);
     }
-    // One of them is killed in the middle of it; what it did until then counts.
+    // One holder is killed during its rounds. The events that it recorded until then count.
     let killed = holders.pop().unwrap();
     eventually(LIMIT, async || killed.events().len() > 20).await;
     killed.process().kill().unwrap();
@@ -148,7 +148,7 @@ fn the_program_is_built_once_and_found_again() {
     let first = program().unwrap();
     assert!(first.is_file());
     assert_eq!(program().unwrap(), first);
-    // It lands where this test was built, not in a target folder of its own.
+    // The program is built in the target folder of this test, not in a separate one.
     let test = std::env::current_exe().unwrap();
     assert!(test.starts_with(first.parent().unwrap()), "{first:?} is not beside {test:?}");
 }

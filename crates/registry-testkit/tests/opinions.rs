@@ -1,5 +1,5 @@
-//! The sweep and the general search agree, on histories of a simulated lock and on histories of no sense at all. And
-//! each bug of the simulated lock is found by the checker that is there for it.
+//! The sweep and the general search agree on histories of a simulated lock and on arbitrary
+//! histories. Each bug of the simulated lock is found by the check for it.
 
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
 
@@ -18,10 +18,10 @@ use registry_testkit::seed::{Seeds, replayed};
 
 use simulated::{Bug, simulate};
 
-/// For one search. An undecided one fails the test.
+/// The time limit of one search. An undecided search fails the test.
 const LIMIT: Duration = Duration::from_secs(120);
 
-/// Asserts that both opinions are the same, and answers whether they are good.
+/// Asserts that the sweep and the search agree, and returns whether they accept the history.
 fn agreed(history: &History) -> bool {
     match (token_order(history), search(history, LIMIT)) {
         (Ok(_), Opinion::Explained) => true,
@@ -30,7 +30,7 @@ fn agreed(history: &History) -> bool {
     }
 }
 
-/// The plain rule that is often taken for enough.
+/// The simple rule that is often considered sufficient.
 fn tokens_rise_in_real_time(history: &History) -> bool {
     history.grants.iter().all(|earlier| {
         history
@@ -56,8 +56,8 @@ fn a_simulation_repeats_itself() {
     Seeds::first(20).run(|seed| _ = replayed(seed, |seed| simulate(seed, None).grants));
 }
 
-/// Runs a broken lock over many seeds. Both opinions must agree on each history; `found` counts those in which the checker
-/// sees the bug.
+/// Runs a broken lock over many seeds. The sweep and the search must agree on each history. `found`
+/// counts the histories in which the check finds the bug.
 fn found_in(bug: Bug, checker: impl Fn(&History) -> Option<Promise> + Sync, expected: &[Promise]) {
     let found = std::sync::atomic::AtomicU32::new(0);
     let ran = Seeds::first(100).run(|seed| {
@@ -129,7 +129,7 @@ fn the_plain_rule_misses_what_the_sweep_finds() {
     assert!(missed.into_inner() > 0);
 }
 
-/// A hold of no sense: any windows, any token.
+/// An arbitrary hold, with any windows and any token.
 #[derive(Debug, Clone)]
 struct AnyHold {
     called: u64,
@@ -190,7 +190,7 @@ proptest! {
 
     #[test]
     fn both_opinions_agree_when_tokens_are_unique(mut holds in prop::collection::vec(any_hold(), 0..7)) {
-        // Sorted by when they began, so that a good part of these histories can be explained.
+        // Sorted by start, so that many of these histories have a linearization.
         holds.sort_by_key(|hold| hold.called);
         for (token, hold) in holds.iter_mut().enumerate() {
             hold.token = token as u64;

@@ -1,4 +1,5 @@
-//! Helper processes, with real programs: what they say, how they end, and that nothing of them is left.
+//! Helper processes that run real programs: their output, their exits, and the absence of
+//! leftovers.
 
 #![cfg(unix)]
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
@@ -14,7 +15,7 @@ use nix::unistd::Pid;
 use registry_testkit::eventually;
 use registry_testkit::process::HelperProcess;
 
-/// Long enough for the slowest machine; costs time only when a test fails.
+/// Sufficient for the slowest machine. It costs time only when a test fails.
 const LIMIT: Duration = Duration::from_secs(30);
 const SHORT: Duration = Duration::from_millis(150);
 
@@ -24,7 +25,7 @@ fn shell(script: &str) -> HelperProcess {
     HelperProcess::spawn(command).unwrap()
 }
 
-/// Whether the process is gone, or dead and waiting for init to notice.
+/// Returns whether the process has ended. A zombie that init has not reaped yet counts as ended.
 fn is_gone(pid: i32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{pid}/stat"));
     kill(Pid::from_raw(pid), None) == Err(Errno::ESRCH)

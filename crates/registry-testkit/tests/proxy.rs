@@ -1,4 +1,4 @@
-//! The fault proxy in front of a real server: each mode does what it says, and heals.
+//! The fault proxy in front of a real server: each mode has its documented effect and can be ended.
 
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
 
@@ -13,12 +13,14 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 
-/// Long enough for the slowest machine; costs time only when a test fails.
+/// Sufficient for the slowest machine. It costs time only when a test fails.
 const LIMIT: Duration = Duration::from_secs(30);
-/// How long silence is listened to. Too short a time could hide a fault and never invent one.
+/// How long the tests wait for bytes that must not arrive. Too short a time could hide a fault, but
+/// never cause a failure.
 const SILENCE: Duration = Duration::from_millis(150);
 
-/// A server that sends back what it gets and remembers it. After the client's end of stream it says goodbye.
+/// A server that echoes and records all received bytes. After the client's end of stream, it sends
+/// `bye`.
 struct Echo {
     addr: SocketAddr,
     heard: watch::Receiver<Vec<u8>>,
@@ -96,7 +98,7 @@ async fn hear_nothing(client: &mut TcpStream) {
     assert!(heard.is_err(), "heard {heard:?}");
 }
 
-/// What is left in the stream, and how it ended.
+/// Returns the remaining bytes of the stream, and the error that ended it.
 async fn hear_the_end(client: &mut TcpStream) -> (Vec<u8>, Option<ErrorKind>) {
     let mut rest = Vec::new();
     let ended = within(LIMIT, client.read_to_end(&mut rest)).await;
@@ -296,7 +298,7 @@ async fn a_half_closed_connection_still_carries_requests() {
     assert_eq!(hear_the_end(&mut client).await, (vec![], None));
     say(&mut client, b"two").await;
     lab.echo.has_heard(b"two").await;
-    // An end of stream is final, whatever comes after.
+    // An end of stream is final in every later mode.
     lab.set(Mode::Pass).await;
     say(&mut client, b"three").await;
     lab.echo.has_heard(b"three").await;
@@ -332,7 +334,7 @@ async fn cutting_resets_every_living_connection_and_no_later_one() {
         hear(&mut client, b"hello").await;
         living.push(client);
     }
-    // Stuck in the hole, without a connection to the server.
+    // This client waits in the black hole, without a connection to the server.
     lab.set(Mode::BlackHole).await;
     living.push(lab.client().await);
     lab.proxy.until(LIMIT, |counts| counts.live == 6).await.unwrap();

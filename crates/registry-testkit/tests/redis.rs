@@ -1,4 +1,4 @@
-//! Redis servers, alone and together: what the other tests build on. Needs `redis-server`.
+//! Redis servers, single and combined, as other tests use them. Needs `redis-server`.
 
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
@@ -20,7 +20,7 @@ use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
 
-/// Long enough for the slowest machine; costs time only when a test fails.
+/// Sufficient for the slowest machine. It costs time only when a test fails.
 const LIMIT: Duration = Duration::from_secs(60);
 
 async fn get(server: &RedisServer, key: &str) -> Option<String> {
@@ -98,7 +98,7 @@ async fn sentinels_choose_another_master_when_they_are_told_to() {
     let new = setup.failover().await.unwrap();
     assert!(new != old && new == setup.master().await.unwrap());
     assert_eq!(get(setup.server(new), "k").await.as_deref(), Some("v"));
-    // It remembers what it has become.
+    // The server saved its new role in its configuration.
     setup.server_mut(new).start_again().await.unwrap();
     let role = setup.server(new).ask_args(&["ROLE"]).await.unwrap();
     assert_eq!(role.items()[0].text().as_deref(), Some("master"));
@@ -138,7 +138,7 @@ async fn sentinels_and_servers_can_want_logins_of_their_own() {
     }
 }
 
-/// What a client without a login is told.
+/// Returns the reply to a `PING` without a login.
 fn ping(mut stream: impl Read + Write) -> io::Result<String> {
     stream.write_all(b"PING\r\n")?;
     let mut line = vec![0; 1_024];
@@ -154,13 +154,13 @@ async fn replicas_of_a_cluster_take_over() {
     let slot = RedisCluster::slot_of("k");
     let first = cluster.master_of(slot).await.unwrap();
     set(cluster.node(first), "k", "v").await;
-    // Asked for, nothing is lost.
+    // A requested failover loses no write.
     let second = cluster.failover(slot).await.unwrap();
     assert_eq!(get(cluster.node(second), "k").await.as_deref(), Some("v"));
     let moved = refusal(cluster.node(first), &["GET", "k"]).await;
     assert_eq!(moved, format!("MOVED {slot} {second}"));
     cluster.settle().await.unwrap();
-    // After a crash, what had not reached the replica is.
+    // A crash loses the writes that did not reach the replica.
     assert_eq!(cluster.isolate_replicas_of(slot).await.unwrap(), [first]);
     set(cluster.node(second), "k", "lost").await;
     assert_eq!(cluster.kill_master_of(slot).await.unwrap(), second);
@@ -202,7 +202,8 @@ async fn a_slot_moves_with_its_keys_and_may_stop_half_way() {
     assert_eq!(get(cluster.node(from), "{k}249").await.as_deref(), Some("v"));
 }
 
-/// What a client is told over an encrypted connection, if it trusts `ca` and shows the certificate of `client`.
+/// Returns the reply to a `PING` over TLS. The client trusts `ca` and presents the certificate of
+/// `client`.
 fn ping_encrypted(
     addr: SocketAddr,
     ca: &TlsFolder,
@@ -210,7 +211,7 @@ fn ping_encrypted(
 ) -> io::Result<String> {
     let mut roots = RootCertStore::empty();
     roots.add(CertificateDer::from_pem_file(ca.ca_file()).unwrap()).unwrap();
-    // Built with other crates there may be several to choose from, and then none is the default.
+    // Other crates of the build may enable several providers, and then none is the default.
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let config = ClientConfig::builder_with_provider(provider)
         .with_safe_default_protocol_versions()
@@ -243,7 +244,7 @@ async fn an_encrypting_server_is_known_by_its_authority_and_its_name() {
     let named_otherwise = RedisServer::start_tls(&elsewhere, &[]).await.unwrap();
     let wrong = ping_encrypted(named_otherwise.addr(), &elsewhere, None).unwrap_err().to_string();
     assert!(wrong.contains("not valid for name"), "{wrong}");
-    // Without encryption, nobody is understood.
+    // The server does not accept unencrypted commands.
     let plain = ping(TcpStream::connect(server.addr()).unwrap());
     assert!(!plain.is_ok_and(|told| told.starts_with(['+', '-'])));
 }
@@ -294,7 +295,7 @@ async fn a_key_ends_by_the_wall_clock_of_its_server() {
     eventually(LIMIT, async || left().await > Some(3_600)).await;
 }
 
-/// In the child that the next test starts, the number of the server's process follows.
+/// Set in the child process of the next test. The child prints the process id of its server.
 const CHILD: &str = "THE_TEST_TO_BE_KILLED";
 
 #[tokio::test]
@@ -303,12 +304,12 @@ async fn a_killed_test_leaves_no_server() {
         let server = RedisServer::start(&[]).await.unwrap();
         let info = server.ask("INFO server").await.unwrap();
         let id = info.lines().find_map(|line| line.strip_prefix("process_id:")).unwrap();
-        // Even a stopped one ends.
+        // Even a paused server must end.
         server.pause().unwrap();
         println!("\nserver {id}");
         std::future::pending::<()>().await;
     }
-    // What it leaves behind, it leaves here.
+    // The killed child leaves its files in this folder.
     let folder = tempfile::tempdir().unwrap();
     let mut again = Command::new(std::env::current_exe().unwrap());
     again.env("TMPDIR", folder.path());

@@ -1,4 +1,4 @@
-//! Replay of one seed through the environment, as a person would do it: in a process of its own.
+//! Replays one seed through the environment variable, in a separate process as a user would.
 
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
 
@@ -7,7 +7,7 @@ use std::process::Command;
 
 use registry_testkit::seed::{Seed, Seeds, VARIABLE};
 
-/// Set in the child process alone, in which the first test below fails on purpose.
+/// Set only in the child process, in which the first test below fails on purpose.
 const CHILD: &str = "SEEDS_TEST_CHILD";
 
 #[test]

@@ -1,4 +1,5 @@
-//! SQL servers, alone and together: what the other tests build on. Needs PostgreSQL, PgBouncer and MariaDB.
+//! SQL servers, single and combined, as other tests use them. Needs PostgreSQL, PgBouncer and
+//! MariaDB.
 
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
@@ -14,9 +15,9 @@ use registry_testkit::postgres::{PostgresOptions, PostgresServer};
 use registry_testkit::tls::TlsFolder;
 use tokio::time::timeout;
 
-/// Long enough for the slowest machine; costs time only when a test fails.
+/// Sufficient for the slowest machine. It costs time only when a test fails.
 const LIMIT: Duration = Duration::from_secs(60);
-/// How long an answer is waited for that must not come.
+/// How long the tests wait for an answer that must not arrive.
 const SILENCE: Duration = Duration::from_millis(300);
 
 fn ago(seconds: &str) -> i64 {

@@ -1,4 +1,4 @@
-//! Real guards of the engine with a recorder at their side, on paused time.
+//! Guards of the engine with a recorder, on paused time.
 
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
 
@@ -22,11 +22,12 @@ fn registry(backend: impl LockBackend) -> Registry {
     Registry::builder(Arc::new(backend)).lease(LEASE).renew(false).build().unwrap()
 }
 
-/// Several "processes" over one store use one lock for a while, some of them too long.
+/// Simulates several processes over one store that use one lock; some of them hold it longer than
+/// their lease.
 async fn busy_day(backend: impl LockBackend + Clone, seed: Seed) -> Recorder {
     let recorder = Recorder::new(tokio_clock());
     let mut clients = JoinSet::new();
-    // Two clients share each process, so that claims are handed on as well.
+    // Two clients share each process, so that hand-overs occur as well.
     let processes: Vec<Registry> = (0..3).map(|_| registry(backend.clone())).collect();
     for client in 0..6 {
         let witness = Witness::new(&recorder, client);
@@ -101,7 +102,7 @@ async fn a_guard_that_outlives_its_lease_is_recorded_as_lost_when_it_was() {
     assert!(matches!(guard.unlock().await, Err(LockError::Lost { .. })));
     let history = recorder.history();
     let [grant] = &*history.grants else { panic!("{history:?}") };
-    // Told late, yet valid only until its lease was over.
+    // The loss was reported late, but the guard was valid only until its lease ended.
     assert!(grant.lost.unwrap() > grant.valid_until.unwrap());
     assert!(grant.valid_until.unwrap() <= grant.acquire.to + LEASE.as_nanos() as u64);
     assert_eq!(check(&history).unwrap().grants, 1);

@@ -1,4 +1,5 @@
-//! ZooKeeper servers, alone and as an ensemble: what the other tests build on. Needs Java and Debian's package of ZooKeeper.
+//! ZooKeeper servers, single and as an ensemble, as other tests use them. Needs Java and Debian's
+//! ZooKeeper package.
 
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
@@ -12,18 +13,18 @@ use registry_testkit::{eventually, within};
 use tokio::time::timeout;
 use zookeeper_client::{Acls, Client, CreateMode, SessionState};
 
-/// Long enough for the slowest machine; costs time only when a test fails.
+/// Sufficient for the slowest machine. It costs time only when a test fails.
 const LIMIT: Duration = Duration::from_secs(60);
-/// How long an answer is waited for that must not come.
+/// How long the tests wait for an answer that must not arrive.
 const SILENCE: Duration = Duration::from_millis(300);
 
-/// A client whose session ends this long after it falls silent.
+/// Connects a client with this session timeout.
 async fn client(url: &str, session: Duration) -> Client {
     let hosts = url.strip_prefix("zk://").unwrap();
     Client::connector().with_session_timeout(session).connect(hosts).await.unwrap()
 }
 
-/// Makes a node, and tells the number of a sequential one.
+/// Creates a node and returns its sequence number, if it is sequential.
 async fn create(client: &Client, path: &str, mode: CreateMode) -> i64 {
     let options = mode.with_acls(Acls::anyone_all());
     client.create(path, b"", &options).await.unwrap().1.into_i64()
@@ -78,14 +79,14 @@ async fn a_session_is_ended_from_a_second_connection() {
 #[tokio::test]
 async fn an_ensemble_elects_another_leader_and_needs_two() {
     let mut ensemble = ZooKeeperEnsemble::start().await.unwrap();
-    // It notices within two fifths of this that a member is silent.
+    // The client detects an unresponsive member within two fifths of this session timeout.
     let client = client(&ensemble.url(), Duration::from_secs(5)).await;
     create(&client, "/one", CreateMode::Persistent).await;
     let first = ensemble.leader().await.unwrap();
     ensemble.members()[first].pause().unwrap();
     let second = ensemble.leader().await.unwrap();
     assert_ne!(first, second);
-    // What is under way when a connection breaks is an error, so it is asked again.
+    // An operation that is in progress when the connection breaks fails, so the test repeats it.
     eventually(LIMIT, async || client.check_stat("/one").await).await;
     ensemble.members()[first].resume().unwrap();
     ensemble.members_mut()[second].kill();
@@ -94,7 +95,7 @@ async fn an_ensemble_elects_another_leader_and_needs_two() {
     let third = (second + 1) % 3;
     ensemble.members_mut()[third].kill();
     let alone = (second + 2) % 3;
-    // As long as it is alone, it serves nobody.
+    // A single member has no majority and does not serve.
     eventually(LIMIT, async || {
         ensemble.members()[alone].mode().await.is_ok_and(|mode| mode.is_none())
     })
@@ -121,7 +122,7 @@ async fn clients_are_counted_and_containers_removed() {
     assert_eq!(server.figure("zk_watch_count").await.unwrap(), 1);
     client.delete("/locks/one", None).await.unwrap();
     within(LIMIT, watcher.changed()).await;
-    // The server counts a packet after it has sent it.
+    // The server counts a packet only after sending it.
     eventually(LIMIT, async || ours().await.events() > before.events()).await;
     let after = ours().await;
     assert_eq!(after.received - before.received, 2);
@@ -130,9 +131,10 @@ async fn clients_are_counted_and_containers_removed() {
     server.figure("zk_nonsense").await.unwrap_err();
 }
 
-/// What a recipe that orders by the number must know: at the end of the numbers all later nodes get the same one; and those that are made
-/// while another one is under way may get such as are smaller than all before, from -2147483648 on. Only the transactions that made them
-/// tell their order.
+/// Two facts for recipes that order nodes by sequence number. After the maximum number, all later
+/// nodes get the same number. Nodes created concurrently with another one may even get smaller
+/// numbers than all earlier nodes, from -2147483648. Only the transaction ids of their creation
+/// give their order.
 #[tokio::test]
 async fn at_the_end_of_their_numbers_sequential_nodes_are_in_order_by_their_transactions_alone() {
     let mut server = ZooKeeperServer::start().await.unwrap();
@@ -143,7 +145,7 @@ async fn at_the_end_of_their_numbers_sequential_nodes_are_in_order_by_their_tran
     server.set_children_ever("/locks", i32::MAX - 1).await.unwrap();
     server.start_again().await.unwrap();
 
-    // The first one's session may have ended meanwhile.
+    // The session of the first client may have expired in the meantime.
     let client = self::client(&server.url(), LIMIT).await;
     let last = i64::from(i32::MAX);
     for (path, number) in [("/locks/a-", last - 1), ("/locks/b-", last), ("/locks/c-", last)] {

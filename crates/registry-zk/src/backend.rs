@@ -1,4 +1,4 @@
-//! The lock store that the engine drives. Passes on to `recipe` with the session that there is.
+//! The lock store that the engine drives. Selects the session of each claim and calls `recipe`.
 
 use std::fmt;
 use std::sync::Arc;
@@ -18,16 +18,19 @@ use crate::session::{By, Session, Sessions};
 
 /// Locks in ZooKeeper.
 ///
-/// A grant lives as long as the session of this client, and no longer than it is renewed. The servers end a session that they have heard nothing of
-/// for its time-out, and then everybody else may have its locks; holders know before that. When a
-/// session is over, all that was held in it is lost for good, and a new one takes its place.
+/// A grant ends with the session of this client, or earlier if its lease is not renewed. The
+/// servers expire a session after receiving nothing from it for its time-out, and then other
+/// clients can acquire its locks. Holders treat their locks as lost before that. When a session
+/// ends, all its locks are lost permanently, and a new session replaces it.
 ///
-/// Tokens are the transactions in which holders' nodes were made. They grow for as long as the servers keep their data.
+/// The token is the transaction that created the holder's node. Tokens grow as long as the servers
+/// keep their data.
 ///
-/// A backend has one connection and one session until the paths of its nodes take 96 KiB, about 1,000 keys of 10 bytes; then it opens
-/// further sessions, up to [`ZkConfig::with_sessions_max`], and only then puts more nodes into one session. A waiter is woken by the end
-/// of the node directly before its own. A holder is notified at once when another client deletes its node. Both need a watch: nodes
-/// above the 96 KiB are polled.
+/// A backend has one connection and one session until the paths of its nodes take 96 KiB, about
+/// 1,000 keys of 10 bytes. Then it opens further sessions, up to [`ZkConfig::with_sessions_max`].
+/// At that limit, sessions take more nodes than they can watch. A waiter is woken by the end of the
+/// preceding node. A holder is notified at once when another client deletes its node. Both need a
+/// watch: nodes above the 96 KiB are polled.
 pub struct ZkBackend {
     sessions: Arc<Sessions>,
     paths: Paths,
@@ -35,14 +38,16 @@ pub struct ZkBackend {
 }
 
 impl ZkBackend {
-    /// Begins a session.
+    /// Opens a session.
     ///
     /// # Errors
-    /// [`BackendError`] with a message that says what to do: `Misconfigured` for a configuration that cannot work or a chroot that is not there,
-    /// `Denied` for a login that the servers do not take, `Transient` when they cannot be reached.
+    /// [`BackendError`] with a message that names the remedy:
+    /// - `Misconfigured` if the configuration is invalid or the chroot does not exist,
+    /// - `Denied` if the servers reject the login,
+    /// - `Transient` if no server can be reached.
     ///
     /// # Cancel safety
-    /// Dropping the future ends the session, if there is one.
+    /// Dropping the future ends the session if one was opened.
     pub async fn open(config: ZkConfig) -> Result<Self, BackendError> {
         config.check()?;
         let paths = Paths::new(&config);
@@ -51,20 +56,22 @@ impl ZkBackend {
         Ok(Self { sessions, paths, timeout })
     }
 
-    /// How long the servers keep the session after the last word of this client, as they granted it at first.
+    /// Returns how long the servers keep the session after the last message of this client. This is
+    /// the value granted to the first session.
     #[must_use]
     pub fn session_timeout(&self) -> Duration {
         self.timeout
     }
 
-    /// Returns the id of the first session, as the servers' logs and commands show it; `None` while there is none.
+    /// Returns the id of the first session, as in the servers' logs and commands. `None` if there
+    /// is no session.
     #[must_use]
     pub fn session_id(&self) -> Option<i64> {
         self.session_ids().first().copied()
     }
 
-    /// Returns the ids of all sessions, the oldest first. There is one until its nodes' paths take 96 KiB; see
-    /// [`with_sessions_max`](ZkConfig::with_sessions_max).
+    /// Returns the ids of all sessions, oldest first. There is one until the paths of its nodes
+    /// take 96 KiB; see [`with_sessions_max`](ZkConfig::with_sessions_max).
     #[must_use]
     pub fn session_ids(&self) -> Vec<i64> {
         self.sessions.live().iter().map(|session| session.id()).collect()
@@ -78,7 +85,8 @@ impl ZkBackend {
         &self.paths
     }
 
-    /// Renews those of `claims` that belong to `session`. Returns the answers with the claims' numbers.
+    /// Renews those of `claims` that belong to `session`. Returns each answer with the index of its
+    /// claim.
     async fn renew_in(
         &self,
         session: &Arc<Session>,
@@ -92,7 +100,8 @@ impl ZkBackend {
         if ours.is_empty() {
             return Vec::new();
         }
-        // As long as there is proof of all that a renewal may give, it need only be seen that the nodes are there.
+        // While the session's validity covers the longest lease, the round only has to show that
+        // the nodes exist, which the leader can answer.
         let is_certain = session.certain_left() > session.timeout() / 2;
         let by = if is_certain { By::Leader } else { By::Majority };
         if let Err(error) = session.round(by).await {
@@ -119,7 +128,8 @@ impl LockBackend for ZkBackend {
             .with_tells_losses()
             .with_labels()
             .with_inspect()
-            // What is certain of a session is more than half of its time-out, at any time; see `proof`.
+            // With regular proofs, more than half of a session's time-out is certain at any time;
+            // see `proof`.
             .with_leases(Capabilities::LEASE_MIN, self.timeout / 2)
     }
 
@@ -129,7 +139,7 @@ impl LockBackend for ZkBackend {
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         if self.sessions.was_displaced(claim.id()) {
-            // Told once, so that those hear of it who watch what happens.
+            // Returned once, so that the engine emits an event for it.
             let says = "zookeeper: the session is over, and with it the place in line; the claim goes to the end of the line";
             return Err(BackendError::transient(says).as_refused());
         }
@@ -140,7 +150,7 @@ impl LockBackend for ZkBackend {
         let sessions = self.sessions.live();
         let answers = sessions.iter().map(|session| self.renew_in(session, claims));
         let answers = join_all(answers).await;
-        // What no session knows is gone.
+        // Claims that no session knows are gone.
         let mut renewals: Vec<_> = claims.iter().map(|_| None).collect();
         for (number, renewal) in answers.into_iter().flatten() {
             renewals[number] = Some(renewal);
@@ -187,7 +197,7 @@ impl LockBackend for ZkBackend {
         RENEWALS_MAX
     }
 
-    /// It is the session that is renewed.
+    /// One request renews the session, and so all its claims.
     fn renews_together(&self) -> bool {
         true
     }
@@ -213,7 +223,7 @@ impl LockBackend for ZkBackend {
     }
 
     async fn close(&self) {
-        // Another registry may still use it.
+        // The backend stays open while another registry uses it.
         if !self.sessions.hints().are_wanted() {
             self.sessions.close().await;
         }
@@ -229,8 +239,8 @@ impl fmt::Debug for ZkBackend {
     }
 }
 
-/// A watch on the own node is worth its request only for locks that are held for longer than this.
+/// Only locks held longer than this are worth a request that sets a watch on their own node.
 const FIRST_LOOK: Duration = Duration::from_millis(25);
 
-/// They all share one question.
+/// All renewals of a session share one request.
 const RENEWALS_MAX: usize = 10_000;

@@ -1,4 +1,5 @@
-//! What must be known to reach the servers, and how locks are kept in them.
+//! Configuration of a ZooKeeper lock store: servers, sessions, layout, logins and TLS. No I/O;
+//! `ZkBackend::open` connects.
 
 use std::fmt;
 use std::time::Duration;
@@ -8,7 +9,7 @@ use zookeeper_client::{Acls, AuthId, Connector, Permission};
 
 use crate::path::{Paths, is_path};
 
-/// Where the locks of a [`ZkBackend`](crate::ZkBackend) live, and in what form.
+/// Configuration of a [`ZkBackend`](crate::ZkBackend).
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct ZkConfig {
@@ -28,44 +29,46 @@ pub struct ZkConfig {
     tls: Option<zookeeper_client::TlsOptions>,
 }
 
-/// How the nodes of locks are placed, and so with whom they are shared.
+/// Placement of the lock nodes. Programs share locks only if their layouts agree.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Layout {
-    /// This library's own: `/lock-registry/NAMESPACE/KEY`, with all in the key that could disturb others percent-encoded.
+    /// This library's own layout: `/lock-registry/NAMESPACE/KEY`. Characters of the key that could
+    /// conflict with other paths are percent-encoded.
     #[default]
     Native,
-    /// That of Apache Curator's `InterProcessMutex`, which Spring Integration's `ZookeeperLockRegistry` uses: `ROOT/KEY`, the key as it is.
-    /// Keys that are no path, or would stand in line for another key's lock, are refused.
+    /// The layout of Apache Curator's `InterProcessMutex`, which Spring Integration's
+    /// `ZookeeperLockRegistry` uses: `ROOT/KEY`, with the key unchanged. Keys that are not valid
+    /// paths, or that would contend for another key's lock, are refused.
     Curator,
 }
 
-/// What the node of one who contends is called.
+/// Name of a contender's node.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Naming {
-    /// `_c_UUID-lock-NUMBER`, as Apache Curator does. Programs with kazoo wait for such nodes only if they are told to, by
-    /// `extra_lock_patterns=["-lock-"]`.
+    /// `_c_UUID-lock-NUMBER`, as in Apache Curator. Programs with kazoo wait for such nodes only if
+    /// they set `extra_lock_patterns=["-lock-"]`.
     #[default]
     Curator,
-    /// `HEX__lock__NUMBER`, as kazoo does. Programs with Curator do not wait for such nodes.
+    /// `HEX__lock__NUMBER`, as in kazoo. Programs with Curator do not wait for such nodes.
     Kazoo,
 }
 
-/// Who may do what with the nodes that are made.
+/// Access rights of created nodes.
 #[derive(Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Acl {
-    /// Everybody may do everything, as Curator leaves it unless it is told otherwise.
+    /// Every client has all rights. This is Curator's default.
     #[default]
     Open,
-    /// Those who have logged in as we have.
+    /// Only clients with the same login have rights.
     Creator,
-    /// As listed.
+    /// The listed rights.
     List(Vec<zookeeper_client::Acl>),
 }
 
-/// A way to log in.
+/// One login: scheme and credentials.
 #[derive(Clone)]
 struct Auth {
     scheme: String,
@@ -73,35 +76,38 @@ struct Auth {
 }
 
 impl ZkConfig {
-    /// How long the session outlives the last word of its client, if nothing else is asked for. Servers grant at most 40 s unless
-    /// they are set up otherwise.
+    /// Default time-out of a session: how long it outlives the last message of its client. Servers
+    /// grant at most 40 s by default.
     pub const SESSION_TIMEOUT: Duration = Duration::from_secs(30);
-    /// The shortest time-out of a session that can be asked for.
+    /// Minimum session time-out that can be requested.
     pub const SESSION_TIMEOUT_MIN: Duration = Duration::from_millis(400);
-    /// The longest one.
+    /// Maximum session time-out that can be requested.
     pub const SESSION_TIMEOUT_MAX: Duration = Duration::from_secs(24 * 60 * 60);
-    /// How many sessions a backend may have unless [`with_sessions_max`](Self::with_sessions_max) sets another limit.
+    /// Default limit of sessions per backend; see [`with_sessions_max`](Self::with_sessions_max).
     pub const SESSIONS_DEFAULT: u32 = 8;
-    /// The highest limit of sessions. Servers accept 60 connections of one host by default (`maxClientCnxns`).
+    /// Maximum limit of sessions. Servers accept 60 connections per host by default
+    /// (`maxClientCnxns`).
     pub const SESSIONS_MAX: u32 = 32;
-    /// How many bytes of node paths one session may have. Its end is one transaction with all of them, and servers cannot read
-    /// a transaction of more than twice their `jute.maxbuffer`, 1 MiB by default: they stop, and cannot start again.
+    /// Maximum bytes of node paths in one session. The end of a session is one transaction with all
+    /// these paths. Servers stop at a transaction of more than twice their `jute.maxbuffer` (1 MiB
+    /// by default) and cannot start again.
     pub const NODE_BYTES_MAX: usize = crate::session::NODE_BYTES_MAX;
-    /// How long it may take to get a session.
+    /// Default time limit for opening a session.
     pub const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
-    /// How long the answer to one request may take.
+    /// Default time limit for the response to one request.
     pub const REQUEST_TIMEOUT: Duration = Duration::from_millis(2_500);
-    /// Where the keys of the native layout are.
+    /// Default root of the native layout.
     pub const NATIVE_ROOT: &'static str = "/lock-registry";
-    /// Where Spring Integration has its keys.
+    /// Default root of the Curator layout, as in Spring Integration.
     pub const CURATOR_ROOT: &'static str = "/SpringIntegration-LockRegistry";
-    /// The namespace of the native layout.
+    /// Default namespace of the native layout.
     pub const NAMESPACE: &'static str = "default";
 
-    /// Servers, and perhaps the node that everything is below, as ZooKeeper's own clients take them: `HOST[:PORT],…[/CHROOT]`.
+    /// Returns a configuration for these servers and an optional chroot, in the format of
+    /// ZooKeeper's own clients: `HOST[:PORT],…[/CHROOT]`.
     ///
     /// # Errors
-    /// [`BackendError`] when that cannot be read.
+    /// [`BackendError`] if `servers` does not have this format.
     pub fn new(servers: &str) -> Result<Self, BackendError> {
         let (hosts, chroot) = match servers.find('/') {
             Some(at) => (&servers[..at], Some(&servers[at..])),
@@ -118,7 +124,7 @@ impl ZkConfig {
         })
     }
 
-    /// Servers by name, or address without brackets, and port.
+    /// Returns a configuration for these servers. A host is a name, or an address without brackets.
     #[must_use]
     pub fn of_hosts(hosts: Vec<(String, u16)>) -> Self {
         Self {
@@ -139,103 +145,110 @@ impl ZkConfig {
         }
     }
 
-    /// Puts everything below this node, which must be there.
+    /// Places all nodes below this node, which must exist.
     #[must_use]
     pub fn with_chroot(mut self, chroot: impl Into<String>) -> Self {
         self.chroot = Some(chroot.into());
         self
     }
 
-    /// Puts keys below this node, which is made if it is not there. Default: [`NATIVE_ROOT`](Self::NATIVE_ROOT) or
-    /// [`CURATOR_ROOT`](Self::CURATOR_ROOT).
+    /// Places keys below this node, which is created if it does not exist. Default:
+    /// [`NATIVE_ROOT`](Self::NATIVE_ROOT) or [`CURATOR_ROOT`](Self::CURATOR_ROOT).
     #[must_use]
     pub fn with_root(mut self, root: impl Into<String>) -> Self {
         self.root = Some(root.into());
         self
     }
 
-    /// Keeps locks of equal keys apart. In the layout of Curator it is what Curator calls a namespace, and there is none unless it is given; in
-    /// the native layout the default is [`NAMESPACE`](Self::NAMESPACE).
+    /// Separates locks with equal keys. In the Curator layout this is a Curator namespace, and the
+    /// default is none. In the native layout the default is [`NAMESPACE`](Self::NAMESPACE).
     #[must_use]
     pub fn with_namespace(mut self, namespace: impl Into<String>) -> Self {
         self.namespace = Some(namespace.into());
         self
     }
 
-    /// How nodes are placed.
+    /// Sets the placement of nodes.
     #[must_use]
     pub fn with_layout(mut self, layout: Layout) -> Self {
         self.layout = layout;
         self
     }
 
-    /// What nodes are called. Nodes of either name are waited for.
+    /// Sets the names of created nodes. Waiters recognise nodes of either name.
     #[must_use]
     pub fn with_naming(mut self, naming: Naming) -> Self {
         self.naming = naming;
         self
     }
 
-    /// How long the servers keep the session, and its locks, after the last word of this client. They may grant less or more, within their
-    /// own limits. The longest lease is half of it. Default: [`SESSION_TIMEOUT`](Self::SESSION_TIMEOUT).
+    /// Sets how long the servers keep the session and its locks after the last message of this
+    /// client. The servers may grant more or less, within their own limits. The longest lease is
+    /// half of the granted time-out. Default: [`SESSION_TIMEOUT`](Self::SESSION_TIMEOUT).
     #[must_use]
     pub fn with_session_timeout(mut self, timeout: Duration) -> Self {
         self.session_timeout = timeout;
         self
     }
 
-    /// How many sessions the backend may have, from 1 to [`SESSIONS_MAX`](Self::SESSIONS_MAX). Each has a connection of its own. A further one is
-    /// opened when the paths of the nodes of held locks and waiters take 96 KiB in each of the others, which is what one session can
-    /// watch, and ended when it has been empty for its time-out. When this limit is reached, each session takes up to
+    /// Limits the sessions of the backend, from 1 to [`SESSIONS_MAX`](Self::SESSIONS_MAX). Each
+    /// session has its own connection.
+    ///
+    /// A session can watch 96 KiB of paths, of held locks and waiters together. When every session
+    /// has reached this size, the backend opens another one. A further session ends after it has
+    /// been empty for its time-out. At the limit of sessions, each session takes up to
     /// [`NODE_BYTES_MAX`](Self::NODE_BYTES_MAX) bytes; then attempts are refused with
-    /// [`SessionsExhausted`](crate::SessionsExhausted). Default: [`SESSIONS_DEFAULT`](Self::SESSIONS_DEFAULT).
+    /// [`SessionsExhausted`](crate::SessionsExhausted). Default:
+    /// [`SESSIONS_DEFAULT`](Self::SESSIONS_DEFAULT).
     #[must_use]
     pub fn with_sessions_max(mut self, sessions: u32) -> Self {
         self.sessions_max = sessions;
         self
     }
 
-    /// How long it may take to get a session. Default: [`CONNECT_TIMEOUT`](Self::CONNECT_TIMEOUT).
+    /// Limits the time for opening a session. Default: [`CONNECT_TIMEOUT`](Self::CONNECT_TIMEOUT).
     #[must_use]
     pub fn with_connect_timeout(mut self, timeout: Duration) -> Self {
         self.connect_timeout = timeout;
         self
     }
 
-    /// How long the answer to one request may take, and how long a request may wait for a connection. After that its outcome is
-    /// found out later. Default: [`REQUEST_TIMEOUT`](Self::REQUEST_TIMEOUT).
+    /// Limits the time for the response to one request, and the time a request waits for a
+    /// connection. The outcome of a request without a response is determined later. Default:
+    /// [`REQUEST_TIMEOUT`](Self::REQUEST_TIMEOUT).
     #[must_use]
     pub fn with_request_timeout(mut self, timeout: Duration) -> Self {
         self.request_timeout = timeout;
         self
     }
 
-    /// Logs in with the scheme `digest`. Several logins add up.
+    /// Logs in with the scheme `digest`. May be called repeatedly; the logins add up.
     #[must_use]
     pub fn with_login(self, user: &str, password: &str) -> Self {
         self.with_auth("digest", format!("{user}:{password}"))
     }
 
-    /// Logs in with a scheme that the servers know.
+    /// Logs in with any scheme that the servers support.
     #[must_use]
     pub fn with_auth(mut self, scheme: &str, credentials: impl Into<Vec<u8>>) -> Self {
         self.auth.push(Auth { scheme: scheme.to_owned(), credentials: credentials.into() });
         self
     }
 
-    /// Who may do what with nodes that are made: those of locks and what is above them. Who waits must be allowed to read the nodes of
-    /// others, and whoever contends to make and delete nodes.
+    /// Sets the rights of created nodes: lock nodes and their parents. A waiter needs the right to
+    /// read the nodes of other clients. Every contender needs the rights to create and delete
+    /// nodes.
     #[must_use]
     pub fn with_acl(mut self, acl: Acl) -> Self {
         self.acl = acl;
         self
     }
 
-    /// Encrypts connections. Servers must show a certificate that one of these authorities has signed, for the name by which they are
-    /// reached; PEM.
+    /// Encrypts connections. The servers' certificates must be signed by one of these authorities,
+    /// for the host names of this configuration. `pem` is PEM text.
     ///
     /// # Errors
-    /// [`BackendError`] when these are no certificates.
+    /// [`BackendError`] if `pem` contains no valid certificates.
     #[cfg(feature = "tls")]
     pub fn with_certificate_authority(mut self, pem: &str) -> Result<Self, BackendError> {
         let tls = self.tls.take().unwrap_or_default().with_pem_ca(pem);
@@ -245,10 +258,10 @@ impl ZkConfig {
         Ok(self)
     }
 
-    /// Shows this certificate to servers that want one; PEM.
+    /// Sends this certificate to servers that request one. Both arguments are PEM text.
     ///
     /// # Errors
-    /// [`BackendError`] when these are no certificate and key.
+    /// [`BackendError`] if either cannot be read.
     #[cfg(feature = "tls")]
     pub fn with_client_certificate(
         mut self,
@@ -264,7 +277,7 @@ impl ZkConfig {
         Ok(self)
     }
 
-    /// Where keys are, below the chroot.
+    /// Returns the parent node of all keys, relative to the chroot.
     pub(crate) fn root(&self) -> &str {
         match (&self.root, self.layout) {
             (Some(root), _) => root,
@@ -288,10 +301,10 @@ impl ZkConfig {
         false
     }
 
-    /// Refuses what cannot work, without I/O. Opening a store asks this first.
+    /// Validates the configuration without I/O. `ZkBackend::open` calls this first.
     ///
     /// # Errors
-    /// [`BackendError`], `Misconfigured`, for the first thing that is wrong.
+    /// [`BackendError`], `Misconfigured`, for the first invalid setting.
     pub fn check(&self) -> Result<(), BackendError> {
         let is_host = |(name, port): &(String, u16)| {
             *port != 0 && !name.is_empty() && !name.contains([',', '/', ' '])
@@ -301,23 +314,24 @@ impl ZkConfig {
         }
         #[cfg(feature = "tls")]
         if self.is_encrypted() {
-            // The client would panic at a name that no certificate can have.
+            // The client library panics at a name that cannot be in a certificate.
             let is_name = |(name, _): &(String, u16)| {
                 rustls::pki_types::ServerName::try_from(name.as_str()).is_ok()
             };
             if !self.hosts.iter().all(is_name) {
                 return Err(unusable("a server's name is none that a certificate can have"));
             }
-            // It takes what the process has settled on, and would panic where there are several to choose from.
+            // The client library uses the process's default provider, and panics if several are
+            // compiled in and none is installed.
             if rustls::crypto::CryptoProvider::get_default().is_none() {
-                // Somebody else may have been faster, and then it is theirs.
+                // Another thread may install a provider first; that one is used then.
                 let _ = rustls::crypto::ring::default_provider().install_default();
             }
         }
         if self.chroot.as_deref().is_some_and(|chroot| !is_path(chroot)) {
             return Err(unusable("the chroot is no path such as `/app`"));
         }
-        // Only of Curator's layout: in the other one keys would be children of everything.
+        // In the native layout the root node itself would hold all keys.
         let may_be_top = self.layout == Layout::Curator && self.root() == "/";
         if !is_path(self.root()) && !may_be_top {
             return Err(unusable("the root is no path such as `/locks`"));
@@ -358,7 +372,7 @@ impl ZkConfig {
         self.hosts.len() > 1
     }
 
-    /// Servers as the client takes them.
+    /// Returns the servers in the client library's format.
     pub(crate) fn servers(&self) -> String {
         let hosts = self.hosts.iter().map(|(name, port)| {
             if name.contains(':') { format!("[{name}]:{port}") } else { format!("{name}:{port}") }
@@ -366,7 +380,7 @@ impl ZkConfig {
         hosts.collect::<Vec<_>>().join(",")
     }
 
-    /// What begins a session of this time-out.
+    /// Returns the client library's connector for a session of this time-out.
     pub(crate) fn connector(&self, session_timeout: Duration) -> Connector {
         let connector = zookeeper_client::Client::connector()
             .with_session_timeout(session_timeout)
@@ -381,7 +395,7 @@ impl ZkConfig {
         connector
     }
 
-    /// The rights to what is made.
+    /// Returns the rights of created nodes.
     pub(crate) fn acls(&self) -> Acls<'_> {
         match &self.acl {
             Acl::Open => Acls::anyone_all(),
@@ -392,10 +406,11 @@ impl ZkConfig {
 }
 
 impl Acl {
-    /// Reads `open`, `creator`, or a list such as `world:anyone:r,digest:USER:HASH:cdrwa`, as ZooKeeper's own shell shows it.
+    /// Parses `open`, `creator`, or a list such as `world:anyone:r,digest:USER:HASH:cdrwa`, as
+    /// ZooKeeper's own shell prints it.
     ///
     /// # Errors
-    /// [`BackendError`] when that cannot be read.
+    /// [`BackendError`] if `text` has none of these forms.
     pub fn parse(text: &str) -> Result<Self, BackendError> {
         match text {
             "open" => Ok(Self::Open),
@@ -412,10 +427,13 @@ impl Acl {
     }
 }
 
-/// Returns how long a connection may be silent before it is given up. The client sends a ping after three eighths of that.
+/// Returns how long a connection may be silent before the client drops it. The client sends a ping
+/// after three eighths of that time.
 ///
-/// By itself the client waits for two fifths of the session, which is nearly as long as the longest lease. Bounded by the time-out of a request, so
-/// that shorter leases outlive a half-open connection. Not shorter than [`SILENCE_MIN`], or a busy server would be taken for a silent one.
+/// The client library's own limit is two fifths of the session time-out, nearly as long as the
+/// longest lease. The request time-out shortens it, so that shorter leases survive a half-open
+/// connection. [`SILENCE_MIN`] is the lower bound, so that a busy server is not mistaken for a dead
+/// one.
 fn silence(session_timeout: Duration, request_timeout: Duration) -> Duration {
     let silence = (session_timeout / 5).min(request_timeout);
     silence.max(SILENCE_MIN.min(session_timeout * 2 / 5))
@@ -441,7 +459,7 @@ fn entry(text: &str) -> Option<zookeeper_client::Acl> {
 
 fn host(text: &str) -> Option<(String, u16)> {
     let (name, port) = match text.rsplit_once(':') {
-        // The colons of an IPv6 address stand in brackets.
+        // The colons of an IPv6 address are inside brackets.
         Some((name, port)) if !port.ends_with(']') => (name, port.parse().ok()?),
         _ => (text, PORT),
     };
@@ -471,7 +489,7 @@ impl fmt::Debug for ZkConfig {
     }
 }
 
-/// Without the identities, which may be hashes of passwords.
+/// Omits the identities, which may be password hashes.
 impl fmt::Debug for Acl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -482,10 +500,10 @@ impl fmt::Debug for Acl {
     }
 }
 
-/// No connection is given up for its silence before this time, unless the session is shorter than 5 s.
+/// Minimum silence before a connection is dropped, except in sessions shorter than 5 s.
 const SILENCE_MIN: Duration = Duration::from_secs(2);
 
-/// Where ZooKeeper listens unless it is told otherwise.
+/// ZooKeeper's default port.
 const PORT: u16 = 2181;
 
 #[cfg(test)]

@@ -1,7 +1,9 @@
-//! The client of one session: opened, stopped, and followed by another one for the same session. Called by `session`, which decides when.
+//! The client of one session: opened, stopped, and replaced by another client for the same session.
+//! Called by `session`, which decides when.
 //!
-//! After a lost connection the client library doubles its pause between attempts without a limit: it reconnects to a server that was away
-//! for 7 s up to 7 s later. A client that has no connection for long is therefore stopped, and its session is attached to a new one.
+//! After a lost connection, the client library doubles its pause between attempts without a limit.
+//! For example, it reconnects to a server that was away for 7 s up to 7 s late. A client that stays
+//! disconnected is therefore stopped, and its session is attached to a new one.
 
 use std::future::{Future, poll_fn};
 use std::ops::Deref;
@@ -37,7 +39,7 @@ impl Spawn for Tasks {
 }
 
 impl Connection {
-    /// Begins a session, or attaches to one. Each server is asked once.
+    /// Opens a session, or attaches to `session`. Tries each server once.
     pub(crate) async fn open(
         config: &ZkConfig,
         session_timeout: Duration,
@@ -59,7 +61,7 @@ impl Connection {
         let tasks = Tasks::default();
         let mut connecting = pin!(connecting);
         let client = poll_fn(|context| {
-            // What is spawned at this poll goes to `tasks`.
+            // Tasks that the library spawns in this poll go to `tasks`.
             let _scope = spawns_core::enter(&tasks);
             connecting.as_mut().poll(context)
         });
@@ -67,8 +69,9 @@ impl Connection {
         Ok(Self { client, tasks, is_stopped: watch::Sender::new(false) })
     }
 
-    /// Attaches to a session that another client had, which must have been [stopped](Self::stop). Returns when its servers are known to
-    /// have the session, and when that was asked.
+    /// Attaches to a session of another client, which must have been [stopped](Self::stop). Returns
+    /// after the servers have confirmed the session, with the time at which the confirmation was
+    /// requested.
     pub(crate) async fn attach(
         config: &ZkConfig,
         session_timeout: Duration,
@@ -77,39 +80,40 @@ impl Connection {
         let id = session.id();
         let connection = Self::open(config, session_timeout, Some(session)).await?;
         let sent_at = Moment::now();
-        // The new client does not tell the server how much its predecessor has seen. A server that lags behind has caught up when it
-        // answers a write.
+        // The new client does not send the last transaction that its predecessor has seen. A
+        // lagging server has caught up when it answers a write.
         let path = config.chroot.as_deref().unwrap_or("/");
         let written = timeout(config.request_timeout, connection.write_check(path)).await;
         let outcome = match written {
             Ok(Ok(_)) if connection.session_id() == id => return Ok((connection, sent_at)),
-            // A session of its own, which a server begins that has forgotten ours.
+            // A server that no longer knows the session starts another one.
             Ok(Ok(_)) => Error::SessionExpired,
             Ok(Err(error)) => error,
             Err(_) => Error::ConnectionLoss,
         };
-        // Without that, dropping the client would end the session.
+        // Otherwise dropping the client would end the session.
         connection.stop().await;
         Err(outcome)
     }
 
-    /// Ends the client without a word to the servers. The session lives on until its time-out.
+    /// Stops the client without closing the session, which exists until its time-out.
     pub(crate) async fn stop(&self) {
-        // First, so that watches and requests end by it: the library's would panic, or report a bug.
+        // Set first, so that watches and requests end by it. The library's own would panic or
+        // report a bug.
         self.is_stopped.send_replace(true);
         let tasks = std::mem::take(&mut *lock(&self.tasks.0));
         for task in tasks {
             task.abort();
-            // It ends by being aborted.
+            // The error of an aborted task.
             drop(task.await);
         }
     }
 
-    /// Waits until the client has been stopped. Does not keep it alive.
+    /// Waits until the client is stopped. Does not keep the client alive.
     pub(crate) fn stopped(&self) -> impl Future<Output = ()> + Send + 'static {
         let mut is_stopped = self.is_stopped.subscribe();
         async move {
-            // A connection that has been dropped answers as little as a stopped one.
+            // An error means that the connection was dropped, which counts as stopped.
             let _ = is_stopped.wait_for(|is_stopped| *is_stopped).await;
         }
     }
@@ -118,7 +122,7 @@ impl Connection {
         if *self.is_stopped.borrow() { SessionState::Disconnected } else { self.client.state() }
     }
 
-    /// Waits until there is a connection. Waits for ever after [`stop`](Self::stop).
+    /// Waits until the client is connected. After [`stop`](Self::stop) it waits forever.
     pub(crate) async fn connected(&self) -> Result<(), BackendError> {
         let mut states = self.client.state_watcher();
         loop {
@@ -133,11 +137,11 @@ impl Connection {
         }
     }
 
-    /// Asks a majority whether there is a node, by a write that changes nothing.
+    /// Returns whether a node exists, decided by a majority with a write that changes nothing.
     pub(crate) async fn write_check(&self, path: &str) -> Result<bool, Error> {
         let writer = self.client.new_check_writer(path, None)?;
         match writer.commit().await {
-            // That a check fails is written down like all else.
+            // A failed check is committed by a majority like any other write.
             Ok(_) | Err(CheckWriteError::CheckFailed { source: Error::NoAuth }) => Ok(true),
             Err(CheckWriteError::CheckFailed { source: Error::NoNode }) => Ok(false),
             Err(error) => Err(error.into()),

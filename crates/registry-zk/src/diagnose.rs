@@ -1,4 +1,4 @@
-//! What `doctor` finds: what is set up so that promises are weaker, or will be soon.
+//! Findings of `doctor`: settings that weaken a promise now or soon.
 
 use std::time::Duration;
 
@@ -25,20 +25,22 @@ impl ZkBackend {
                 session.timeout()
             )));
         }
-        match (config.has_login(), &config.acl) {
-            (true, Acl::Open) => findings.push(Finding::note(
+        if config.has_login() && config.acl == Acl::Open {
+            findings.push(Finding::note(
                 "there is a login, but everybody may touch the nodes of locks; `acl=creator` keeps them to those who log in alike",
-            )),
-            (true, _) if !config.is_encrypted() => findings.push(Finding::warning(
+            ));
+        }
+        if config.has_login() && !config.is_encrypted() {
+            findings.push(Finding::warning(
                 "the login is sent in the clear: connections are not encrypted",
-            )),
-            _ => {}
+            ));
         }
         self.look_at_base(&session, &mut findings).await?;
         Ok(findings)
     }
 
-    /// Whether nodes can be made where the locks are, and what is there already.
+    /// Checks whether the parent of all keys is readable, is not a lock itself, and has more than
+    /// one server.
     async fn look_at_base(
         &self,
         session: &std::sync::Arc<Session>,
@@ -68,18 +70,18 @@ impl ZkBackend {
     }
 }
 
-/// The servers of the ensemble, if we may know.
+/// Returns the servers of the ensemble, or `None` if this client cannot read them.
 async fn servers(session: &Session) -> Result<Option<Vec<String>>, BackendError> {
-    // Older servers have no such node, and others may not show it.
+    // Older servers do not have the configuration node, and rights may hide it.
     let Ok((config, _)) = session.bounded(session.client().get_config()).await? else {
         return Ok(None);
     };
     let text = String::from_utf8_lossy(&config).into_owned();
     let servers: Vec<String> =
         text.lines().filter(|line| line.starts_with("server.")).map(str::to_owned).collect();
-    // A server by itself lists none.
+    // A standalone server lists no servers.
     Ok(Some(servers).filter(|servers| !servers.is_empty()))
 }
 
-/// A process that dies keeps others out for so long.
+/// A dead process keeps its locks for the session time-out; more than this is reported.
 const LONG_TIMEOUT: Duration = Duration::from_secs(60);

@@ -1,30 +1,30 @@
-//! What the client's errors mean for a lock: one table.
+//! Maps the client library's errors to [`BackendError`], in one table.
 
 use registry_core::{BackendError, BackendErrorKind};
 use zookeeper_client::Error;
 
 use BackendErrorKind::{Denied, Misconfigured, Protocol, Transient};
 
-/// Sorts an error and says what to do about it.
+/// Classifies an error and adds a message with the remedy.
 pub(crate) fn explain(error: &Error) -> BackendError {
     let (kind, says, refused) = judge(error);
-    // The client's errors hold no login and no data.
+    // The client library's errors contain no credentials and no data.
     let explained =
         BackendError::new(kind, format!("zookeeper: {says}")).with_source(error.clone());
     if refused { explained.as_refused() } else { explained }
 }
 
-/// The answer to a request did not come in time.
+/// The error of a request without a response in time.
 pub(crate) fn silent() -> BackendError {
     BackendError::transient("zookeeper: the servers did not answer in time")
 }
 
-/// There is no connection, so nothing was asked.
+/// The error of a request that was not sent because no server is connected.
 pub(crate) fn unreachable() -> BackendError {
     BackendError::transient("zookeeper: there is no connection to any of the servers").as_refused()
 }
 
-/// Whether the servers have certainly not done what was asked.
+/// Returns whether the servers certainly did not execute the request.
 pub(crate) fn is_refusal(error: &Error) -> bool {
     judge(error).2
 }
@@ -62,7 +62,7 @@ const fn judge(error: &Error) -> (BackendErrorKind, &'static str, bool) {
         Error::BadVersion | Error::NodeExists | Error::NotEmpty => {
             (Protocol, "the servers refused the request", true)
         }
-        // What the client may add: the outcome is open, and a repetition promises nothing.
+        // Variants that the library may add: the outcome is unknown, and a retry may not help.
         _ => (Protocol, "the servers answered what they should not", false),
     }
 }

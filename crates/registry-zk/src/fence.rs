@@ -1,7 +1,9 @@
-//! Writes to ZooKeeper that are made only if the lock is still held: the other half of a fencing token.
+//! Writes to ZooKeeper that succeed only if the lock is still held; ZooKeeper itself checks the
+//! fencing token.
 //!
-//! The servers make all writes of a multi or none, and one of its parts here is a check that the holder's node is there. That is gone before
-//! anybody else can hold the lock; so what a holder that was lost writes late is refused.
+//! The servers execute all writes of a multi or none, and one part of each multi checks that the
+//! holder's node exists. That node is deleted before another client can hold the lock. A late write
+//! of a former holder is therefore refused.
 
 use std::fmt;
 
@@ -12,7 +14,7 @@ use crate::backend::ZkBackend;
 use crate::error::{explain, silent};
 use crate::path::is_path;
 
-/// Writes under a lock that lives in the same ZooKeeper.
+/// Creates fenced writes for a lock in the same ZooKeeper.
 ///
 /// # Examples
 /// ```no_run
@@ -26,16 +28,18 @@ use crate::path::is_path;
 /// # }
 /// ```
 pub trait Multi {
-    /// Begins writes that are made together, and only if the lock is still this guard's.
+    /// Starts a set of writes that are executed together, and only if this guard still holds the
+    /// lock.
     ///
-    /// Paths are below the chroot. Nothing is sent before [`commit`](FencedMulti::commit).
+    /// Paths are relative to the chroot. Nothing is sent before [`commit`](FencedMulti::commit).
     ///
     /// # Errors
-    /// [`FenceError::Lost`] when the lock is known to be lost, [`FenceError::Unsupported`] when it lives in another kind of store.
+    /// [`FenceError::Lost`] if the lock is known to be lost, [`FenceError::Unsupported`] if it is
+    /// in another kind of store.
     fn multi(&self) -> Result<FencedMulti<'_>, FenceError>;
 }
 
-/// Writes that are made together under a lock. Made by [`Multi::multi`].
+/// Writes that are executed together under a lock. Created by [`Multi::multi`].
 #[must_use = "nothing is written before it is committed"]
 pub struct FencedMulti<'a> {
     guard: &'a LockGuard,
@@ -60,7 +64,8 @@ impl Step {
         }
     }
 
-    /// How many bytes it takes in a request at most, but for what all have alike.
+    /// Returns the maximum bytes of this step in a request, without the part that is equal for all
+    /// steps.
     fn bytes(&self, acls: usize) -> usize {
         let more = match self {
             Self::Create { data, .. } => data.len().saturating_add(acls),
@@ -71,63 +76,64 @@ impl Step {
     }
 }
 
-/// What came of one of the writes.
+/// Result of one write.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Written {
-    /// The node was made.
+    /// The node was created.
     Created,
-    /// The node has new data, and this version.
+    /// The node has new data and this version.
     #[non_exhaustive]
     Set {
-        /// How many times its data has been written.
+        /// Number of writes to the node's data.
         version: i32,
     },
-    /// The node is gone.
+    /// The node was deleted.
     Deleted,
-    /// The node had the version that it should have.
+    /// The node had the expected version.
     Checked,
 }
 
-/// Why nothing was written, or it is not known whether anything was.
+/// Error of a fenced multi. Except for [`Store`](Self::Store), nothing was written.
 #[derive(Debug, Clone, thiserror::Error)]
 #[non_exhaustive]
 pub enum FenceError {
-    /// The lock is not this guard's any more. Nothing was written.
+    /// This guard no longer holds the lock. Nothing was written.
     #[error("lock {key:?} was lost")]
     #[non_exhaustive]
     Lost {
         /// The key.
         key: String,
     },
-    /// The lock lives in another kind of store.
+    /// The lock is in another kind of store.
     #[error("lock {key:?} does not live in ZooKeeper, so it cannot fence writes to it")]
     #[non_exhaustive]
     Unsupported {
         /// The key.
         key: String,
     },
-    /// The servers refused one of the writes, and so made none.
+    /// The servers refused one write, and therefore executed none.
     #[error("step {step} of the writes was refused")]
     #[non_exhaustive]
     Refused {
-        /// Which one, counted from 0.
+        /// Index of the refused write, from 0.
         step: usize,
-        /// What the servers said.
+        /// The servers' error.
         source: Error,
     },
-    /// The writes are more than the servers take at once. Nothing was sent.
+    /// The writes exceed [`FencedMulti::BYTES_MAX`]. Nothing was sent.
     #[error("the writes take {bytes} bytes, and the servers take {max} at once", max = FencedMulti::BYTES_MAX)]
     #[non_exhaustive]
     TooLarge {
-        /// How many bytes they take, with their paths.
+        /// Size of the writes with their paths.
         bytes: usize,
     },
-    /// Trouble with the servers. Nothing was written if [`BackendError::refused`] says so; otherwise it is not known.
+    /// Store error. If [`BackendError::refused`] returns true, nothing was written; otherwise the
+    /// outcome is unknown.
     #[error("the servers could not make the writes")]
     #[non_exhaustive]
     Store {
-        /// What went wrong.
+        /// The store error.
         source: BackendError,
     },
 }
@@ -145,17 +151,18 @@ impl Multi for LockGuard {
 }
 
 impl FencedMulti<'_> {
-    /// How many bytes all writes may have together, with their paths. Servers break the connection at requests of a mebibyte
-    /// (`jute.maxbuffer`, unless they are set up otherwise), and all locks of a process share one.
+    /// Maximum bytes of all writes together, with their paths. By default, servers break the
+    /// connection at a request of 1 MiB (`jute.maxbuffer`), and the locks of a process share one
+    /// connection.
     pub const BYTES_MAX: usize = 1_000_000;
 
-    /// Makes a node that outlives the session, with the rights that this client gives to nodes.
+    /// Creates a node that outlives the session, with this client's rights for created nodes.
     pub fn create(mut self, path: impl Into<String>, data: impl Into<Vec<u8>>) -> Self {
         self.steps.push(Step::Create { path: path.into(), data: data.into() });
         self
     }
 
-    /// Writes a node's data; with a version, only if it has that.
+    /// Writes a node's data. With a version, only if the node has that version.
     pub fn set(
         mut self,
         path: impl Into<String>,
@@ -166,27 +173,30 @@ impl FencedMulti<'_> {
         self
     }
 
-    /// Deletes a node; with a version, only if it has that.
+    /// Deletes a node. With a version, only if the node has that version.
     pub fn delete(mut self, path: impl Into<String>, version: Option<i32>) -> Self {
         self.steps.push(Step::Delete { path: path.into(), version });
         self
     }
 
-    /// Writes nothing unless the node has this version.
+    /// Refuses all writes unless the node has this version.
     pub fn check(mut self, path: impl Into<String>, version: i32) -> Self {
         self.steps.push(Step::Check { path: path.into(), version });
         self
     }
 
-    /// Makes all the writes or none, and tells what came of each.
+    /// Executes all writes or none, and returns the result of each.
     ///
     /// # Errors
-    /// [`FenceError::Lost`] if the lock was lost, [`FenceError::Refused`] if one of the writes cannot be made,
-    /// [`FenceError::TooLarge`] if they are more than [`BYTES_MAX`](Self::BYTES_MAX): then none was made. After [`FenceError::Store`]
-    /// they may have been made.
+    /// After these errors, nothing was written:
+    /// - [`FenceError::Lost`] if the lock was lost,
+    /// - [`FenceError::Refused`] if the servers refuse one of the writes,
+    /// - [`FenceError::TooLarge`] if they exceed [`BYTES_MAX`](Self::BYTES_MAX).
+    ///
+    /// After [`FenceError::Store`], the writes may have been executed.
     ///
     /// # Cancel safety
-    /// Dropping the future leaves it open whether the writes were made.
+    /// Dropping the future leaves it unknown whether the writes were executed.
     pub async fn commit(self) -> Result<Vec<Written>, FenceError> {
         let guard = self.guard;
         let claim = guard.claim_for_fence().map_err(|_| lost(guard))?;
@@ -198,7 +208,7 @@ impl FencedMulti<'_> {
             node.ok_or_else(|| lost(guard))?
         };
         let (node, czxid) = node;
-        // The same claim can have had another node before.
+        // The same claim may have had another node earlier.
         if guard.fencing_token().map(i64::from) != Some(czxid) || !guard.is_held() {
             return Err(lost(guard));
         }
@@ -243,7 +253,7 @@ impl FencedMulti<'_> {
 }
 
 impl FencedMulti<'_> {
-    /// How many bytes the request takes at most.
+    /// Returns the maximum bytes of the request.
     fn bytes(&self, node: &str, chroot: &str, acls: &Acls<'_>) -> usize {
         let acls = acls.iter().map(|acl| acl.scheme().len() + acl.id().len() + STEP_BYTES).sum();
         let steps = self.steps.iter().map(|step| step.bytes(acls));
@@ -284,5 +294,5 @@ fn unsent(error: Error) -> FenceError {
     store(explain(&error).as_refused())
 }
 
-/// What a step has in a request beside its path, data and rights: numbers, and the lengths of those.
+/// Maximum bytes of a step besides its path, data and rights: numbers and length fields.
 const STEP_BYTES: usize = 40;

@@ -1,4 +1,5 @@
-//! Since when those have been at the heads of lines who keep us waiting. Only a memory: what is missing in it is asked for later. No I/O.
+//! Remembers since when a node has been the head of a queue in which this session waits. Only a
+//! cache: a missing entry delays the next check. No I/O. Called by `recipe`.
 
 use std::collections::HashMap;
 use std::collections::hash_map::RandomState;
@@ -7,7 +8,8 @@ use std::time::Duration;
 
 use registry_core::Moment;
 
-/// Heads of lines in one session. Paths and names are remembered by their hashes: of two that have the same, one is asked about too early.
+/// Heads of the queues in one session. Paths and names are stored as hashes; a collision only makes
+/// a check early.
 #[derive(Default)]
 pub(crate) struct Heads {
     hashes: RandomState,
@@ -20,7 +22,8 @@ struct Head {
 }
 
 impl Heads {
-    /// Whether `name` was the head of the line at `dir` for as long as `time`, as far as it is known, and nobody has confirmed it since.
+    /// Returns whether `name` has been the known head of the queue at `dir` for `time` since it was
+    /// first seen or confirmed.
     pub(crate) fn is_old(&mut self, dir: &str, name: &str, time: Duration) -> bool {
         let (line, name) = (self.hashes.hash_one(dir), self.hashes.hash_one(name));
         let now = Moment::now();
@@ -38,7 +41,7 @@ impl Heads {
         false
     }
 
-    /// Notes that the head of the line at `dir` is there.
+    /// Records that a majority has confirmed the head of the queue at `dir`.
     pub(crate) fn confirm(&mut self, dir: &str) {
         if let Some(head) = self.by_line.get_mut(&self.hashes.hash_one(dir)) {
             head.confirmed_at = Moment::now();
@@ -46,7 +49,7 @@ impl Heads {
     }
 }
 
-/// So many lines are remembered.
+/// Maximum number of queues in the cache.
 const LINES_MAX: usize = 16 * 1024;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Who holds what, for people; and taking it away.
+//! Inspection of locks for administrators, and forced release. Called by `backend`.
 
 use std::sync::Arc;
 
@@ -18,7 +18,8 @@ impl ZkBackend {
         holder_in(&session, key, &self.paths().of(key)).await
     }
 
-    /// Of keys that this login may look at. Below the node that all keys are below; in layouts where keys may be below others, however deep.
+    /// Returns the holders of all keys below the base that this login may read. Nested layouts are
+    /// searched to any depth.
     pub(crate) async fn holders(&self) -> Result<Vec<Holder>, BackendError> {
         let session = self.sessions().get().await?;
         let base = self.paths().base();
@@ -38,7 +39,8 @@ impl ZkBackend {
         Ok(holders)
     }
 
-    /// Who holds the key of the node `below` the base, and what else may be one below that.
+    /// Returns the holder of the key at `below`, relative to the base, and the possible keys below
+    /// it.
     async fn look_below(
         &self,
         session: &Arc<Session>,
@@ -47,7 +49,7 @@ impl ZkBackend {
         let Some(key) = self.paths().key_of(below) else { return Ok((None, Vec::new())) };
         let dir = self.paths().of(&key);
         let held = match holder_in(session, &key, &dir).await {
-            // Somebody has kept this key from us; that must not hide all others.
+            // Rights to this key are missing; the other keys must still be listed.
             Err(error) if error.kind() == BackendErrorKind::Denied => {
                 return Ok((None, Vec::new()));
             }
@@ -88,9 +90,9 @@ async fn holder_in(
         let path = format!("{dir}/{first}");
         match session.bounded(session.client().get_data(&path)).await? {
             Ok((data, stat)) => return Ok(Some(holder(key, &data, stat.czxid))),
-            // Just gone; there may be a next one.
+            // Deleted since the list was read; a successor may exist.
             Err(Error::NoNode) => {}
-            // What it says is kept from us, but not that it is there.
+            // Without the right to read the data, the node's existence is still visible.
             Err(Error::NoAuth) => {
                 let seen = session.bounded(session.client().check_stat(&path)).await?;
                 if let Some(stat) = seen.map_err(|error| explain(&error))? {
@@ -111,8 +113,8 @@ async fn children(session: &Arc<Session>, dir: &str) -> Result<Vec<String>, Back
     }
 }
 
-/// So many keys are looked at together.
+/// Number of keys read concurrently.
 const AT_ONCE: usize = 64;
 
-/// More often than this a holder does not change between two looks.
+/// Reads per key while its holder changes between two reads.
 const TRIES: u32 = 8;

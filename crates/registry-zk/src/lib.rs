@@ -1,17 +1,21 @@
 //! ZooKeeper as a lock store.
 //!
-//! A lock is a node, and those who contend for it are its children: ephemeral ones, which the servers number in the order of their arrival and remove with
-//! the session that made them. The child with the smallest number holds the lock; each other one watches the one directly before. So
-//! processes take turns in the order of these nodes, one caller of each at a time, and a release wakes exactly one. Waiting, renewal
-//! and loss are not decided here: the engine in `registry-core` drives a backend through `LockBackend`.
+//! Each lock is a node, and each contender creates an ephemeral sequential child of it. The servers
+//! number the children in order of arrival and delete them when their session ends. The child with
+//! the lowest number holds the lock; each other child watches its predecessor. Processes therefore
+//! acquire the lock in the order of these nodes, with one node at a time per process. A release
+//! wakes exactly one waiter. Waiting, renewal and loss are handled by the engine in
+//! `registry-core`, which drives a backend through `LockBackend`.
 //!
-//! The locks of a backend share a session, which is kept alive as a whole: a held lock costs nothing more. Several thousand locks take further
-//! sessions, because the end of a session must fit into one transaction. What a lock's node is called, and
-//! where it is, is a [`Layout`] and a [`Naming`]: this library's own, or that of Apache Curator (and so of Spring Integration) or of kazoo, whose programs
-//! then take turns with ours.
+//! All locks of a backend share one session, which is kept alive as a whole, so a held lock needs
+//! no request of its own. Several thousand locks need further sessions, because the end of a
+//! session must fit into one transaction. [`Layout`] and [`Naming`] set the path and the name of a
+//! lock's nodes. Both have this library's own form and the form of Apache Curator (and so of Spring
+//! Integration); [`Naming`] also has that of kazoo. Programs that use the same form share the
+//! locks.
 //!
-//! The fencing token is the transaction in which the holder's node was made (`czxid`). What is kept in ZooKeeper itself is protected best by
-//! [`Multi`]: writes that are made only if the lock's node is still there.
+//! The fencing token is the transaction that created the holder's node (`czxid`). Use [`Multi`] to
+//! protect data in ZooKeeper itself: its writes succeed only if the lock's node still exists.
 //!
 //! # Examples
 //! ```no_run

@@ -1,4 +1,4 @@
-//! What stands in a lock's node, for people to read: one line of JSON. Nobody decides anything by it.
+//! The data of a lock's node: one line of JSON for people. No decision depends on it.
 
 use registry_core::{BackendError, Claim};
 use serde::{Deserialize, Serialize};
@@ -15,15 +15,16 @@ struct Note<'a> {
     pid: u32,
 }
 
-/// What the node of `claim` says. Since when it is there the server notes by itself (`ctime`).
+/// Returns the data of the node of `claim`. The server itself stores the creation time (`ctime`).
 pub(crate) fn note(claim: &Claim) -> Vec<u8> {
     let note =
         Note { label: claim.label().map(Into::into), host: host().into(), pid: std::process::id() };
-    // Texts and a number can always be written.
+    // Strings and a number always serialize.
     serde_json::to_vec(&note).unwrap_or_default()
 }
 
-/// The label in a node's data: ours, or whatever text somebody else has put there, such as Curator its address.
+/// Returns the label in a node's data. Data of other programs is used as the label if it is text,
+/// such as Curator's address.
 pub(crate) fn label(data: &[u8]) -> Option<String> {
     if let Ok(note) = serde_json::from_slice::<Note<'_>>(data) {
         return note.label.map(std::borrow::Cow::into_owned);
@@ -33,16 +34,17 @@ pub(crate) fn label(data: &[u8]) -> Option<String> {
     is_label.then(|| text.to_owned())
 }
 
-/// Makes `path` and what is above it, as containers: nodes that the servers remove when they have been empty for a while.
+/// Creates `path` and its parents as containers: nodes that the servers delete after they have been
+/// empty for a while.
 pub(crate) async fn make_parents(session: &Session, path: &str) -> Result<(), BackendError> {
     let acls = session.config().acls();
     for mode in [CreateMode::Container, CreateMode::Persistent] {
-        // With what is above them gone in the very moment, again from there.
+        // `NoNode` means that a parent was deleted during the call.
         for _ in 0..TRIES {
             match session.bounded(session.client().mkdir(path, &mode.with_acls(acls))).await? {
                 Ok(()) => return Ok(()),
                 Err(Error::NoNode) => {}
-                // Servers before 3.5 have no containers.
+                // Servers before 3.5 do not support containers.
                 Err(Error::Unimplemented) if mode == CreateMode::Container => break,
                 Err(error) => return Err(explain(&error)),
             }
@@ -61,7 +63,7 @@ fn host() -> String {
     std::env::var("COMPUTERNAME").unwrap_or_default()
 }
 
-/// A text of others that is longer is no label.
+/// Longer data of other programs is not used as a label.
 const LABEL_MAX: usize = 1024;
 const TRIES: u32 = 4;
 

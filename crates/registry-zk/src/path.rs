@@ -1,4 +1,4 @@
-//! Where the locks of a key stand: one node for each key, named after it, whose children contend for it. Knows nothing of those; see
+//! Maps keys to node paths. Each key has one node, named after it; the children of that node are in
 //! `queue`.
 
 use percent_encoding::{AsciiSet, CONTROLS, percent_decode_str, utf8_percent_encode};
@@ -6,10 +6,10 @@ use registry_core::{InvalidKey, Key};
 
 use crate::config::{Layout, ZkConfig};
 
-/// The nodes of all keys of one backend.
+/// The node paths of all keys of one backend.
 #[derive(Debug)]
 pub(crate) struct Paths {
-    /// All keys are below it. Ends in no slash; empty for the root of everything.
+    /// Parent of all keys, without a trailing slash. Empty for the root of the tree.
     base: String,
     layout: Layout,
 }
@@ -23,7 +23,7 @@ impl Paths {
             Layout::Native => {
                 format!("{chroot}{root}/{}", encoded(config.namespace()))
             }
-            // As Curator's own namespaces.
+            // Curator also places its namespaces above the root path.
             Layout::Curator => match &config.namespace {
                 Some(namespace) => format!("{chroot}/{}{root}", encoded(namespace)),
                 None => format!("{chroot}{root}"),
@@ -32,17 +32,17 @@ impl Paths {
         Self { base, layout: config.layout }
     }
 
-    /// What all keys are below.
+    /// Returns the parent of all keys.
     pub(crate) fn base(&self) -> &str {
         if self.base.is_empty() { "/" } else { &self.base }
     }
 
-    /// Whether keys would be among the nodes in which the servers keep what is theirs.
+    /// Returns whether keys would be below `/zookeeper`, which the servers use themselves.
     pub(crate) fn are_the_servers(&self) -> bool {
         self.base.split('/').nth(1) == Some("zookeeper")
     }
 
-    /// The node of `key`.
+    /// Returns the node of `key`.
     pub(crate) fn of(&self, key: &Key) -> String {
         match self.layout {
             Layout::Native => format!("{}/{}", self.base, encoded(key.as_str())),
@@ -50,12 +50,12 @@ impl Paths {
         }
     }
 
-    /// The key of a node below the base, by what follows there.
+    /// Returns the key of a node, from its path relative to the base.
     pub(crate) fn key_of(&self, below: &str) -> Option<Key> {
         let key = match self.layout {
             Layout::Native => {
                 let key = percent_decode_str(below).decode_utf8().ok()?.into_owned();
-                // Somebody else's node may look like one of ours only from one side.
+                // A foreign node can decode to a key whose own node has another name.
                 (encoded(&key) == below).then_some(key)?
             }
             Layout::Curator => below.to_owned(),
@@ -63,12 +63,12 @@ impl Paths {
         Key::new(&key).ok()
     }
 
-    /// Whether keys may be below other keys.
+    /// Returns whether keys may be below other keys.
     pub(crate) fn are_nested(&self) -> bool {
         self.layout == Layout::Curator
     }
 
-    /// Refuses keys that would be no path, or would get in the way of others.
+    /// Refuses keys that are not valid paths, or that would contend for another key's lock.
     pub(crate) fn check(&self, key: &Key) -> Result<(), InvalidKey> {
         match self.layout {
             Layout::Native => Ok(()),
@@ -91,9 +91,10 @@ fn check_path(key: &str, at_top: bool) -> Result<(), InvalidKey> {
         if n == 0 && at_top && part == "zookeeper" {
             return Err(InvalidKey::layout("`/zookeeper` belongs to the servers"));
         }
-        // Curator counts every child of a lock's node as one that contends for it, in the order of what follows `lock-`, or of
-        // the whole name. One that is always there must not come before a number, or nobody would ever be the first. (Numbers begin
-        // with `1` only after a thousand million children, and with `3` never.)
+        // Curator treats every child of a lock's node as a contender. It sorts by the text after
+        // `lock-`, or by the whole name. A permanent child must not sort before a number, or no
+        // contender would ever be the head. Numbers begin with `1` only after 10⁹ children, and
+        // never with `3`.
         if n > 0 && part.starts_with(|first: char| first <= '0') {
             return Err(InvalidKey::layout(
                 "what follows `/` begins with `0`, or a sign that sorts before it: to Curator it would be the first in line for the lock \
@@ -109,12 +110,13 @@ fn check_path(key: &str, at_top: bool) -> Result<(), InvalidKey> {
     Ok(())
 }
 
-/// What the server takes in a path. It looks at UTF-16, where what is beyond the first 65,536 characters has two.
+/// Returns whether the server accepts `c` in a path. The server checks UTF-16 units, and characters
+/// beyond the first 65,536 have two surrogates.
 fn is_allowed(c: char) -> bool {
     !matches!(u32::from(c), 0..=0x1f | 0x7f..=0x9f | 0xd800..=0xf8ff | 0xfff0..)
 }
 
-/// A text as the name of one node: injective, readable, and never `.` or `..`.
+/// Encodes a text as the name of one node: injective, readable, and never `.` or `..`.
 pub(crate) fn encoded(text: &str) -> String {
     match text {
         "." => "%2E".to_owned(),
@@ -123,7 +125,7 @@ pub(crate) fn encoded(text: &str) -> String {
     }
 }
 
-/// Whether `path` can be that of a node: absolute, with no empty, `.` or `..` part.
+/// Returns whether `path` is valid: absolute, with no empty, `.` or `..` part.
 pub(crate) fn is_path(path: &str) -> bool {
     path.strip_prefix('/').is_some_and(|parts| {
         parts
@@ -132,7 +134,7 @@ pub(crate) fn is_path(path: &str) -> bool {
     })
 }
 
-/// All but what is beyond ASCII, which is always encoded.
+/// ASCII characters to encode. Non-ASCII characters are always encoded.
 const TO_BE_ENCODED: &AsciiSet = &CONTROLS.add(b' ').add(b'%').add(b'/');
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! What one claim has in the store: its node, and what is watched for it. Data only; `recipe` does what is done.
+//! The store state of one claim: its node and its watches. Data only; `recipe` acts on it.
 
 use std::fmt;
 use std::sync::Arc;
@@ -15,50 +15,51 @@ use crate::connection::Connection;
 use crate::queue::node_bytes;
 use crate::session::lock;
 
-/// A claim in one session. It never outlives that, and no other session has a part in it.
+/// The queue entry of a claim in one session. It never outlives that session, and no other session
+/// uses it.
 pub(crate) struct Place {
     pub(crate) key: Key,
-    /// The node of the key.
+    /// Path of the key's node.
     pub(crate) dir: String,
-    /// How many bytes the path of its node takes in the transaction that ends the session.
+    /// Bytes of the node's path in the transaction that ends the session.
     pub(crate) node_bytes: usize,
-    /// The engine has asked for its release.
+    /// The engine has requested the release.
     given_back: AtomicBool,
-    /// Locked for as long as something is done about the claim: one thing at a time.
+    /// Locked during each operation on the claim, so that operations are serial.
     pub(crate) stake: Arc<Mutex<Stake>>,
-    /// Who waits for its turn now.
+    /// Number of calls that wait for the claim to reach the head.
     waiting: AtomicUsize,
-    /// When the last attempt began, or the last wait ended.
+    /// When the last attempt began or the last wait ended.
     attended_at: std::sync::Mutex<Moment>,
 }
 
-/// What a claim has.
+/// The nodes, watches and lease of a claim.
 pub(crate) struct Stake {
-    /// The session does not know this place any more.
+    /// The session no longer has this entry.
     pub(crate) left: bool,
     pub(crate) node: Option<Node>,
-    /// A node was asked for, and it is not known whether it was made.
+    /// The creation of a node was requested, and its outcome is unknown.
     pub(crate) in_doubt: bool,
-    /// Held, and given back at this moment unless it is renewed.
+    /// Held until this time unless renewed; then `recipe::tend` releases it.
     pub(crate) held_until: Option<Moment>,
-    /// Watches the own node of a held claim.
+    /// Watch on the own node of a held claim.
     pub(crate) own: Option<OwnWatch>,
-    /// Watches the one directly before.
+    /// The node directly before the own node, and its watch.
     pub(crate) ahead: Option<Ahead>,
-    /// Those before the own node that only our server shows. A majority does not have them, and if it ever has one of this name, that comes
-    /// after us: it is made later.
+    /// Nodes before the own node that only the connected server shows. A majority does not have
+    /// them. A node that a majority later creates under this name comes after the own node.
     pub(crate) ghosts: Vec<String>,
     pub(crate) lease: Duration,
 }
 
 pub(crate) struct Node {
     pub(crate) path: String,
-    /// The transaction that made it.
+    /// The transaction that created the node.
     pub(crate) czxid: i64,
 }
 
 impl Node {
-    /// Its name among the children.
+    /// Returns the node's name among the children.
     pub(crate) fn name(&self) -> &str {
         self.path.rsplit('/').next().unwrap_or_default()
     }
@@ -66,19 +67,19 @@ impl Node {
 
 pub(crate) struct OwnWatch {
     pub(crate) watch: Watch,
-    /// How often the session had been connected again when the node was last seen.
+    /// Number of reconnects of the session when the node was last seen.
     pub(crate) seen_at: u32,
 }
 
 pub(crate) struct Ahead {
     pub(crate) name: String,
-    /// None if there was no [room](Room) for it.
+    /// `None` if the [watch budget](Room) was used up.
     pub(crate) watch: Option<Watch>,
     pub(crate) looked_at: Moment,
 }
 
 impl Ahead {
-    /// Whether a watch on the node `name` is set and has not fired.
+    /// Returns whether a watch on the node `name` is set and has not fired.
     pub(crate) fn is_watching(&self, name: &str) -> bool {
         self.name == name && self.watch.as_ref().is_some_and(|watch| !watch.has_fired())
     }
@@ -107,23 +108,24 @@ impl Place {
         }
     }
 
-    /// Says that somebody waits for its turn, for as long as the answer lives.
+    /// Marks the claim as waiting until the returned value is dropped.
     pub(crate) fn attended(&self) -> Attended<'_> {
         self.waiting.fetch_add(1, Ordering::AcqRel);
         Attended(self)
     }
 
-    /// Notes that the claim has a caller now.
+    /// Records that the claim has a caller now.
     pub(crate) fn attend(&self) {
         *lock(&self.attended_at) = Moment::now();
     }
 
-    /// Notes that the holder or waiter is done with it.
+    /// Records that the engine has requested the release.
     pub(crate) fn give_back(&self) {
         self.given_back.store(true, Ordering::Release);
     }
 
-    /// Returns whether it is held, or an operation on it is in progress, and its holder has not released it.
+    /// Returns whether the claim's holder has not released it, and it is held or an operation is in
+    /// progress.
     pub(crate) fn is_needed(&self, now: Moment) -> bool {
         let is_held = || match self.stake.try_lock() {
             Ok(stake) => stake.held_until.is_some_and(|until| now < until),
@@ -132,7 +134,8 @@ impl Place {
         !self.given_back.load(Ordering::Acquire) && is_held()
     }
 
-    /// Whether nobody takes care of the claim any more: it is held and was not renewed, or it stands in line and nobody waits.
+    /// Returns whether the claim is abandoned: held and not renewed in time, or queued without a
+    /// caller.
     pub(crate) fn is_overdue(&self, stake: &Stake, now: Moment) -> bool {
         match stake.held_until {
             Some(until) => until <= now,
@@ -151,19 +154,19 @@ impl fmt::Debug for Place {
     }
 }
 
-/// Somebody waits.
+/// A call that waits for the claim.
 pub(crate) struct Attended<'a>(&'a Place);
 
 impl Drop for Attended<'_> {
     fn drop(&mut self) {
-        // First, because the next attempt of a waiter follows its wait, however long that was.
+        // Recorded before the count: the next attempt follows the wait, however long that was.
         self.0.attend();
         self.0.waiting.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
 impl Stake {
-    /// Forgets the node, which is gone.
+    /// Clears all state of the node, which no longer exists.
     pub(crate) fn lose_node(&mut self) {
         self.node = None;
         self.held_until = None;
@@ -172,13 +175,14 @@ impl Stake {
         self.ghosts.clear();
     }
 
-    /// Whether it may have something in the store.
+    /// Returns whether the claim certainly has no node in the store.
     pub(crate) fn is_empty(&self) -> bool {
         self.node.is_none() && !self.in_doubt
     }
 }
 
-/// A watch for one change, or for the end of the client that it was set with. Any number may wait for it, and nobody need wait for it.
+/// A watch that fires at one change, or when the client that set it is stopped. Any number of tasks
+/// can wait for it.
 #[derive(Clone)]
 pub(crate) struct Watch(Shared<BoxFuture<'static, ()>>);
 
@@ -187,7 +191,7 @@ impl Watch {
         let stopped = client.stopped();
         let changed = async move {
             tokio::select! {
-                // First, because the watcher of a stopped client panics.
+                // Checked first, because the watcher of a stopped client panics.
                 biased;
                 () = stopped => {}
                 _ = watcher.changed() => {}
@@ -197,7 +201,8 @@ impl Watch {
         Self(changed.boxed().shared())
     }
 
-    /// Whether it has happened. What the server has told before an answer that has come is known by then.
+    /// Returns whether the watch has fired. Events that the server sent before a received response
+    /// are included.
     pub(crate) fn has_fired(&self) -> bool {
         self.0.clone().now_or_never().is_some()
     }
@@ -207,23 +212,26 @@ impl Watch {
     }
 }
 
-/// How many bytes of paths a session may watch at a time.
+/// The watch budget: how many bytes of paths a session may watch at a time.
 ///
-/// After each loss of a connection the client tells the servers all that it watches. It tells no more than [128 KiB](Self::ALL) in one request, and
-/// takes the answer to a second one for one that nobody asked for: then it breaks the connection, again and again until the session is
-/// over. So there are never more.
+/// After each reconnect, the client library sends all its watches to the server again, at most [128
+/// KiB](Self::ALL) per request. It treats the response to a second such request as unexpected and
+/// breaks the connection, repeatedly until the session expires. The budget keeps the watches within
+/// one request.
 ///
-/// What there is no room for is not watched: one that waits polls, and a holder hears of a loss at its next renewal.
+/// A node beyond the budget is not watched: its waiter polls, and its holder detects a loss at the
+/// next renewal.
 #[derive(Clone, Default)]
 pub(crate) struct Room(Arc<AtomicUsize>);
 
 impl Room {
-    /// For all watches together. A little less than what the client tells at once: it may still know of some that were dropped just now.
+    /// Limit for all watches together. Below the library's 128 KiB, because the library may still
+    /// have watches that were just dropped.
     pub(crate) const ALL: usize = 120 * 1024;
-    /// For those of held locks, so that those who wait have some left.
+    /// Limit for watches of held locks, so that waiters have some left.
     pub(crate) const OWN: usize = 96 * 1024;
 
-    /// Room for a watch of `path`, if there are no more than `max` bytes with it.
+    /// Reserves the bytes of `path`, if the total stays within `max`.
     pub(crate) fn take(&self, path: &str, max: usize) -> Option<Taken> {
         let grow = |used: usize| used.checked_add(path.len()).filter(|used| *used <= max);
         self.0.fetch_update(Ordering::AcqRel, Ordering::Acquire, grow).ok()?;
@@ -231,7 +239,7 @@ impl Room {
     }
 }
 
-/// Room that is taken, for as long as this lives.
+/// Reserved bytes of the watch budget. Returned on drop.
 pub(crate) struct Taken {
     room: Room,
     bytes: usize,
@@ -243,5 +251,6 @@ impl Drop for Taken {
     }
 }
 
-/// Between two questions of one that waits there may be a pause, after trouble.
+/// A waiter may pause between two attempts after a store error, so it is not abandoned before this
+/// time.
 const IDLE_MIN: Duration = Duration::from_secs(5);

@@ -1,70 +1,79 @@
-//! Until when a session certainly lives. Arithmetic on moments; no I/O.
+//! Computes until when a session is certain to exist. Arithmetic on times; no I/O. Called by
+//! `session`.
 //!
-//! The leader ends a session when it has heard nothing of it for the session's time-out. It hears of the clients of other servers only by
-//! what those tell it, together, twice a tick: so an answer proves only that what had *arrived* at a server a good while before it was asked
-//! for had been told to the leader. That while is [`told_within`] the leader's rhythm, whatever its tick: the shortest session that a server
-//! grants is two ticks, unless somebody has set it up otherwise. When a request has arrived is not known, only that it was before its answer:
-//! what a network or a server has held up for long may arrive together, and then one says nothing of the other.
+//! The leader expires a session after it has learned of no activity for the session time-out. Other
+//! servers report the activity of their clients to the leader in batches, twice per tick. A
+//! response therefore proves nothing about its own request. It proves that the leader knows of
+//! earlier requests: those that were answered at least [`told_within`] before this request was
+//! sent. That delay covers any tick, because the shortest session that servers grant by default is
+//! two ticks.
 //!
-//! A leader that has lost the others in silence goes on answering for a while as if nothing had happened, and meanwhile those may have
-//! another one. So only what a majority has written down counts here: whoever leads later begins later, and grants each session its whole
-//! time-out from then on.
+//! The arrival time of a request is unknown; it only precedes the response. The delay therefore
+//! counts from the response. A network or a server can delay requests so that they arrive together;
+//! such requests prove nothing about each other.
+//!
+//! A partitioned leader continues to answer for a while, and the other servers may have elected
+//! another leader. Only writes that a majority has committed count here. Any later leader starts
+//! after them, and grants each session its full time-out from then on.
 
 use std::time::Duration;
 
 use registry_core::Moment;
 
-/// What is known of the life of one session.
+/// The known validity of one session.
 #[derive(Debug)]
 pub(crate) struct Proof {
     timeout: Duration,
-    /// Writes that a majority has made, the oldest first.
+    /// Writes that a majority has committed, oldest first.
     answered: Vec<Written>,
-    /// The leader has heard of the session at this moment or later.
+    /// The leader learned of activity in the session at this time or later.
     heard_at: Moment,
 }
 
-/// A write that a majority has made.
+/// A write that a majority has committed.
 #[derive(Debug)]
 struct Written {
     sent_at: Moment,
     answered_at: Moment,
 }
 
-/// In how long the leader has heard of what happened in a session of this time-out: at least half a tick.
+/// Returns the maximum delay until the leader learns of activity in a session of this time-out: at
+/// least half a tick.
 fn told_within(timeout: Duration) -> Duration {
     timeout / 4
 }
 
 impl Proof {
-    /// A session that was asked for at `asked_at`: it is the leader that makes it.
+    /// Returns the validity of a session that was requested at `asked_at`. The leader creates the
+    /// session itself, so it knows of it from then on.
     pub(crate) fn new(timeout: Duration, asked_at: Moment) -> Self {
         Self { timeout, answered: Vec::new(), heard_at: asked_at }
     }
 
-    /// Notes that a majority has written down what left at `sent_at`, as was heard at `answered_at`.
+    /// Records that a majority has committed a write sent at `sent_at`, whose response arrived at
+    /// `answered_at`.
     pub(crate) fn answered(&mut self, sent_at: Moment, answered_at: Moment) {
         let told_within = told_within(self.timeout);
         let is_told = |written: &Written| written.answered_at.after(told_within) <= sent_at;
         if let Some(told) = self.answered.iter().rposition(is_told) {
             self.heard_at = self.heard_at.max(self.answered[told].sent_at);
-            // What is older has nothing more to say.
+            // Older writes prove nothing more.
             self.answered.drain(..=told);
         }
         let apart = self.timeout / APART;
-        // One in a while is enough, and keeps the list short.
+        // Skips writes that follow closely, which keeps the list short.
         if self.answered.last().is_none_or(|last| last.sent_at.after(apart) <= sent_at) {
             self.answered.push(Written { sent_at, answered_at });
         }
     }
 
-    /// How long from `now` the session certainly lives.
+    /// Returns how long after `now` the session is certain to exist.
     pub(crate) fn left(&self, now: Moment) -> Duration {
         self.heard_at.after(self.timeout).since(now)
     }
 }
 
-/// Requests that are closer together than this part of the time-out count as one.
+/// Writes closer together than this fraction of the time-out count as one.
 const APART: u32 = 40;
 
 #[cfg(test)]
@@ -105,7 +114,7 @@ mod tests {
         let start = Moment::now();
         let mut proof = Proof::new(TIMEOUT, start);
         let at = |n: u64| start.after(secs(n));
-        // Held up on their way: a server may have heard of all of them at 8, and have told nobody yet.
+        // Delayed on the way: a server may have received all of them at 8 s and reported none yet.
         for sent_at in [1, 3, 5, 7] {
             proof.answered(at(sent_at), at(8));
         }
@@ -122,10 +131,10 @@ mod tests {
         let mut proof = Proof::new(TIMEOUT, start);
         for round in 1..500_u64 {
             let now = start.after(secs(2 * round));
-            // Answers take a twentieth of the time-out.
+            // A response takes a twentieth of the time-out.
             let answer = |sent_at: Moment| sent_at.after(secs(1));
             assert!(proof.left(answer(now)) > TIMEOUT / 2, "{:?}", proof.left(answer(now)));
-            // Others in between change nothing.
+            // Further writes in between have no effect.
             for n in 0..200 {
                 let sent_at = now.after(Duration::from_millis(n));
                 proof.answered(sent_at, answer(sent_at));

@@ -1,14 +1,16 @@
-//! Who stands in line for a lock, in which order: the children of its node, by their names. No I/O.
+//! The queue of a lock: the contending children of its node, sorted by name. No I/O.
 //!
-//! A name ends in the number that the server gave it: ten digits, which count all children that the parent has ever had. The count ends at 2³¹ − 1. From
-//! there on the servers give that number to everybody, and to those who come while another one is on its way such as are below zero; see
-//! `at_the_end_of_their_numbers_…` in the tests of the testkit. Then only the transactions in which the nodes were made tell who came first.
+//! A name ends in a number that the server assigned: ten digits that count all children the parent
+//! ever had. The counter ends at 2³¹ − 1. From then on the servers assign that number to every new
+//! child, and negative numbers to children created concurrently. See the test
+//! `at_the_end_of_their_numbers_…` of the testkit. Then only the transactions that created the
+//! nodes determine their order.
 
 use registry_core::ClaimId;
 
 use crate::config::Naming;
 
-/// What a claim's node is called, but for its number.
+/// Returns the name of a claim's node without its number.
 pub(crate) fn prefix(claim: ClaimId, naming: Naming) -> String {
     let id = claim.to_string();
     match naming {
@@ -24,19 +26,21 @@ pub(crate) fn prefix(claim: ClaimId, naming: Naming) -> String {
     }
 }
 
-/// Returns how many bytes the path of a claim's node takes in a transaction that lists it: the path itself, and its length before it.
+/// Returns the bytes of a claim's node path in a transaction that lists it: the path and its length
+/// field.
 pub(crate) fn node_bytes(dir: &str, claim: ClaimId, naming: Naming) -> usize {
     LENGTH_BYTES + dir.len() + "/".len() + prefix(claim, naming).len() + NUMBER_CHARS_MAX
 }
 
-/// The number of one who contends, whether by the name of Curator, of kazoo or of us. `None` for any other child.
+/// Returns the number of a contender with a name in the form of Curator or kazoo. Returns `None`
+/// for any other child.
 fn number(name: &str) -> Option<i32> {
     let after = |mark: &str| name.rfind(mark).map(|at| &name[at + mark.len()..]);
-    // No name can have both in such a place that a number follows each.
+    // A name has only one of these marks directly before its number.
     [after("lock-"), after("__lock__")].into_iter().flatten().find_map(parse_number)
 }
 
-/// A number as the server writes it: at least ten characters, the sign among them.
+/// Parses a number in the server's format: at least ten characters, including the sign.
 fn parse_number(text: &str) -> Option<i32> {
     let digits = text.strip_prefix('-').unwrap_or(text);
     let is_plain = digits.bytes().all(|byte| byte.is_ascii_digit());
@@ -45,31 +49,31 @@ fn parse_number(text: &str) -> Option<i32> {
     (is_plain && is_whole).then(|| text.parse().ok()).flatten()
 }
 
-/// Whether a child is one who contends.
+/// Returns whether a child contends for the lock.
 pub(crate) fn is_contender(name: &str) -> bool {
     number(name).is_some()
 }
 
-/// The nodes of a claim among all children, by the beginning of their names. There can be one more of each earlier session that the servers
-/// have not ended yet.
+/// Returns the nodes of a claim, by the prefix of their names. Each earlier session that the
+/// servers have not ended yet can have one more.
 pub(crate) fn find<'a>(children: &'a [String], prefix: &str) -> impl Iterator<Item = &'a str> {
     let is_ours = move |name: &&String| name.starts_with(prefix) && is_contender(name);
     children.iter().filter(is_ours).map(String::as_str)
 }
 
-/// Those who contend for one lock, in the order of their turn.
+/// The contenders for one lock, head first.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Queue(Vec<String>);
 
-/// Those who contend for a lock whose numbers have come to their end.
+/// The contenders for a lock whose counter is exhausted.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct OutOfNumbers(Vec<String>);
 
 impl Queue {
-    /// Picks out of all children those who contend.
+    /// Selects and sorts the contenders among all children.
     ///
     /// # Errors
-    /// [`OutOfNumbers`] when their names do not tell their order.
+    /// [`OutOfNumbers`] if the names do not determine the order.
     pub(crate) fn of(children: Vec<String>) -> Result<Self, OutOfNumbers> {
         let mut contenders: Vec<(i32, String)> =
             children.into_iter().filter_map(|name| Some((number(&name)?, name))).collect();
@@ -80,12 +84,12 @@ impl Queue {
         Ok(Self(contenders.into_iter().map(|(_, name)| name).collect()))
     }
 
-    /// Whose turn it is.
+    /// Returns the head of the queue.
     pub(crate) fn first(&self) -> Option<&str> {
         self.0.first().map(String::as_str)
     }
 
-    /// Where `name` stands.
+    /// Returns the position of `name`.
     pub(crate) fn place_of(&self, name: &str) -> Standing<'_> {
         match self.0.iter().position(|other| other == name) {
             None => Standing::Absent,
@@ -100,7 +104,8 @@ impl OutOfNumbers {
         &self.0
     }
 
-    /// Puts them in the order in which they were made, by the transactions of [`names`](Self::names); `None` is one that has gone meanwhile.
+    /// Sorts the contenders by the transactions that created [`names`](Self::names). `None` is a
+    /// node that no longer exists.
     pub(crate) fn by_transactions(self, made: impl IntoIterator<Item = Option<i64>>) -> Queue {
         let made = made.into_iter().zip(self.0);
         let mut there: Vec<_> = made.filter_map(|(made, name)| Some((made?, name))).collect();
@@ -109,21 +114,21 @@ impl OutOfNumbers {
     }
 }
 
-/// Where somebody stands in a queue.
+/// Position of a node in a queue.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Standing<'a> {
     First,
     Behind {
-        /// The one directly before.
+        /// The node directly before this one.
         ahead: &'a str,
-        /// Nobody is before that one.
+        /// That node is the head of the queue.
         is_next: bool,
     },
     Absent,
 }
 
 const LENGTH_BYTES: usize = 4;
-/// A number below zero has a sign before its ten digits.
+/// A negative number has a sign before its ten digits.
 const NUMBER_CHARS_MAX: usize = 11;
 
 #[cfg(test)]
@@ -135,7 +140,7 @@ mod tests {
     }
 
     fn name(number: i32) -> String {
-        // As the server does: `String.format("%010d", number)`.
+        // The server uses `String.format("%010d", number)`.
         format!("_c_0-lock-{number:010}")
     }
 

@@ -1,8 +1,9 @@
-//! The recipe: how a claim gets in line, finds out whose turn it is, and gets out again. Knows nothing of sessions beyond the one that it is
-//! given.
+//! The lock recipe: enqueues a claim, checks its position, and dequeues it. Called by `backend`
+//! with the sessions of a claim; opening sessions and keeping them alive is in `session`.
 //!
-//! Requests are sent in the order in which they are made here, and answered in that order. So a list that is asked for right behind the making of
-//! a node has that node in it, and an acquisition nobody is in the way of costs one wait.
+//! Requests are sent in the order of the calls here, and answered in that order. A list requested
+//! directly after the creation of a node therefore contains that node, and an uncontended
+//! acquisition takes one round trip.
 
 use std::future::pending;
 use std::sync::Arc;
@@ -22,7 +23,7 @@ use crate::place::{Ahead, Node, OwnWatch, Place, Room, Stake, Watch};
 use crate::queue::{Queue, Standing, find, prefix};
 use crate::session::{By, Session, Sessions, lock};
 
-/// Gets `claim` in line if it is not, and tells whether it is its turn.
+/// Enqueues `claim` if it is not queued, and returns whether it is at the head.
 pub(crate) async fn try_acquire(
     sessions: &Arc<Sessions>,
     claim: &Claim,
@@ -36,7 +37,7 @@ pub(crate) async fn try_acquire(
         }
         let mut stake = place.stake.lock().await;
         if stake.left {
-            // Taken out while we waited; there is another one now, or will be.
+            // Dequeued while this call waited for the mutex. Another entry exists or follows.
             continue;
         }
         place.attend();
@@ -66,7 +67,7 @@ async fn contend(
             find_again(session, place, stake, claim).await?;
         }
         if stake.held_until.is_some_and(|until| until <= Moment::now()) {
-            // What is over is over, and gets a new token.
+            // The grant has expired, so a new one needs a new token.
             remove(session, stake).await?;
         }
         let children = if stake.node.is_none() {
@@ -85,7 +86,7 @@ async fn contend(
         let (ahead, is_next) = match queue.place_of(node.name()) {
             Standing::First => return granted(session, stake, claim),
             Standing::Behind { ahead, is_next } => (ahead, is_next),
-            // Somebody has removed it.
+            // Another client has deleted the node.
             Standing::Absent => {
                 stake.lose_node();
                 continue;
@@ -107,7 +108,7 @@ async fn contend(
             before.looked_at = Moment::now();
             return Ok(Attempt::Busy(Busy::new()));
         }
-        // By data and not by existence: no watch is left behind on what is not there.
+        // Watched by data, not by existence: an existence watch on a missing node would remain set.
         match session.bounded(watch_data(session, &path)).await? {
             Ok((data, stat, watch)) => {
                 let name = ahead.to_owned();
@@ -119,22 +120,23 @@ async fn contend(
                     busy
                 }));
             }
-            // It is gone already; look again.
+            // Already deleted: list again.
             Err(Error::NoNode) => (stake.ahead, was_behind) = (None, true),
             Err(error) => return Err(explain(&error).as_unknown()),
         }
     }
     stake.ahead = None;
     if !was_behind {
-        // That is nobody who has the lock: each time the connection was lost, or the node or what is above it.
+        // Not contention: in each try, the connection broke, or the node or its parent was missing.
         let says = "zookeeper: the nodes of locks cannot be made, or do not last: connections break at each try, or somebody deletes them";
         return Err(BackendError::transient(says));
     }
-    // The crowd moves faster than we look; whoever waits asks again at once.
+    // The queue changes faster than this client reads it. A waiter retries at once.
     Ok(Attempt::Busy(Busy::new()))
 }
 
-/// Makes the node of `claim`, and tells all children. `None` if there was no place for it, and now there is.
+/// Creates the node of `claim` and returns all children. Returns `None` if the caller must try
+/// again: the parents were missing and now exist, or the connection was lost.
 async fn enter(
     session: &Arc<Session>,
     place: &Place,
@@ -145,19 +147,19 @@ async fn enter(
     let options = CreateMode::EphemeralSequential.with_acls(session.config().acls());
     let client = session.client();
     let sent_at = Moment::now();
-    // From here on there may be a node, whatever becomes of us and the answer.
+    // From here on a node may exist, even if this future is dropped or the response is lost.
     stake.in_doubt = true;
     let data = note(claim);
     let created = client.create(&path, &data, &options);
     let listed = client.list_children(&place.dir);
-    // Of two answers that come in their order the second is awaited first: so who waits is woken once.
+    // Responses arrive in request order. Awaiting the second one first wakes this task only once.
     let listed = session.bounded(listed).await;
     match session.bounded(created).await? {
         Ok((stat, number)) => {
             stake.in_doubt = false;
             let path = format!("{path}{number}");
             let czxid = if stat.is_invalid() {
-                // Servers before 3.5 do not tell when they have made it.
+                // Servers before 3.5 do not return the creating transaction.
                 let seen = session.bounded(client.check_stat(&path)).await?;
                 seen.map_err(|error| explain(&error).as_unknown())?.map(|stat| stat.czxid)
             } else {
@@ -168,11 +170,12 @@ async fn enter(
         }
         Err(Error::NoNode) => {
             stake.in_doubt = false;
-            // Never made, or removed by the servers because it was empty: they may do that at any time.
+            // Never created, or removed by the servers because it was empty, which can happen at
+            // any time.
             make_parents(session, &place.dir).await?;
             return Ok(None);
         }
-        // The connection may be there again soon, and tell.
+        // The next try reconnects and finds out whether the node exists.
         Err(Error::ConnectionLoss) => return Ok(None),
         Err(error) => {
             stake.in_doubt = !is_refusal(&error);
@@ -185,11 +188,12 @@ async fn enter(
     }
 }
 
-/// Finds out whether a node was made for `claim` by a request whose answer was lost.
+/// Determines whether a request whose response was lost created a node for `claim`.
 ///
-/// Our own requests are carried out in their order, and the leader takes none of an earlier connection once it knows of a later one. So
-/// what is not there now will not come; if it is the leader that says so, and not one that has been replaced and does not know. Therefore
-/// a majority is asked first.
+/// Requests of this session are executed in order, and a leader rejects those of an earlier
+/// connection once it knows of a later one. A node that does not exist now is therefore never
+/// created later. This holds only for the current leader's state, so a majority is asked first: a
+/// replaced leader would not know.
 async fn find_again(
     session: &Arc<Session>,
     place: &Place,
@@ -206,8 +210,8 @@ async fn find_again(
         let path = format!("{}/{name}", place.dir);
         let found = session.bounded(session.client().check_stat(&path)).await?;
         match found.map_err(|error| explain(&error).as_unknown())? {
-            // Only what lives with this session is ours. The same claim may have had a node in an earlier one, which can vanish
-            // at any moment.
+            // Only nodes of this session count. A node of the same claim from an earlier session
+            // can vanish at any time.
             Some(stat) if stat.ephemeral_owner == session.id() && stake.node.is_none() => {
                 stake.node = Some(Node { path, czxid: stat.czxid });
             }
@@ -219,8 +223,9 @@ async fn find_again(
     Ok(())
 }
 
-/// Whether the one directly before one that waits is certainly still there. All who ask at about the same time share one question,
-/// however long the line is. Now and then nobody is believed, so that one whose own node was removed by somebody finds out.
+/// Returns whether the node directly before a waiter certainly still exists. Concurrent callers
+/// share one request, whatever the length of the queue. Returns false periodically, so that a
+/// waiter whose own node was deleted lists the queue and finds out.
 async fn stands_as_before(session: &Arc<Session>, stake: &Stake) -> Result<bool, BackendError> {
     let Some(Ahead { watch: Some(watch), looked_at, .. }) = &stake.ahead else {
         return Ok(false);
@@ -233,16 +238,17 @@ async fn stands_as_before(session: &Arc<Session>, stake: &Stake) -> Result<bool,
     Ok(!watch.has_fired())
 }
 
-/// Whether the end of the node directly before that of a waiter would be told.
+/// Returns whether this client would be notified of the end of the node directly before a waiter.
 pub(crate) fn is_watched(session: &Session, place: &Place) -> bool {
     let Ok(stake) = place.stake.try_lock() else { return false };
     let Some(Ahead { watch: Some(watch), .. }) = &stake.ahead else { return false };
     session.is_healthy() && !watch.has_fired()
 }
 
-/// Whether the head of a line is there only to the server that we are connected to. What one has kept that the others have deleted would be
-/// waited for without end, so a majority is asked about those who have been the head for long: once in the time-out of a session. Its answer
-/// is that by which all writes are decided, those of a holder as well.
+/// Returns whether the head of a queue exists only on the connected server. A waiter would wait
+/// forever for a node that this server kept and the others deleted. A majority is therefore asked
+/// about a head that stays for a session time-out. The same majority decides all writes, also those
+/// of a holder.
 async fn is_ghost(
     session: &Session,
     dir: &str,
@@ -259,7 +265,7 @@ async fn is_ghost(
     Ok(!is_there)
 }
 
-/// Leaves out whom only our server shows.
+/// Removes the nodes that only the connected server shows.
 fn without_ghosts(stake: &mut Stake, mut children: Vec<String>) -> Vec<String> {
     if !stake.ghosts.is_empty() {
         stake.ghosts.retain(|ghost| children.contains(ghost));
@@ -268,7 +274,8 @@ fn without_ghosts(stake: &mut Stake, mut children: Vec<String>) -> Vec<String> {
     children
 }
 
-/// All children, as the leader knows them. A server that lags behind could show a node of ours that is gone.
+/// Returns all children as the leader knows them. A lagging server could list a node of this
+/// session that is deleted.
 async fn look(session: &Arc<Session>, place: &Place) -> Result<Vec<String>, BackendError> {
     match read(session, &place.dir).await? {
         Ok(children) => Ok(children),
@@ -277,7 +284,7 @@ async fn look(session: &Arc<Session>, place: &Place) -> Result<Vec<String>, Back
     }
 }
 
-/// The children of `dir`, not older than this question.
+/// Returns the children of `dir`, at least as recent as this call.
 pub(crate) async fn read(
     session: &Arc<Session>,
     dir: &str,
@@ -291,17 +298,20 @@ pub(crate) async fn read(
     }
 }
 
-/// The children of `dir`, not older than this question whoever takes itself for the leader.
+/// Returns the children of `dir`, at least as recent as this call even if another leader was
+/// elected.
 async fn read_certainly(
     session: &Arc<Session>,
     dir: &str,
 ) -> Result<Result<Vec<String>, Error>, BackendError> {
     session.round(By::Majority).await.map_err(BackendError::as_unknown)?;
-    // No server takes our session that has not seen what we have seen.
+    // A server rejects a session that has seen more than the server, so this list includes the
+    // state that the majority confirmed.
     session.bounded(session.client().list_children(dir)).await
 }
 
-/// Puts those who contend in order. Where their names do not tell it, their nodes are asked: one question each, all at once.
+/// Sorts the contenders. If their names do not determine the order, requests each node's
+/// transaction, all concurrently.
 pub(crate) async fn line_up(
     session: &Arc<Session>,
     dir: &str,
@@ -322,7 +332,7 @@ pub(crate) async fn line_up(
     Ok(unordered.by_transactions(made))
 }
 
-/// Reads a node, and watches it if there is [room](Room) for that.
+/// Reads a node, and watches it if the [watch budget](Room) allows.
 async fn watch_data(
     session: &Session,
     path: &str,
@@ -350,7 +360,7 @@ fn granted(session: &Session, stake: &mut Stake, claim: &Claim) -> Result<Attemp
     Ok(Attempt::Granted(Grant::new(Some(token), lease)))
 }
 
-/// How long a claim is certainly held: no longer than it was asked for, and than the session lives.
+/// Returns how long a claim is certainly held: its lease, limited by the validity of the session.
 fn certain(session: &Session, claim: &Claim) -> Result<Duration, BackendError> {
     let left = session.certain_left();
     if left < CERTAIN_MIN {
@@ -368,7 +378,7 @@ pub(crate) fn holder(key: &Key, data: &[u8], czxid: i64) -> Holder {
     Holder::new(key.clone()).with_label(label(data)).with_token(token(czxid))
 }
 
-/// Deletes the node that `stake` has, if any. False if it was gone.
+/// Deletes the node of `stake`, if any. Returns false if it did not exist.
 async fn remove(session: &Session, stake: &mut Stake) -> Result<bool, BackendError> {
     let Some(node) = &stake.node else { return Ok(false) };
     let was_there = delete(session, &node.path).await?;
@@ -376,7 +386,7 @@ async fn remove(session: &Session, stake: &mut Stake) -> Result<bool, BackendErr
     Ok(was_there)
 }
 
-/// Deletes a node. False if it was gone.
+/// Deletes a node. Returns false if it did not exist.
 pub(crate) async fn delete(session: &Session, path: &str) -> Result<bool, BackendError> {
     match session.bounded(session.client().delete(path, None)).await? {
         Ok(()) => Ok(true),
@@ -385,8 +395,8 @@ pub(crate) async fn delete(session: &Session, path: &str) -> Result<bool, Backen
     }
 }
 
-/// Looks whether the node of a held claim is still there, and makes sure to hear when it is not. The session must have had a
-/// [round](Session::round) just before.
+/// Verifies that the node of a held claim exists, and watches it. The caller must have completed a
+/// [round](Session::round) directly before.
 pub(crate) async fn renew(
     session: &Arc<Session>,
     sessions: &Arc<Sessions>,
@@ -408,7 +418,8 @@ pub(crate) async fn renew(
     Ok(Renewal::Renewed(lease))
 }
 
-/// Whether the own node is there. If its watch was set before the round and has not fired, it is; so that costs nothing.
+/// Returns whether the claim's own node exists. A watch that was set before the round and has not
+/// fired proves that without a request.
 async fn see_own(
     session: &Arc<Session>,
     sessions: &Arc<Sessions>,
@@ -445,7 +456,7 @@ async fn see_own(
     Ok(true)
 }
 
-/// Has the holder look as soon as something happens to its node.
+/// Requests verification of the lock when the watch on its node fires.
 fn tell_when_it_fires(
     session: &Session,
     sessions: &Arc<Sessions>,
@@ -456,26 +467,27 @@ fn tell_when_it_fires(
     session.spawn(async move {
         watch.fired().await;
         let (Some(sessions), Some(place)) = (sessions.upgrade(), place.upgrade()) else { return };
-        // What is being given back goes by our own doing, and leaves nobody to be told.
+        // After a release by this process, no holder is left to notify.
         if place.stake.lock().await.held_until.is_some() {
             sessions.hints().look_at(std::iter::once(&place.key));
         }
     });
 }
 
-/// Waits until the one directly before has gone, or the session is over.
+/// Waits until the preceding node is gone, or the session's client is stopped.
 pub(crate) async fn wait(place: &Place) {
     let _attended = place.attended();
     let watch = place.stake.lock().await.ahead.as_ref().map(|ahead| ahead.watch.clone());
     match watch {
         Some(Some(watch)) => watch.fired().await,
-        // Nobody will tell.
+        // Without a watch no notification arrives; the engine polls.
         Some(None) => pending().await,
         None => {}
     }
 }
 
-/// Waits, without a place in line, until whoever holds the lock of `dir` now has gone. Ends early where that cannot be found out.
+/// Waits without a queue entry until the current holder of `dir` is gone. Returns early if that
+/// cannot be determined.
 pub(crate) async fn wait_outside(session: &Arc<Session>, dir: &str) {
     let Ok(Ok(children)) = read(session, dir).await else { return };
     let Ok(queue) = line_up(session, dir, children).await else { return };
@@ -488,7 +500,7 @@ pub(crate) async fn wait_outside(session: &Arc<Session>, dir: &str) {
     }
 }
 
-/// Gets `claim` out of line, whether it is its turn or not.
+/// Dequeues `claim`, whether it is held or waiting.
 pub(crate) async fn release(
     session: &Arc<Session>,
     claim: &Claim,
@@ -512,7 +524,7 @@ pub(crate) async fn release(
     Ok(if was_held && was_there { Release::Freed } else { Release::NotHeld })
 }
 
-/// The same for a claim that this session does not know: it may have been made in an earlier one.
+/// Releases a claim that this session does not know. An earlier session may have created its node.
 async fn search_and_release(
     session: &Arc<Session>,
     claim: &Claim,
@@ -539,11 +551,11 @@ async fn search_and_release(
     Ok(release)
 }
 
-/// Has everything given back that nobody takes care of any more.
+/// Releases all overdue claims of `session`.
 pub(crate) fn tend(session: &Arc<Session>) {
     let now = Moment::now();
     for (claim, place) in session.places() {
-        // Whoever has it locked takes care of it.
+        // An operation that holds this mutex is responsible for the claim.
         let Ok(stake) = Arc::clone(&place.stake).try_lock_owned() else { continue };
         if place.is_overdue(&stake, now) {
             session.spawn(give_up(Arc::clone(session), claim, place, stake));
@@ -551,7 +563,7 @@ pub(crate) fn tend(session: &Arc<Session>) {
     }
 }
 
-/// Tries once; as long as it fails it is tried again at the next turn.
+/// Tries once to dequeue an overdue claim. After a failure, the next run of [`tend`] tries again.
 async fn give_up(
     session: Arc<Session>,
     claim: ClaimId,
@@ -572,12 +584,13 @@ async fn give_up(
     }
 }
 
-/// More often than this a crowd does not change between two looks.
+/// Tries per call while the queue changes between two reads.
 const TRIES: u32 = 8;
 
-/// After so many time-outs of the session a waiter lists the whole queue, even if its watch has not fired: its own node may have been deleted.
+/// After this many session time-outs, a waiter lists the whole queue even if its watch has not
+/// fired: its own node may have been deleted.
 const LOOK_AFTER: u32 = 3;
 const LOOK_AFTER_MAX: Duration = Duration::from_secs(60);
 
-/// What is certain for less than this is over before anybody can use it.
+/// A shorter validity would be over before the holder could use it.
 const CERTAIN_MIN: Duration = Duration::from_millis(20);

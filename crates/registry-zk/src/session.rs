@@ -1,11 +1,13 @@
-//! The sessions that the locks of a backend live in: opened, kept alive, and replaced after their end. Queues are in `recipe`.
+//! The sessions of a backend: opened, kept alive, and replaced after their end. Queues are in
+//! `recipe`. Called by `backend`.
 //!
-//! A claim belongs to the session in which its node was created, and is lost with it.
+//! A claim belongs to the session that created its node, and is lost with that session.
 //!
-//! The end of a session is one transaction with the paths of all its nodes. A server that cannot read a transaction of that size
-//! stops, and so do all other members. Hence a session has at most [`NODE_BYTES_MAX`] bytes of paths. Its client can watch fewer:
-//! nodes beyond [`WATCHED_BYTES_MAX`] go to further sessions, and when there are as many sessions as are allowed, to those with room
-//! for unwatched nodes. When all of them are full, attempts are refused.
+//! The end of a session is one transaction with the paths of all its nodes. A server that cannot
+//! read a transaction of that size stops, and so do all other members. A session therefore has at
+//! most [`NODE_BYTES_MAX`] bytes of paths. Its client can watch fewer: nodes beyond
+//! [`WATCHED_BYTES_MAX`] go to further sessions. At the limit of sessions, they go to a session
+//! with room for unwatched nodes. When all sessions are full, attempts are refused.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -34,15 +36,16 @@ use crate::recipe::tend;
 pub(crate) struct Sessions {
     config: Arc<ZkConfig>,
     hints: Hints,
-    /// The oldest first. A new claim goes to the first one with room for its node.
+    /// Oldest first. A new claim goes to the first session with room for its node.
     live: Mutex<Vec<Arc<Session>>>,
     /// Locked while a session is being opened.
     opening: tokio::sync::Mutex<Outage>,
-    /// No session is opened only to watch more nodes before this moment.
+    /// Until this time, no session is opened only to watch more nodes.
     open_another_at: Mutex<Moment>,
-    /// Claims whose session has ended, and when. Removed when the engine has been notified.
+    /// Claims whose session has ended, and when. An entry is removed once the engine is notified.
     displaced: Mutex<HashMap<ClaimId, Moment>>,
-    /// Attempts to attach sessions to new clients. They outlive a session that is closed meanwhile, so that it is ended all the same.
+    /// Attempts to attach sessions to new clients. They outlive a session that is closed meanwhile,
+    /// so that the servers still end it.
     attaching: Mutex<JoinSet<()>>,
 }
 
@@ -63,7 +66,8 @@ impl Sessions {
         &self.hints
     }
 
-    /// Returns a connected session, for questions that any session can ask. Opens one if there is none.
+    /// Returns a connected session, for requests that any session can send. Opens one if none
+    /// exists.
     pub(crate) async fn get(self: &Arc<Self>) -> Result<Arc<Session>, BackendError> {
         let session = match self.current() {
             Some(session) => session,
@@ -73,12 +77,12 @@ impl Sessions {
         Ok(session)
     }
 
-    /// The first connected session; the first one if none is connected.
+    /// Returns the first connected session, or the first session if none is connected.
     pub(crate) fn current(&self) -> Option<Arc<Session>> {
         self.choose(|_| true)
     }
 
-    /// All sessions that have not ended, the oldest first.
+    /// Returns all sessions that have not ended, oldest first.
     pub(crate) fn live(&self) -> Vec<Arc<Session>> {
         lock(&self.live).iter().filter(|session| !session.is_over()).map(Arc::clone).collect()
     }
@@ -92,24 +96,26 @@ impl Sessions {
         Some(Arc::clone(chosen.unwrap_or(first)))
     }
 
-    /// Returns the place of `claim` and its session.
+    /// Returns the queue entry of `claim` and its session.
     pub(crate) fn find(&self, claim: ClaimId) -> Option<(Arc<Session>, Arc<Place>)> {
         let live = lock(&self.live);
         let live = live.iter().filter(|session| !session.is_over());
         live.into_iter().find_map(|session| Some((Arc::clone(session), session.find(claim)?)))
     }
 
-    /// Returns the place of `claim` and its session, connected. A new place goes to the first session with room for its node, and
-    /// to a new session if there is no room.
+    /// Returns the queue entry of `claim` and its session, which is connected. A new entry goes to
+    /// the first session with room for its node, or to a new session if none has room.
     pub(crate) async fn enter(
         self: &Arc<Self>,
         claim: &Claim,
         dir: impl Fn() -> String + Send + Sync,
     ) -> Result<(Arc<Session>, Arc<Place>), BackendError> {
-        // Ends: whoever takes the room that was seen here makes progress, and the number of sessions is limited.
+        // Terminates: if another claim takes the room found here, that claim progresses, and the
+        // number of sessions is limited.
         loop {
             if let Some((session, place)) = self.find(claim.id()) {
-                // It has a caller, who may have to wait for the connection.
+                // Marked before the wait for the connection, so that the entry does not become
+                // overdue meanwhile.
                 place.attend();
                 session.connected().await?;
                 return Ok((session, place));
@@ -119,7 +125,7 @@ impl Sessions {
                 Some(found) => found,
                 None => self.open_for(&new).await?,
             };
-            // Before there is a place, so that an outage leaves none behind.
+            // Connected before the entry is added, so that an outage leaves no entry behind.
             session.connected().await?;
             if let Some(place) = self.put(&session, claim.id(), new, bytes_max) {
                 return Ok((session, place));
@@ -127,8 +133,9 @@ impl Sessions {
         }
     }
 
-    /// Returns the session for a new place, and how many bytes of paths it may have including that place: a connected session
-    /// that can watch the place's node. If there is none, and no further session may be opened for that, any session with room.
+    /// Returns the session for a new queue entry, and its limit of path bytes including that entry.
+    /// Default: a connected session that can watch the entry's node. If none has room and no
+    /// further session may be opened for that, any session with room.
     fn session_for(&self, place: &Place) -> Option<(Arc<Session>, usize)> {
         let watching = self.with_room(place, WATCHED_BYTES_MAX);
         if let Some(session) = watching.filter(|session| session.is_connected()) {
@@ -146,8 +153,9 @@ impl Sessions {
         self.choose(|session| lock(&session.places).has_room(place.node_bytes, bytes_max))
     }
 
-    /// Returns whether a session may be opened only to watch more nodes. Not during an outage: the server's limit of
-    /// connections may leave just one, which a session that holds locks needs.
+    /// Returns whether a session may be opened only to watch more nodes. Returns false during an
+    /// outage: the server's connection limit may leave just one, which a session with held locks
+    /// needs.
     fn may_open_another(&self) -> bool {
         let live = self.live();
         live.len() < self.config.sessions_max as usize
@@ -155,7 +163,8 @@ impl Sessions {
             && *lock(&self.open_another_at) <= Moment::now()
     }
 
-    /// Opens a session for `place`. If another session has room for it, the wait is short, and a failure puts the next attempt off.
+    /// Opens a session for `place`. If another session has room for it, the wait is short, and a
+    /// failure delays the next attempt.
     async fn open_for(
         self: &Arc<Self>,
         place: &Place,
@@ -172,7 +181,8 @@ impl Sessions {
         }
     }
 
-    /// Puts a place into `session`, which may have `bytes_max` bytes with it. Returns `None` if it would have more, or has ended.
+    /// Adds a queue entry to `session`, up to `bytes_max` bytes in total. Returns `None` if it does
+    /// not fit or the session has ended.
     fn put(
         &self,
         session: &Arc<Session>,
@@ -185,7 +195,7 @@ impl Sessions {
         if is_live { lock(&session.places).put(claim, place, bytes_max) } else { None }
     }
 
-    /// Opens a session, with room for a place if one is given.
+    /// Opens a session, with room for a queue entry if one is given.
     async fn open(self: &Arc<Self>, place: Option<&Place>) -> Result<Arc<Session>, BackendError> {
         let mut outage = self.opening.lock().await;
         let opened = match place {
@@ -224,25 +234,27 @@ impl Sessions {
         }
     }
 
-    /// Removes a session that has ended, and notifies the holders of its claims. Other sessions are not affected.
+    /// Removes a session that has ended, and notifies the holders of its claims. Other sessions are
+    /// not affected.
     fn retire(&self, session: &Arc<Session>) {
         if session.over.swap(true, Ordering::AcqRel) {
             return;
         }
-        // First, so that no place is put into it any more.
+        // Removed first, so that no further entry is added to it.
         lock(&self.live).retain(|live| !Arc::ptr_eq(live, session));
         let places = std::mem::take(&mut *lock(&session.places)).by_claim;
         {
             let now = Moment::now();
             let mut displaced = lock(&self.displaced);
-            // An entry this old belongs to a caller that has given up.
+            // The caller of an entry this old has stopped retrying.
             displaced.retain(|_, at| at.after(DISPLACED_FOR) > now);
             displaced.extend(places.keys().map(|claim| (*claim, now)));
         }
         self.hints.look_at(places.values().map(|place| &place.key));
     }
 
-    /// Stops the client of `session`, which has no connection, and attaches the session to a new one as soon as a server can be reached.
+    /// Stops the disconnected client of `session`, and attaches the session to a new client as soon
+    /// as a server can be reached.
     fn attach_again(self: &Arc<Self>, session: &Arc<Session>) {
         let last = session.client();
         let (sessions, session) = (Arc::downgrade(self), Arc::downgrade(session));
@@ -250,7 +262,7 @@ impl Sessions {
         let mut attaching = lock(&self.attaching);
         while attaching.try_join_next().is_some() {}
         attaching.spawn(async move {
-            // Before anything else: two clients of one session would take it from each other.
+            // Stopped first: two clients of one session would take it from each other.
             last.stop().await;
             let (info, timeout) = (last.session().clone(), last.session_timeout());
             drop(last);
@@ -263,7 +275,7 @@ impl Sessions {
                     Ok(attached) => break Some(attached),
                 }
             };
-            // Where the session is not used any more, the client ends it when it is dropped.
+            // If the session is no longer used, dropping the new client ends it.
             let (Some(sessions), Some(session)) = (sessions.upgrade(), session.upgrade()) else {
                 return;
             };
@@ -274,12 +286,12 @@ impl Sessions {
         });
     }
 
-    /// Ends `session` if it is not the first one and has had no node for the time-out of a session.
+    /// Ends `session` if it is not the first one and has had no node for the session time-out.
     fn end_if_unused(&self, session: &Arc<Session>) {
         let mut live = lock(&self.live);
         let is_first = live.first().is_some_and(|first| Arc::ptr_eq(first, session));
         if !is_first && lock(&session.places).unused_for(Moment::now()) > session.timeout() {
-            // With its last user the client ends the session.
+            // The client ends the session when its last reference is dropped.
             live.retain(|live| !Arc::ptr_eq(live, session));
         }
     }
@@ -289,8 +301,8 @@ impl Sessions {
         lock(&self.displaced).remove(&claim).is_some()
     }
 
-    /// Ends all sessions but those in which a lock is held. A node whose release was refused does not keep its session: the servers
-    /// delete it with the session, whatever rights are missing.
+    /// Ends all sessions except those with a held lock. A node whose release was refused does not
+    /// keep its session: the servers delete it with the session, regardless of rights.
     pub(crate) async fn close(&self) {
         let ended: Vec<_> = {
             let mut live = lock(&self.live);
@@ -300,7 +312,7 @@ impl Sessions {
         };
         join_all(ended.into_iter().map(async |session| {
             let mut states = session.client().state_watcher();
-            // The client ends the session when its last user is gone.
+            // The client ends the session when its last reference is dropped.
             drop(session);
             let closed = async { while !states.changed().await.is_terminated() {} };
             let _ = timeout(self.config.request_timeout, closed).await;
@@ -315,7 +327,7 @@ impl fmt::Debug for Sessions {
     }
 }
 
-/// A time in which no session can be had.
+/// Failed attempts to open a session, since the last success.
 #[derive(Default)]
 struct Outage {
     tries: u32,
@@ -323,7 +335,8 @@ struct Outage {
 }
 
 impl Outage {
-    /// All who want a session at the same time share one try.
+    /// Returns the last error until the pause after it is over. Concurrent callers share one
+    /// attempt.
     fn allows_another_try(&self) -> Result<(), BackendError> {
         let Some((at, error)) = &self.last else { return Ok(()) };
         let pause = PAUSE_MIN.saturating_mul(1 << self.tries.min(6)).min(PAUSE_MAX);
@@ -337,7 +350,7 @@ impl Outage {
     }
 }
 
-/// The registries over a backend.
+/// The invalidation handles of the registries that use a backend.
 #[derive(Default)]
 pub(crate) struct Hints(Mutex<Vec<LossHints>>);
 
@@ -348,7 +361,7 @@ impl Hints {
         all.push(hints);
     }
 
-    /// Whether a registry still listens.
+    /// Returns whether any registry still uses the backend.
     pub(crate) fn are_wanted(&self) -> bool {
         lock(&self.0).iter().any(LossHints::is_live)
     }
@@ -362,9 +375,9 @@ impl Hints {
 /// The claims of one session, and the bytes of their nodes' paths.
 struct Places {
     by_claim: HashMap<ClaimId, Arc<Place>>,
-    /// Counted from before a node is asked for until it is certainly gone.
+    /// Counts a node from before its creation is requested until it is certainly deleted.
     bytes: usize,
-    /// When the last place was removed.
+    /// When the last entry was removed.
     emptied_at: Moment,
 }
 
@@ -403,11 +416,12 @@ impl Places {
     }
 }
 
-/// All sessions of a backend are full. Found as the [source](std::error::Error::source) of the [`BackendError`] with which an attempt
-/// is refused.
+/// All sessions of a backend are full. This is the [source](std::error::Error::source) of the
+/// [`BackendError`] that refuses an attempt.
 ///
-/// A session ends in one transaction with the paths of its nodes. Transactions of more than twice the servers' `jute.maxbuffer`
-/// stop the whole ensemble, so a session has at most [`ZkConfig::NODE_BYTES_MAX`] bytes of them.
+/// A session ends in one transaction with the paths of its nodes. A transaction of more than twice
+/// the servers' `jute.maxbuffer` stops the whole ensemble. A session therefore has at most
+/// [`ZkConfig::NODE_BYTES_MAX`] bytes of paths.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error(
     "lock {key:?} does not fit: the nodes of this backend take {bytes} of {bytes_max} bytes in {sessions_max} sessions"
@@ -416,16 +430,16 @@ impl Places {
 pub struct SessionsExhausted {
     /// The key of the refused lock.
     pub key: String,
-    /// The bytes of paths of all nodes, of held locks and of waiters.
+    /// The path bytes of all nodes, of held locks and of waiters.
     pub bytes: usize,
-    /// The limit of all sessions together.
+    /// The limit of path bytes in all sessions together.
     pub bytes_max: usize,
-    /// The limit of sessions: [`ZkConfig::with_sessions_max`], in URLs the option `sessions`.
+    /// The limit of sessions: [`ZkConfig::with_sessions_max`], or the URL option `sessions`.
     pub sessions_max: u32,
 }
 
 impl SessionsExhausted {
-    /// Locks that are released make room, so another attempt can succeed.
+    /// Returns a transient error: released locks make room, so a retry can succeed.
     fn refuse(self) -> BackendError {
         let says = format!(
             "zookeeper: no session has room for the node of lock {:?}: {} of {} bytes are in use; raise `sessions`, which is {}, or hold \
@@ -436,40 +450,41 @@ impl SessionsExhausted {
     }
 }
 
-/// A question to the servers that any number may wait for.
+/// One request to the servers that any number of callers can await.
 type Round = Shared<BoxFuture<'static, Result<(), BackendError>>>;
 
-/// Who answers a question to the servers. When it is answered, what the leader had done before is known here as well: the server that
-/// we are connected to has caught up, and has told what was watched before it passed the answer on.
+/// The servers that answer a round. When it completes, the connected server has applied everything
+/// that the leader did before the answer. It has also sent the events of this client's watches
+/// before it passed on the answer.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum By {
-    /// A majority, by a write that changes nothing. This alone proves that no other leader has ended the session.
+    /// A majority, by a write that changes nothing. Only this proves that no other leader has ended
+    /// the session.
     Majority,
-    /// The leader, or who takes itself for it: one that has lost the others in silence answers for a while.
+    /// The leader, by a `sync`. A partitioned former leader also answers for a while.
     Leader,
 }
 
-/// One session.
 pub(crate) struct Session {
     connection: watch::Sender<Arc<Connection>>,
-    /// The session's id, which its nodes bear.
+    /// The session's id, which its ephemeral nodes have as their owner.
     id: i64,
     timeout: Duration,
     config: Arc<ZkConfig>,
     over: AtomicBool,
     proof: Mutex<Proof>,
-    /// When a majority was asked last.
+    /// When the last request to a majority was sent.
     asked_at: Mutex<Moment>,
-    /// When the last question that the leader has answered was sent.
+    /// When the last request that the leader answered was sent.
     leader_asked_at: Mutex<Moment>,
-    /// The next questions, [to](By) a majority and to the leader, as long as they have not left.
+    /// The next rounds, [by](By) a majority and by the leader, until they are sent.
     next_rounds: [Mutex<Option<Round>>; 2],
-    /// How often it was connected again.
+    /// Number of reconnects.
     reconnects: AtomicU32,
     places: Mutex<Places>,
     room: Room,
     heads: Mutex<Heads>,
-    /// They end with the session.
+    /// Aborted when the session is dropped.
     tasks: Mutex<JoinSet<()>>,
 }
 
@@ -481,8 +496,8 @@ impl Session {
         let mut client = connect(&config, asked, config.connect_timeout).await?;
         let granted = client.session_timeout();
         if config.has_several_servers() && granted < asked * 2 / 3 {
-            // The client would wait for a silent server as if it had been granted what it had asked for. If there is no time for another
-            // one, it has to do.
+            // The client waits for a silent server according to the time-out that it requested, not
+            // the granted one. If no time is left for a second connection, the first one is used.
             let left = config.connect_timeout.saturating_sub(Moment::now().since(asked_at));
             client = connect(&config, granted, left).await.unwrap_or(client);
         }
@@ -514,7 +529,8 @@ impl Session {
         self.spawn(pulse(weak, owner, states, self.timeout()));
     }
 
-    /// Goes on with a new client, to which a majority has confirmed the session after `sent_at`.
+    /// Continues the session on a new client. A majority has confirmed the session by a write sent
+    /// at `sent_at`.
     fn resume(self: &Arc<Self>, sessions: &Arc<Sessions>, connection: Connection, sent_at: Moment) {
         self.connection.send_replace(Arc::new(connection));
         self.answered(sent_at);
@@ -522,14 +538,16 @@ impl Session {
         self.begin_pulse(sessions);
     }
 
-    /// Has all its locks verified: other clients of the server may have been notified meanwhile, and this one was not.
+    /// Requests verification of all locks of the session: the client received no watch events while
+    /// it was disconnected.
     fn reconnected(&self, sessions: &Sessions) {
         self.reconnects.fetch_add(1, Ordering::AcqRel);
         let places = self.places();
         sessions.hints.look_at(places.iter().map(|(_, place)| &place.key));
     }
 
-    /// A chroot that is mistyped would be a place of its own where nobody else contends.
+    /// Verifies that the chroot exists. A mistyped chroot would be a separate tree, in which no
+    /// other client contends.
     async fn require_chroot(&self) -> Result<(), BackendError> {
         let Some(chroot) = &self.config.chroot else { return Ok(()) };
         let found = self.bounded(self.client().check_stat(chroot)).await?;
@@ -542,7 +560,7 @@ impl Session {
         }
     }
 
-    /// The client that the session has now.
+    /// Returns the current client of the session.
     pub(crate) fn client(&self) -> Arc<Connection> {
         Arc::clone(&self.connection.borrow())
     }
@@ -551,12 +569,12 @@ impl Session {
         &self.config
     }
 
-    /// The session's id, which nodes bear that live with it.
+    /// Returns the session's id, which its ephemeral nodes have as their owner.
     pub(crate) fn id(&self) -> i64 {
         self.id
     }
 
-    /// How long the servers keep the session after they have heard of it last, as they said.
+    /// Returns how long the servers keep the session after its last message, as they granted it.
     pub(crate) fn timeout(&self) -> Duration {
         self.timeout
     }
@@ -569,17 +587,18 @@ impl Session {
         self.reconnects.load(Ordering::Acquire)
     }
 
-    /// How long the session certainly lives on.
+    /// Returns how much longer the session is certain to exist.
     pub(crate) fn certain_left(&self) -> Duration {
         lock(&self.proof).left(Moment::now())
     }
 
-    /// Notes that a majority has written down what left at `sent_at`, as was heard just now.
+    /// Records that a majority has just confirmed a write that was sent at `sent_at`.
     pub(crate) fn answered(&self, sent_at: Moment) {
         lock(&self.proof).answered(sent_at, Moment::now());
     }
 
-    /// Waits until there is a connection, so that nothing is asked that may be carried out much later.
+    /// Waits until the client is connected. A request sent without a connection might be executed
+    /// much later.
     pub(crate) async fn connected(&self) -> Result<(), BackendError> {
         if self.is_connected() {
             return Ok(());
@@ -591,7 +610,7 @@ impl Session {
                 tokio::select! {
                     biased;
                     connected = connection.connected() => return connected,
-                    // The sender is our own.
+                    // Never closes: the sender is a field of `self`.
                     _ = connections.changed() => {}
                 }
             }
@@ -599,7 +618,7 @@ impl Session {
         timeout(self.config.request_timeout, connected).await.unwrap_or_else(|_| Err(unreachable()))
     }
 
-    /// Waits for the answer to one request, within limits.
+    /// Waits for the response to one request, at most the request time-out.
     pub(crate) async fn bounded<T>(
         &self,
         request: impl Future<Output = Result<T, Error>>,
@@ -609,7 +628,7 @@ impl Session {
         Ok(answer.unwrap_or(Err(Error::ConnectionLoss)))
     }
 
-    /// Waits for the answer to one request. Returns `None` if the client is stopped before.
+    /// Waits for the response to one request. Returns `None` if the client is stopped first.
     pub(crate) async fn unless_stopped<T>(&self, request: impl Future<Output = T>) -> Option<T> {
         let stopped = self.client().stopped();
         tokio::select! {
@@ -619,8 +638,8 @@ impl Session {
         }
     }
 
-    /// Asks the servers whether the session lives. All who ask at about the same time share one question, which leaves after they
-    /// have asked.
+    /// Asks the servers whether the session exists. Concurrent callers share one request, which is
+    /// sent after all of them have called.
     pub(crate) fn round(self: &Arc<Self>, by: By) -> Round {
         let mut next = lock(&self.next_rounds[by as usize]);
         if let Some(round) = &*next {
@@ -628,7 +647,7 @@ impl Session {
         }
         let session = Arc::downgrade(self);
         let round = async move {
-            // Let others join who are about to ask.
+            // Lets other ready tasks join this round.
             tokio::task::yield_now().await;
             let session = session.upgrade().ok_or_else(|| explain(&Error::ClientClosed))?;
             *lock(&session.next_rounds[by as usize]) = None;
@@ -649,8 +668,8 @@ impl Session {
         round
     }
 
-    /// Waits until this client has seen what the leader did up to [`LEADER_LAG`] ago. All waiters of a session together ask
-    /// the leader once in that time.
+    /// Waits until this client has seen all changes older than [`LEADER_LAG`]. All waiters of a
+    /// session together send one request to the leader per that time.
     pub(crate) async fn catch_up(self: &Arc<Self>) -> Result<(), BackendError> {
         if lock(&self.leader_asked_at).after(LEADER_LAG) >= Moment::now() {
             return Ok(());
@@ -658,13 +677,14 @@ impl Session {
         self.round(By::Leader).await
     }
 
-    /// Returns whether there is a connection, and the last proof of life is fresh.
+    /// Returns whether the client is connected and more than half of the session time-out is
+    /// certain.
     pub(crate) fn is_healthy(&self) -> bool {
         self.is_connected() && self.certain_left() > self.timeout() / 2
     }
 
-    /// Has a majority write down that nothing has changed. That counts even when it takes longer than anybody waits for it, as on disks that
-    /// are slow for a while.
+    /// Commits a write through a majority that changes nothing. The answer extends the session's
+    /// validity even if it arrives after the request time-out, for example on slow disks.
     async fn prove(self: &Arc<Self>) -> Result<(), BackendError> {
         let sent_at = Moment::now();
         *lock(&self.asked_at) = sent_at;
@@ -676,14 +696,14 @@ impl Session {
             if written.is_ok() {
                 session.answered(sent_at);
             }
-            // Perhaps nobody waits any more.
+            // The receiver may have timed out.
             drop(tell.send(written.map(drop)));
         });
         let told = timeout(self.config.request_timeout, told).await.map_err(|_| silent())?;
         told.unwrap_or_else(|_| Err(explain(&Error::ClientClosed)))
     }
 
-    /// Asks a majority whether there is a node, by a write that changes nothing.
+    /// Returns whether a node exists, decided by a majority with a write that changes nothing.
     pub(crate) async fn check(&self, path: &str) -> Result<bool, BackendError> {
         let checked = timeout(self.config.request_timeout, self.write_check(path)).await;
         checked.map_err(|_| silent())?
@@ -695,33 +715,33 @@ impl Session {
         checked.unwrap_or(Err(Error::ConnectionLoss)).map_err(|error| explain(&error))
     }
 
-    /// The room for what is watched in this session.
+    /// Returns the watch budget of the session.
     pub(crate) fn room(&self) -> &Room {
         &self.room
     }
 
-    /// Who keeps us waiting in this session.
+    /// Returns the heads of the queues in which this session waits.
     pub(crate) fn heads(&self) -> &Mutex<Heads> {
         &self.heads
     }
 
-    /// Returns the place of `claim`.
+    /// Returns the queue entry of `claim`.
     pub(crate) fn find(&self, claim: ClaimId) -> Option<Arc<Place>> {
         lock(&self.places).by_claim.get(&claim).map(Arc::clone)
     }
 
-    /// All places.
+    /// Returns all queue entries.
     pub(crate) fn places(&self) -> Vec<(ClaimId, Arc<Place>)> {
         let places = lock(&self.places);
         places.by_claim.iter().map(|(claim, place)| (*claim, Arc::clone(place))).collect()
     }
 
-    /// Forgets the place of `claim`, unless it is another one by now.
+    /// Removes `place` unless `claim` has another queue entry by now.
     pub(crate) fn forget(&self, claim: ClaimId, place: &Arc<Place>) {
         lock(&self.places).forget(claim, place);
     }
 
-    /// Returns whether a lock is held in it that its holder has not released.
+    /// Returns whether the session has a held lock that its holder has not released.
     fn is_needed(&self) -> bool {
         let now = Moment::now();
         self.places().iter().any(|(_, place)| place.is_needed(now))
@@ -731,12 +751,12 @@ impl Session {
         self.client().state() == SessionState::SyncConnected
     }
 
-    /// Does `work` for as long as the session is there.
+    /// Runs `work` until it ends or the session is dropped.
     pub(crate) fn spawn(&self, work: impl Future<Output = ()> + Send + 'static) {
         lock(&self.tasks).spawn(work);
     }
 
-    /// Whether it is time for another proof.
+    /// Returns whether the next write that proves the session is due.
     fn is_due(&self, now: Moment) -> bool {
         lock(&self.asked_at).after(self.timeout() / PROOFS) <= now
     }
@@ -752,10 +772,11 @@ impl fmt::Debug for Session {
     }
 }
 
-/// Begins a session with any of the servers, within `limit`.
+/// Opens a session with any of the servers, within `limit`.
 ///
-/// The client asks them one after the other, in an order of its own, and waits for long for one that takes connections and says nothing. So
-/// where there are several, other attempts begin beside one that has no answer yet, and the first to have a session wins.
+/// The client library tries the servers one after the other, in its own order. It waits long for a
+/// server that accepts connections and does not answer. With several servers, further attempts
+/// therefore start while one is pending, and the first session is used.
 async fn connect(
     config: &ZkConfig,
     session_timeout: Duration,
@@ -767,13 +788,13 @@ async fn connect(
         Connection::open(config, session_timeout, None).await
     });
     let mut attempts: FuturesUnordered<_> = attempts.collect();
-    // One that fails has asked all of them.
+    // A failed attempt has tried every server, so its error is returned at once.
     let first = timeout(limit, attempts.next()).await;
     let first = first.map_err(|_| unreachable())?.unwrap_or(Err(Error::NoHosts));
     first.map_err(|error| explain(&error).as_refused())
 }
 
-/// Keeps a session's proof fresh, notices its end, and has what nobody takes care of any more given back.
+/// Keeps the validity of a session up to date, detects its end, and releases overdue claims.
 async fn pulse(
     session: Weak<Session>,
     sessions: Weak<Sessions>,
@@ -810,7 +831,7 @@ async fn pulse(
                 if state == SessionState::Disconnected {
                     if lost_at.get_or_insert(now).after(patience) <= now {
                         sessions.attach_again(&session);
-                        // Another pulse begins with the next client.
+                        // The next client gets its own `pulse` task.
                         return;
                     }
                 } else {
@@ -830,36 +851,39 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The limit of path bytes in one session: half of the smallest `jute.maxbuffer` in use, 1 MiB, and a quarter of what servers with
-/// that setting can read in one transaction.
+/// The limit of path bytes in one session: 512 KiB. This is half of the default `jute.maxbuffer` (1
+/// MiB), and a quarter of the largest transaction that servers with that setting can read.
 pub(crate) const NODE_BYTES_MAX: usize = 512 * 1024;
 
-/// Up to so many bytes of paths, a session watches every node of held locks and a predecessor of every waiter; see [`Room`].
+/// Up to this many path bytes, a session watches the node of every held lock and the predecessor of
+/// every waiter; see [`Room`].
 pub(crate) const WATCHED_BYTES_MAX: usize = Room::OWN;
 
 /// How long an acquisition waits for a session that is opened only to watch more nodes.
 const OPEN_ANOTHER_WITHIN: Duration = Duration::from_secs(1);
-/// How long after a failure another attempt at one is made.
+/// Pause between a failure to open such a session and the next attempt.
 const OPEN_ANOTHER_PAUSE: Duration = Duration::from_secs(30);
 
-/// An answer of the leader serves all waiters that ask within this time.
+/// Waiters within this time share one answer of the leader.
 const LEADER_LAG: Duration = Duration::from_millis(100);
 
-/// How long it is known that the session of a claim has ended.
+/// How long the end of a claim's session is remembered.
 const DISPLACED_FOR: Duration = Duration::from_secs(10 * 60);
 
-/// How often a majority is asked in the time-out of a session. The client itself would say a word as often if nothing else were said.
+/// Writes to a majority per session time-out. This replaces the client's own pings, which are about
+/// as frequent.
 const PROOFS: u32 = 10;
 const TICK_MAX: Duration = Duration::from_millis(250);
 
-/// How long the client may try to reconnect by itself. Its first attempts are quick, and reach other servers at once.
+/// How long the client may try to reconnect on its own. Its first attempts are fast and try other
+/// servers at once.
 const PATIENCE_MAX: Duration = Duration::from_secs(1);
-/// The pause between attempts to attach a session to a new client.
+/// Pause between attempts to attach a session to a new client.
 const PAUSE_ATTACHING: Duration = Duration::from_millis(500);
 
-/// How many attempts at a session may go on beside each other.
+/// Maximum number of concurrent attempts to open a session.
 const ATTEMPTS: u32 = 8;
 
-/// The pause after the first failure to get a session; it doubles.
+/// Pause after the first failure to open a session. It doubles with each further failure.
 const PAUSE_MIN: Duration = Duration::from_millis(20);
 const PAUSE_MAX: Duration = Duration::from_secs(1);

@@ -1,4 +1,4 @@
-//! What a line costs those who stand in it, and the servers: counted by what the server says that each client has sent and got.
+//! Cost of a queue for its waiters and the servers: packets per client, as counted by the server.
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "a helper of tests, which may")]
 #![expect(clippy::print_stdout, reason = "figures are printed for those who ask for them")]
@@ -15,18 +15,18 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
 use zookeeper_client::{Acls, Client, CreateMode};
 
-/// Long enough for any machine; reached only by a test that fails.
+/// Long enough for any machine; only a failing test reaches it.
 const LONG: Duration = Duration::from_secs(60);
-/// So long that nobody asks anything while a test runs but what it is about.
+/// So long that no periodic request is sent during a test.
 const SESSION: Duration = Duration::from_secs(100);
-/// Where the store has the lock of the key `k`.
+/// The lock's node of key `k`.
 const LOCK: &str = "/lock-registry/default/k";
 
 async fn server() -> ZooKeeperServer {
     ZooKeeperServer::start_with(ZooKeeperOptions::new().without_fsync()).await.unwrap()
 }
 
-/// A client of its own.
+/// A client with its own session.
 struct Ours {
     backend: Arc<ZkBackend>,
     registry: Registry,
@@ -42,7 +42,7 @@ impl Ours {
         Self { registry: builder.lease(lease).build().unwrap(), backend }
     }
 
-    /// What the server has counted of this client.
+    /// Returns the server's counters of this client.
     async fn counts(&self, server: &ZooKeeperServer) -> ClientOfServer {
         let session = self.backend.session_id().unwrap();
         let clients = server.clients().await.unwrap();
@@ -58,7 +58,7 @@ async fn in_line(operator: &Client) -> usize {
     operator.list_children(LOCK).await.map_or(0, |line| line.len())
 }
 
-/// Whoever stands in line has asked for all that it will ask for.
+/// Waits until the server has this many watches. Then each waiter has sent all its requests.
 async fn until_watched(server: &ZooKeeperServer, watches: u64) {
     let all = async || server.figure("zk_watch_count").await.unwrap() >= watches;
     eventually(LONG, all).await;
@@ -88,7 +88,7 @@ async fn who_waits_behind_500_others_is_told_once() {
     eventually(LONG, async || in_line(&operator).await == OTHERS + 1).await;
     until_watched(&server, 1).await;
     let before = ours.counts(&server).await;
-    // The head goes, and each that has become it, until nobody is before us.
+    // Deletes each head in turn, until our waiter is the head.
     for other in &others {
         assert!(!waiting.is_finished());
         operator.delete(other, None).await.unwrap();
@@ -100,7 +100,8 @@ async fn who_waits_behind_500_others_is_told_once() {
     let asked = after.received - before.received;
     println!("{} events, {asked} requests and pings", after.events() - before.events());
     assert_eq!(after.events() - before.events(), 1);
-    // One check, which is two requests. Pings and proofs come by time, more of them the slower the server deletes.
+    // One check, which is two requests. The others are pings and proofs, which are sent at
+    // intervals; a slow server gets more.
     assert!(asked <= 40, "{asked}");
     guard.unlock().await.unwrap();
 }
@@ -117,7 +118,7 @@ async fn the_end_of_the_head_wakes_exactly_one_client() {
     for (number, client) in clients.iter().enumerate() {
         let lock = client.registry.obtain("k");
         waiting.spawn(async move { (number, lock.lock().await.unwrap()) });
-        // One after the other, so that their order is known.
+        // Started one after the other, so that their order is known.
         eventually(LONG, async || in_line(&operator).await == number + 2).await;
     }
     until_watched(&server, WAITING as u64).await;
@@ -125,7 +126,8 @@ async fn the_end_of_the_head_wakes_exactly_one_client() {
         let counts = clients.iter().map(async |client| client.counts(&server).await.events());
         join_all(counts).await
     };
-    // The server counts a packet after it has sent or handled it, so a figure read once may be off by one.
+    // The server counts a packet after it has sent or handled it, so a single read may be off by
+    // one.
     let mut start = events().await;
     eventually(LONG, async || {
         let last = std::mem::replace(&mut start, events().await);
@@ -133,12 +135,12 @@ async fn the_end_of_the_head_wakes_exactly_one_client() {
     })
     .await;
 
-    // First by an end of its session, then by releases.
+    // The first head ends with its session, the others by releases.
     server.end_session(head.backend.session_id().unwrap()).await.unwrap();
     for next in 0..WAITING {
         let (number, guard) = within(LONG, waiting.join_next()).await.unwrap().unwrap();
         assert_eq!(number, next, "in the order of arrival");
-        // A client that has released its lock has been notified of the end of its own node, too.
+        // A client that has released its lock is also notified of the end of its own node.
         let expected = |event: Vec<u64>| {
             event[next] == start[next] + 1 && event[next + 1..] == start[next + 1..]
         };
@@ -153,7 +155,8 @@ async fn two_thousand_idle_waiters_send_fewer_than_a_hundred_requests_a_second()
     const WAITERS: usize = 2_000;
     const TIME: Duration = Duration::from_secs(30);
     let server = server().await;
-    // Sessions of the usual length; the engine polls four times a second where nothing confirms a wake-up.
+    // Sessions of the default length. Without confirmed notifications, the engine polls four times
+    // a second.
     let usual = Duration::from_secs(30);
     let (holder, waiter) = (Ours::open(&server, usual).await, Ours::open(&server, usual).await);
     let keys: Vec<_> = (0..WAITERS).map(|number| format!("idle/{number}")).collect();
@@ -167,9 +170,9 @@ async fn two_thousand_idle_waiters_send_fewer_than_a_hundred_requests_a_second()
         let lock = waiter.registry.obtain(key);
         waiting.spawn(async move { lock.lock_with(LockOptions::new().wait(LONG * 10)).await });
     }
-    // One for each held lock and one for each waiter.
+    // One watch for each held lock and one for each waiter.
     until_watched(&server, 2 * WAITERS as u64).await;
-    // Each poll is as far away as the wait was long: until then they are frequent.
+    // The pause between two polls grows with the time waited, so polls are frequent at first.
     sleep(TIME).await;
     let received = async || -> u64 {
         let ours = waiter.backend.session_ids();
@@ -181,21 +184,21 @@ async fn two_thousand_idle_waiters_send_fewer_than_a_hundred_requests_a_second()
     let (requests, took) = (received().await - before, begun.elapsed());
     println!("{requests} requests in {took:?}, {} sessions", waiter.backend.session_ids().len());
     assert!(requests < 100 * took.as_secs(), "{requests} in {took:?}");
-    // All of them are woken all the same.
+    // All waiters must still be woken.
     drop(guards);
     while let Some(taken) = within(LONG, waiting.join_next()).await {
         drop(taken.unwrap().unwrap().unwrap());
     }
 }
 
-/// Holds so many locks for a while, and tells what the client has sent meanwhile.
+/// Holds this many locks for `time`, and returns how many packets the client has sent meanwhile.
 async fn sent_while_held(server: &ZooKeeperServer, locks: usize, time: Duration) -> u64 {
     let ours = Ours::open(server, Duration::from_secs(10)).await;
     let mut guards = Vec::new();
     for lock in 0..locks {
         guards.push(ours.registry.obtain(&format!("held/{lock}")).lock().await.unwrap());
     }
-    // The first look at each of them is over.
+    // The first verification of each lock is over.
     until_watched(server, locks as u64).await;
     sleep(Duration::from_secs(6)).await;
     let (before, begun) = (ours.counts(server).await, Instant::now());
@@ -216,7 +219,8 @@ async fn a_thousand_locks_cost_no_more_than_one() {
     let server = server().await;
     let one = sent_while_held(&server, 1, TIME).await;
     let many = sent_while_held(&server, 1_000, TIME).await;
-    // A proof for each tenth of the session's time-out, a look before each third of the lease, and the client's own pings.
+    // A proof per tenth of the session time-out, a verification before each third of the lease, and
+    // the client's own pings.
     assert!(one <= 30, "{one}");
     assert!(many <= one + 10, "{many} for a thousand, {one} for one");
 }

@@ -1,4 +1,4 @@
-//! Futures may be dropped at any `.await` and guards anywhere: nothing stays locked behind them.
+//! You may drop a future at any `.await` and a guard anywhere: no lock stays behind.
 
 use std::time::Duration;
 
@@ -12,8 +12,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     // ANCHOR: waiter
     let held = theirs.obtain("orders/42").lock().await?;
-    // `timeout` drops the future of `lock`. Its place in the line is given up, and a claim that is already on its way to the
-    // store is carried through and given back.
+    // `timeout` drops the future of `lock`, which leaves the local queue. A claim that was already
+    // sent to the store is completed and then released.
     let gave_up =
         timeout(Duration::from_millis(50), ours.obtain("orders/42").lock()).await.is_err();
     println!("gave up: {gave_up}");
@@ -25,7 +25,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     // ANCHOR: guard
     {
         let _guard = ours.obtain("orders/42").lock().await?;
-        // An early return, a `?`, a panic: the guard is dropped and hands its release to the background.
+        // An early return, a `?`, a panic: the dropped guard is released in the background.
     }
     let guard = theirs.obtain("orders/42").lock().await?; // waits for that release, not for the lease
     println!("released by drop");

@@ -1,4 +1,4 @@
-//! A registry put together in code, without URL: the backend, the defaults of its locks, and who is told what happens.
+//! A registry built in code, without a URL: the backend and the defaults of its locks.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,7 +12,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         .lease(Duration::from_secs(10))
         .renew(true)
         .poll(Duration::from_millis(500))
-        .handoff(0) // never pass a claim on inside this process
+        .handoff(0) // no hand-over inside this process
         .timeout(Duration::from_secs(2))
         .label("worker 7")
         .build()?;
@@ -21,9 +21,9 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     // ANCHOR: options
     let options = LockOptions::new()
         .wait(Duration::from_secs(2)) // give up after two seconds
-        .lease(Duration::from_secs(60)) // how long the key stays taken if this process dies
-        .max_hold(Duration::from_secs(3_600)) // lost after an hour, whatever happens
-        .min_hold(Duration::from_millis(200)) // kept for others this long, even if we are done at once
+        .lease(Duration::from_secs(60)) // how long the key stays locked if this process dies
+        .max_hold(Duration::from_secs(3_600)) // the lock is lost after an hour, whatever happens
+        .min_hold(Duration::from_millis(200)) // locked this long, even if released earlier
         .label("nightly report");
     if let Some(guard) = registry.obtain("report").lock_with(options).await? {
         println!(
@@ -34,7 +34,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     }
     // ANCHOR_END: options
 
-    // `min_hold` keeps the key taken after the guard is gone; the registry frees it in the background.
+    // `min_hold` keeps the key locked after the guard is dropped; the registry releases it in the
+    // background.
     println!("still taken: {}", registry.obtain("report").holder().await?.is_some());
     registry.idle().await;
     println!("free: {}", registry.obtain("report").holder().await?.is_none());

@@ -1,5 +1,5 @@
-//! One registry, configured from a file, the environment and code. The strongest source of each option wins:
-//! code, then environment, then file, then the query of the URL, then the default.
+//! One registry, configured from a file, the environment and code. For each option the source with
+//! the highest precedence wins: code, environment, file, query of the URL, default.
 
 use std::time::Duration;
 
@@ -18,7 +18,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let config = RegistryConfig::new()
         .with_toml(file)?
         .with_env()? // LOCK_REGISTRY_POLL=500ms and so on
-        .label("worker 7"); // code is the strongest
+        .label("worker 7"); // code has the highest precedence
 
     // Everything that can be checked without I/O is checked here; `connect` checks it too.
     config.check()?;
@@ -41,7 +41,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     ] {
         match lock_registry::connect(url).await {
             Ok(_) => println!("opened"),
-            // Names the nearest thing that exists, or what to write; never the password.
+            // Names the nearest valid name or the expected form; never the password.
             Err(error) => println!("refused: {error}"),
         }
     }

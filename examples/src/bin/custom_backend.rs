@@ -1,4 +1,4 @@
-//! A store of one's own behind the same trait. The backend itself is in `examples/src/table.rs`.
+//! Your own store behind the same trait. The backend itself is in `examples/src/table.rs`.
 
 use lock_registry::{LockRegistry, Registry};
 use lock_registry_examples::table::Table;

@@ -1,4 +1,5 @@
-//! How long to wait: for ever, not at all, or for a while. "Somebody else has it" is an answer; trouble is an error.
+//! How long to wait: without a limit, not at all, or for a limited time. A busy lock is a value; a
+//! store error is an error.
 
 use std::time::Duration;
 
@@ -6,7 +7,7 @@ use lock_registry::{LockError, LockRegistry};
 
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
-    // Two registries over one store contend like two processes.
+    // Two registries over one store compete like two processes.
     let ours = lock_registry::connect("memory:deadline").await?;
     let theirs = lock_registry::connect("memory:deadline").await?;
     let held = theirs.obtain("report").lock().await?;
@@ -14,18 +15,18 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     // ANCHOR: try
     let lock = ours.obtain("report");
 
-    // Not at all. The store is asked once.
+    // Does not wait. Sends one request to the store.
     match lock.try_lock().await? {
         Some(guard) => guard.unlock().await?,
         None => println!("busy, so somebody else writes the report"),
     }
 
-    // For a while. One deadline covers the wait behind callers of this process and the wait in the store.
+    // Waits for a limited time. One deadline covers the local queue and the wait in the store.
     if lock.try_lock_for(Duration::from_millis(50)).await?.is_none() {
         println!("still busy after 50 ms");
     }
 
-    // Who is it, and for how long at most?
+    // Which client holds it, and for how long at most?
     if let Some(holder) = lock.holder().await? {
         println!(
             "its lease ends within 30 s: {}",
@@ -43,7 +44,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
             guard.unlock().await?;
         }
         Ok(None) => println!("held by others for two seconds"),
-        // The store is in trouble. Whether somebody holds the lock is not known.
+        // A store error. Whether another client holds the lock is unknown.
         Err(error) if error.is_retryable() => println!("try again later: {error}"),
         Err(LockError::Closed) => println!("this registry was closed"),
         Err(error) => return Err(error.into()),

@@ -1,7 +1,10 @@
-//! Data in etcd that only the present holder of its lock can write: `fenced_etcd etcd://HOST,HOST,HOST`.
+//! Data in etcd that only the current holder of its lock can write.
 //!
-//! A clerk looks at an account under a lock, is away while an operator breaks the lock, and comes back with what was true before. The members
-//! compare the lock's key in the transaction that writes, so what comes late is not written.
+//! Start it with `fenced_etcd etcd://HOST,HOST,HOST`.
+//!
+//! A clerk reads an account under a lock and pauses, while an operator force-releases the lock.
+//! Then the clerk writes a value based on the old balance. The transaction that writes also
+//! compares the lock's key, so the late write is rejected.
 
 use lock_registry::{EtcdFence, LockRegistry};
 
@@ -15,7 +18,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     // ANCHOR: fence
     let guard = quick.obtain("account/42").lock().await?;
-    // All of it or nothing, and only while the lock is ours.
+    // All writes or none, and only while the lock is held.
     let done = guard
         .txn()
         .put("account/42/balance", "17.50")
@@ -27,7 +30,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("written in one step: {}", done.values == [Some(b"17.50".to_vec())]);
 
     // ANCHOR: late
-    // The first clerk is back, whether it knows or not.
+    // The first clerk resumes, whether it knows of the loss or not.
     let refused = late.txn().put("account/42/balance", "3.00").commit().await.is_err();
     // ANCHOR_END: late
     println!("refused: {refused}");

@@ -1,7 +1,8 @@
-//! Data in PostgreSQL beside its locks: `fenced_sql postgres://HOST/DATABASE`.
+//! Data in the same PostgreSQL database as its locks: `fenced_sql postgres://HOST/DATABASE`.
 //!
-//! A clerk looks at an account under a lock, is away for longer than the lease, and comes back with what was true before. The fence is part of
-//! the transaction that writes, so the late write cannot be committed. In MariaDB and MySQL it is the same.
+//! A clerk reads an account under a lock, pauses for longer than the lease, and then writes a value
+//! based on the old balance. The fence is part of the transaction that writes, so the late write
+//! cannot be committed. In MariaDB and MySQL it is the same.
 
 use std::time::Duration;
 
@@ -13,7 +14,7 @@ type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
 #[tokio::main]
 async fn main() -> Result<()> {
     let url = std::env::args().nth(1).unwrap_or_else(|| "postgres://127.0.0.1/shop".to_owned());
-    // The locks and the accounts live in the same database: that is what makes the fence possible.
+    // The locks and the accounts are in the same database: that is what makes the fence possible.
     let locks = lock_registry::connect(&url).await?;
     let mut data = PgConnection::connect(&url).await?;
     sqlx::raw_sql(
@@ -22,7 +23,7 @@ async fn main() -> Result<()> {
     .execute(&mut data)
     .await?;
 
-    // Away for longer than the lease: nothing is renewed.
+    // The clerk pauses for longer than the lease, and the lease is not renewed.
     let away = LockOptions::new().lease(Duration::from_millis(300)).renew(false);
     let slow = locks.obtain("account/42").lock_with(away).await?.ok_or("nobody has it")?;
     let seen = balance(&mut data).await?;
@@ -33,7 +34,7 @@ async fn main() -> Result<()> {
     println!("{}", pay(&guard, &mut data, now - 5).await?);
     guard.unlock().await?;
 
-    // The first clerk is back, and writes what would undo the payment.
+    // The first clerk resumes and writes a balance that would undo the payment.
     println!("late: {}", pay(&slow, &mut data, seen - 1).await?);
     println!("{} are left", balance(&mut data).await?);
     locks.close(Duration::from_secs(1)).await;
@@ -55,7 +56,7 @@ async fn pay(guard: &LockGuard, data: &mut PgConnection, balance: i64) -> Result
         .bind(balance)
         .execute(&mut *tx)
         .await?;
-    tx.commit().await?; // cannot happen after somebody else was granted the lock
+    tx.commit().await?; // precedes the next grant of the lock, or fails
     Ok("paid")
 }
 // ANCHOR_END: pay

@@ -1,7 +1,8 @@
 //! Data in Redis that only the newest holder of its lock can write: `fenced_writes redis://HOST`.
 //!
-//! A clerk looks at an account under a lock, is away for longer than the lease, and comes back with what was true before. The lock is
-//! another clerk's by then, and the account refuses the late write: its token is older than one that has written.
+//! A clerk reads an account under a lock, pauses for longer than the lease, and then writes a value
+//! based on the old balance. By then another clerk has been granted the lock and has written. The
+//! account rejects the late write, because its token is older.
 
 use std::time::Duration;
 
@@ -14,12 +15,12 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let url = std::env::args().nth(1).unwrap_or_else(|| "redis://127.0.0.1".to_owned());
 
     // ANCHOR: open
-    // The locks may live in any store that has fencing tokens, the data in any Redis but a quorum.
+    // The locks may be in any store with fencing tokens, the data in any Redis except a quorum.
     let locks = lock_registry::connect(&url).await?;
     let accounts = FencedWrites::open(RedisConfig::from_url(&url)?).await?;
     // ANCHOR_END: open
 
-    // Away for longer than the lease: nothing is renewed.
+    // The clerk pauses for longer than the lease, and the lease is not renewed.
     let away = LockOptions::new().lease(Duration::from_millis(300)).renew(false);
     let slow = locks.obtain("account/42").lock_with(away).await?.ok_or("nobody has it")?;
     let old = slow.fencing_token().ok_or("the store does not fence")?;
@@ -36,14 +37,15 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     // ANCHOR_END: set
 
     // ANCHOR: stale
-    // The first clerk is back, and does not know.
+    // The first clerk resumes and does not know of the loss.
     if let Fenced::Stale { newest } = accounts.set(old, "account:42", "3.00").await? {
         println!("refused, the newest is that of the other: {}", newest == token);
     }
     // ANCHOR_END: stale
 
     // ANCHOR: script
-    // Whatever Lua can do in one step. All keys belong to one resource, the first of them.
+    // A Lua script runs as one step. All its keys belong to one resource, which the first key
+    // names.
     let book = FencedScript::new(
         "redis.call('RPUSH', KEYS[2], ARGV[1])
          return redis.call('INCRBYFLOAT', KEYS[1], ARGV[1])",

@@ -1,13 +1,16 @@
 //! The coupon story: two servers, one coupon, and a pause that is longer than the lease.
 //!
-//! Server A takes the lock of the coupon, sees that it is unused, and is paused: by a long garbage collection, a laptop lid, a virtual
-//! machine that moves. Nothing in A runs, so nothing in A can notice that its lease ends. Server B gets the lock, as it should, and
-//! redeems the coupon. Then A goes on exactly where it was, and redeems it again.
+//! Server A acquires the coupon's lock and reads that the coupon is unused. Then A is paused: by a
+//! garbage collection, a closed laptop, or the migration of a virtual machine. Nothing in A runs,
+//! so nothing in A can notice that its lease expires. Server B is granted the lock, as it should
+//! be, and redeems the coupon. Then A resumes exactly where it was, and redeems it again.
 //!
-//! The lock did nothing wrong: a lease cannot stop a program that does not run. Only the resource can refuse the second write. The
-//! program tells the story three times: without fence, with the fence of the database, and with a resource that compares tokens.
+//! The lock works as specified: a lease cannot stop a program that does not run. Only the resource
+//! can reject the second write. The program runs three times: without a fence, with the fence of
+//! the database, and with a resource that compares tokens.
 //!
-//! Each server is a thread with a runtime of its own, and the pause blocks that thread: the keeper of A stands still too.
+//! Each server is a thread with its own runtime. The pause blocks that thread, and with it the
+//! lease renewer of A.
 
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -22,7 +25,7 @@ use sqlx::{Connection, Row};
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
 
 fn main() -> Result<()> {
-    // The locks and the coupons live in the same database: that is what makes the fence possible.
+    // The locks and the coupons are in the same database: that is what makes the fence possible.
     let shop = std::env::args().nth(1).map_or_else(|| PathBuf::from("shop.db"), PathBuf::from);
     block_on(make_coupons(&shop))?;
 
@@ -43,7 +46,7 @@ struct Coupon {
     fenced: bool,
 }
 
-/// Tells the story once and counts how often the coupon was redeemed.
+/// Runs the story once and returns how often the coupon was redeemed.
 fn two_servers(shop: &Path, coupon: Coupon) -> Result<i64> {
     let (a_pauses, b_may_start) = channel();
     let (b_is_done, a_goes_on) = channel();
@@ -61,7 +64,7 @@ fn two_servers(shop: &Path, coupon: Coupon) -> Result<i64> {
     block_on(times_redeemed(shop, coupon.id))
 }
 
-/// What one server does. It looks correct: read and write under the lock, in one transaction.
+/// One server. It looks correct: read and write under the lock, in one transaction.
 // ANCHOR: redeem
 async fn redeem(shop: &Path, coupon: Coupon, pause: Pause) -> Result<&'static str> {
     let registry = open_locks(shop).await?;
@@ -77,8 +80,8 @@ async fn redeem(shop: &Path, coupon: Coupon, pause: Pause) -> Result<&'static st
 
     let mut tx = database.begin().await?;
     if coupon.fenced {
-        // The database itself checks the lock, in the transaction of the write. Nobody else is granted the lock before the
-        // transaction has ended.
+        // The database itself verifies the lock in the transaction of the write. No other client is
+        // granted the lock before the transaction has ended.
         match guard.fence(&mut tx).await {
             Ok(()) => {}
             Err(FenceError::Lost { .. }) => return Ok("stopped by the fence, nothing was written"),
@@ -91,7 +94,7 @@ async fn redeem(shop: &Path, coupon: Coupon, pause: Pause) -> Result<&'static st
         .await?;
     tx.commit().await?;
 
-    // Server A hears of it here: too late, if there was no fence.
+    // Server A learns of the loss here: too late without a fence.
     match guard.unlock().await {
         Ok(()) => Ok("redeemed"),
         Err(_) => Ok("redeemed, and told afterwards that the lock had been lost"),
@@ -99,7 +102,7 @@ async fn redeem(shop: &Path, coupon: Coupon, pause: Pause) -> Result<&'static st
 }
 // ANCHOR_END: redeem
 
-/// The same with a resource that is no database: something that remembers the newest token it has seen.
+/// The same with a resource other than a database: it remembers the newest token that it has seen.
 // ANCHOR: resource
 /// The token is older than the newest one seen.
 #[derive(Debug)]
@@ -111,10 +114,10 @@ struct LabelPrinter {
 }
 
 impl LabelPrinter {
-    /// Prints, unless a newer holder of the same lock has been here before.
+    /// Prints, unless a newer holder of the same lock has already printed.
     fn print(&self, token: Option<FencingToken>, label: &str) -> std::result::Result<(), Refused> {
         let mut newest = self.newest.lock().unwrap_or_else(PoisonError::into_inner);
-        // No token at all is older than any.
+        // `None` compares as older than every token.
         if token < *newest {
             return Err(Refused);
         }
@@ -125,7 +128,7 @@ impl LabelPrinter {
 }
 // ANCHOR_END: resource
 
-/// The story with the printer. Counts the labels that came out.
+/// Runs the story with the printer. Returns the number of labels printed.
 fn two_servers_and_a_printer(shop: &Path) -> Result<usize> {
     let printer = Arc::new(LabelPrinter::default());
     let (a_pauses, b_may_start) = channel();
@@ -157,7 +160,7 @@ async fn print_label(
 }
 // ANCHOR_END: give_token
 
-/// A pause of the whole server, keeper and all, until the other one is done. It is as long as it needs to be.
+/// Blocks the whole server, including its lease renewer, until the other server is done.
 enum Pause {
     No,
     In { tell: Sender<()>, until: Receiver<()> },
@@ -166,7 +169,7 @@ enum Pause {
 impl Pause {
     fn now(self) {
         if let Self::In { tell, until } = self {
-            // If the other server is gone there is nothing to wait for.
+            // If the other server has ended, there is nothing to wait for.
             let _ = tell.send(());
             let _ = until.recv();
         }
@@ -174,7 +177,7 @@ impl Pause {
 }
 
 async fn open_locks(shop: &Path) -> Result<Registry> {
-    // A short lease, so that the story is short.
+    // A short lease keeps the program fast.
     let config = RegistryConfig::new()
         .url(format!("sqlite:{}", shop.display()))
         .lease(Duration::from_millis(500));

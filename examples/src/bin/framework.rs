@@ -1,4 +1,4 @@
-//! Framework code names the trait and nothing else. The store is chosen by whoever starts the program:
+//! Framework code that names only the trait. The argument of the program chooses the store:
 //! `framework memory:`, `framework sqlite:locks.db`, `framework pass-through:`.
 
 use std::sync::Arc;
@@ -12,14 +12,14 @@ struct Scheduler {
     locks: Arc<dyn LockRegistry>,
 }
 
-/// What came of one run.
+/// The result of one run.
 enum Outcome {
     Done(u64),
     AnotherNodeHasIt,
 }
 
 impl Scheduler {
-    /// Runs `job` unless another node runs it, or has begun it less than `at_most_each` ago.
+    /// Runs `job` unless another node runs it or has started it less than `at_most_each` ago.
     async fn run_once(&self, job: &str, at_most_each: Duration) -> Result<Outcome, LockError> {
         let lock = self.locks.obtain(&format!("jobs/{job}"));
         // Without `min_hold`, the key of a short job is free again before the next node asks.
@@ -44,7 +44,7 @@ async fn rows_written() -> u64 {
 #[tokio::main]
 async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let url = std::env::args().nth(1).unwrap_or_else(|| "memory:".to_owned());
-    // The one line that knows that there are stores.
+    // The only line that depends on a store.
     let locks: Arc<dyn LockRegistry> = Arc::new(lock_registry::connect(&url).await?);
 
     let capabilities = locks.capabilities();
@@ -54,7 +54,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     );
 
     let scheduler = Scheduler { locks: Arc::clone(&locks) };
-    // Cron starts the job on each node, here on one after the other.
+    // Cron starts the job on every node; here the nodes run one after the other.
     for node in 1..=3 {
         match scheduler.run_once("nightly", Duration::from_secs(3_600)).await? {
             Outcome::Done(rows) => println!("node {node}: {rows} rows written"),
@@ -62,7 +62,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         }
     }
 
-    // The key stays taken until `min_hold` is over; closing does not wait for that here.
+    // The key stays locked until `min_hold` is over. This `close` does not wait for that.
     locks.close(Duration::ZERO).await;
     Ok(())
 }

@@ -1,4 +1,5 @@
-//! The smallest program: one lock, taken and let go. Run it twice at once: the second waits for the first.
+//! The smallest program: acquires and releases one lock. Start it twice at the same time: the
+//! second process waits for the first.
 
 // ANCHOR: all
 use lock_registry::LockRegistry;

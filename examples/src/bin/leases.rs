@@ -1,4 +1,4 @@
-//! What a lease is, how its holder learns that it is over, and how work stops when it is.
+//! What a lease is, how its holder learns that it has ended, and how work stops then.
 
 use std::time::Duration;
 
@@ -11,20 +11,21 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     // ANCHOR: protect
     let guard = ours.obtain("import").lock().await?;
-    // Runs the work for as long as the lock is held, and drops it at its current `.await` if the lock is lost.
+    // Runs the work while the lock is held, and drops it at its current `.await` if the lock is
+    // lost.
     let rows = guard.protect(import_rows()).await?;
     println!("{rows} rows");
     guard.unlock().await?;
     // ANCHOR_END: protect
 
-    // Without renewal a lease ends by itself, as it does when the store is out of reach.
+    // Without renewal a lease expires, as it does when the store is unreachable.
     let options = LockOptions::new().renew(false).lease(Duration::from_millis(300));
 
     // ANCHOR: lost
     let Some(guard) = ours.obtain("import").lock_with(options.clone()).await? else {
         return Err("nobody else wants it".into());
     };
-    let lost = guard.lost(); // does not borrow the guard: watch it wherever you like
+    let lost = guard.lost(); // does not borrow the guard: await it anywhere
     let watcher = tokio::spawn(async move {
         let reason = lost.await;
         println!("told of the loss: {reason}");
@@ -32,19 +33,19 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     });
     // ANCHOR_END: lost
 
-    // The holder is told before anybody else can have the lock.
+    // The holder is notified before another client can be granted the lock.
     let next = theirs.obtain("import").lock().await?;
     println!("held by us: {}, by them: {}", guard.is_held(), next.is_held());
     assert_eq!(watcher.await?, LostReason::Expired);
 
     // ANCHOR: unlock
-    // A release that comes too late says so: what was done since the loss was not protected.
+    // A late release returns an error: the work done since the loss was not protected.
     match guard.unlock().await {
         Err(LockError::Lost { key, reason, .. }) => println!("{key}: {reason}"),
         other => other?,
     }
     // ANCHOR_END: unlock
-    // It also had no effect: the successor still holds.
+    // The late release also had no effect: the successor still holds the lock.
     assert!(next.is_held());
     next.unlock().await?;
 
@@ -60,7 +61,8 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     // ANCHOR: renew
     let guard = ours.obtain("import").lock().await?;
-    // Renewed in the background for as long as the guard lives. This asks for a longer lease from now on.
+    // The lock is renewed in the background until the guard is dropped. This call asks for a longer
+    // lease from now on.
     guard.renew(Duration::from_secs(120)).await?;
     println!("more than a minute left: {}", guard.valid_for() > Duration::from_secs(60));
     guard.unlock().await?;

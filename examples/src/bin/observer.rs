@@ -1,4 +1,4 @@
-//! Whoever wants to know what happens to locks implements one method.
+//! Observing locks: implement one method to receive the events of a registry.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -7,7 +7,8 @@ use std::time::Duration;
 use lock_registry::{LockEvent, LockRegistry, Observer, RegistryConfig};
 
 // ANCHOR: observer
-/// Counts what an alarm should look at. Called where the event happens, so it must be quick.
+/// Counts events that need an alarm. Runs synchronously where the event happens, so it must be
+/// quick.
 #[derive(Debug, Default)]
 struct Alarm {
     lost: AtomicU64,
@@ -44,7 +45,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     // ANCHOR_END: use
 
     let guard = registry.obtain("orders/42").lock().await?;
-    // An operator breaks the lock, and its holder asks whether it is still held.
+    // An operator force-releases the lock, and then its holder renews it.
     registry.force_release("orders/42").await?;
     let told = guard.renew(Duration::from_secs(30)).await.is_err();
     println!("told: {told}, losses counted: {}", alarm.lost.load(Ordering::Relaxed));

@@ -1,4 +1,4 @@
-//! Entering a lock again. By default a lock is not re-entrant; an owner makes it so.
+//! Re-entry. By default a lock is not re-entrant; an owner makes it re-entrant.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     // ANCHOR: none
     let guard = lock.lock().await?;
-    // Without an owner, the second caller waits like anybody else, even on the same task.
+    // Without an owner, the second caller waits like any other, even on the same task.
     assert!(lock.try_lock().await?.is_none());
     guard.unlock().await?;
     // ANCHOR_END: none
@@ -31,14 +31,14 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     // ANCHOR: guard
     let guard = lock.lock().await?;
-    let for_the_helper = guard.reenter()?; // a second guard of the same hold, without the store
+    let for_the_helper = guard.reenter()?; // another guard of the same hold, without the store
     let helper = tokio::spawn(async move { for_the_helper.unlock().await });
     guard.unlock().await?;
     helper.await??;
     // ANCHOR_END: guard
 
     // ANCHOR: scope
-    // For layers that do not know of each other: everything inside belongs to one owner.
+    // For layers that do not know of each other: all calls inside belong to one owner.
     let total = Owner::scope(ship_order(&registry)).await?;
     println!("shipped {total}");
     // ANCHOR_END: scope

@@ -1,11 +1,11 @@
-//! Code that needs more than any lock promises asks for it when it starts, and not when it is too late.
+//! Code that needs more than every lock guarantees checks the capabilities at start.
 
 use std::time::Duration;
 
 use lock_registry::{GuaranteeClass, LockRegistry, Reach};
 
 // ANCHOR: require
-/// Refuses a store that cannot fence or that stops at the border of this process.
+/// Rejects a store that cannot fence or whose locks reach no further than this process.
 fn check(locks: &dyn LockRegistry) -> Result<(), String> {
     let store = locks.capabilities();
     if !store.fencing {

@@ -1,4 +1,4 @@
-//! Several stores behind one registry: each key goes where its pattern says.
+//! Several stores behind one registry: the pattern of a key chooses its store.
 
 use std::sync::Arc;
 
@@ -22,7 +22,7 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
         guard.unlock().await?;
     }
     // ANCHOR: met
-    // What can be relied on whatever the key: the weakest of all.
+    // The guarantee that holds for every key: the weakest class of all stores.
     println!("class {}", locks.capabilities().class);
     // ANCHOR_END: met
     Ok(())

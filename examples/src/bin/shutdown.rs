@@ -1,4 +1,5 @@
-//! An orderly end: no new locks, waiters are sent away, holders get a time limit, the rest is given back.
+//! An orderly shutdown: the registry grants no new locks, waiting calls return an error, holders
+//! get a time limit, and the remaining locks are released.
 
 use std::time::Duration;
 
@@ -31,13 +32,14 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
 
     worker.await??;
     // ANCHOR: after
-    // Whoever waited was sent away; whoever still held was told first, and only then was the key freed.
+    // Waiting calls returned `Closed`. A remaining holder was notified of its loss before the key
+    // was released.
     assert!(matches!(waiter.await?, Err(LockError::Closed)));
     assert_eq!(slow.lost().await, LostReason::Closed);
     let next = other_process.obtain("slow").lock().await?;
     println!("free for others");
     next.unlock().await?;
-    // A closed registry gives no more locks.
+    // A closed registry grants no more locks.
     assert!(matches!(registry.obtain("quick").lock().await, Err(LockError::Closed)));
     // ANCHOR_END: after
     Ok(())

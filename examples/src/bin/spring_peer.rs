@@ -1,4 +1,5 @@
-//! A lock that is shared with a Spring service: `spring_peer redis://HOST`. Both sides exclude each other and wake each other.
+//! A lock that is shared with a Spring service: `spring_peer redis://HOST`. Both sides exclude and
+//! notify each other.
 //!
 //! The Java side, with Spring Integration's registry:
 //!
@@ -20,13 +21,14 @@ use std::time::Duration;
 use lock_registry::{Layout, LockRegistry, Registry, RegistryConfig};
 
 // ANCHOR: open
-/// The same Redis as the service, the same names.
+/// Uses the same Redis and the same key names as the service.
 async fn open(url: &str) -> Result<Registry, Box<dyn std::error::Error>> {
     let config = RegistryConfig::new()
         .url(url)
         .layout(Layout::Spring)
         .namespace("invoices")
-        // How long the service may have to wait for us if we die. Its own is that of the Java side, `expireAfter`.
+        // How long the service may have to wait if this process dies. The lease of the service
+        // itself is `expireAfter` on the Java side.
         .lease(Duration::from_secs(60));
     Ok(config.connect().await?)
 }
@@ -38,18 +40,18 @@ async fn main() -> Result<(), Box<dyn std::error::Error>> {
     let locks = open(&url).await?;
 
     // ANCHOR: send
-    let guard = locks.obtain("customer/17").lock().await?; // waits for the service, if that has it
+    let guard = locks.obtain("customer/17").lock().await?; // waits while the service holds the lock
     guard.protect(send_invoice()).await?;
     // ANCHOR_END: send
 
-    // Where Spring looks, there is what Spring would have written: its registry key, a colon, the key.
+    // The key is named as Spring names it: its registry key, a colon, the key.
     let holder = locks.obtain("customer/17").holder().await?.ok_or("we hold it")?;
     println!("a lease of a minute: {}", holder.lease_left > Some(Duration::from_secs(50)));
-    // What Spring has no room for is kept beside it.
+    // Spring's record has no field for the token, so the token is stored in a key of its own.
     println!("a fencing token: {}", holder.token == guard.fencing_token());
     println!("labels are kept: {}", locks.capabilities().labels);
 
-    guard.unlock().await?; // wakes the service, whichever version of Spring it is
+    guard.unlock().await?; // notifies the service, whichever version of Spring it uses
     println!("free for the service: {}", locks.obtain("customer/17").holder().await?.is_none());
     Ok(())
 }

@@ -1,4 +1,4 @@
-//! Locks for programs that are not async: the same registry behind a blocking facade.
+//! Locks for programs without async: the same registry behind a blocking facade.
 
 use std::time::Duration;
 
@@ -7,7 +7,7 @@ use lock_registry::{LockError, connect};
 
 // ANCHOR: main
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    // Has a runtime of its own, with one thread, which renews leases while this thread works.
+    // The facade has its own runtime with one thread, which renews leases while this thread works.
     let registry = BlockingRegistry::open(connect("sqlite:locks.db"))?;
 
     let workers: Vec<_> = (0..4)

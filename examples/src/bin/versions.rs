@@ -1,7 +1,9 @@
-//! The optimistic lock: `versions postgres://HOST/DATABASE`. Nobody locks anything; who writes says which version was read.
+//! Optimistic locking: `versions postgres://HOST/DATABASE`. No lock is used; each write states the
+//! version that was read.
 //!
-//! Good where two rarely want the same row: nobody waits, and no lock can be lost. Where they often do, most of the work is done in
-//! vain, and a lock in front saves it. Both together are safe too: the version then is the fence.
+//! This suits rows with few concurrent writers: no caller waits, and no lock can be lost. With many
+//! writers, most work is wasted and repeated; a lock in front prevents that. Both together are safe
+//! too: the version is then the fence.
 
 use sqlx::{Connection, PgConnection};
 
@@ -15,12 +17,12 @@ async fn main() -> Result<()> {
                 INSERT INTO account VALUES (42, 20, 1)";
     sqlx::raw_sql(make).execute(&mut data).await?;
 
-    // Two have read the same, and both write.
+    // Two clerks have read the same version, and both write.
     let (ours, theirs) = (read(&mut data, 42).await?, read(&mut data, 42).await?);
     println!("theirs was written: {}", write(&mut data, &theirs, theirs.balance - 5).await?);
     println!("ours was written: {}", write(&mut data, &ours, ours.balance - 1).await?);
 
-    // Many at once: whoever was too late begins again with what is true now.
+    // Many concurrent clerks: a clerk whose version is outdated reads again and retries.
     let mut clerks = tokio::task::JoinSet::new();
     for _ in 0..4 {
         let url = url.clone();
@@ -53,7 +55,7 @@ async fn read(data: &mut PgConnection, id: i64) -> Result<Account> {
     Ok(Account { id, balance, version })
 }
 
-/// Writes unless somebody else has written since `read`. Tells whether it did.
+/// Writes unless another client has written since `read`. Returns whether it wrote.
 async fn write(data: &mut PgConnection, read: &Account, balance: i64) -> Result<bool> {
     let update =
         "UPDATE account SET balance = $3, version = version + 1 WHERE id = $1 AND version = $2";
@@ -61,7 +63,7 @@ async fn write(data: &mut PgConnection, read: &Account, balance: i64) -> Result<
     Ok(update.execute(data).await?.rows_affected() == 1)
 }
 
-/// Reads, changes and writes, and begins again if somebody else was faster.
+/// Reads, changes and writes, and retries if another client wrote first.
 async fn update(data: &mut PgConnection, id: i64, change: impl Fn(i64) -> i64) -> Result<()> {
     const TRIES_MAX: u32 = 100;
     for _ in 0..TRIES_MAX {

@@ -1,6 +1,7 @@
-//! A balance that is kept in ZooKeeper, beside the lock that protects it: written together with a check that the lock is still held.
+//! A balance in the same ZooKeeper as its lock, written together with a check that the lock is
+//! still held.
 //!
-//! Give the servers as an argument, or in `ZOOKEEPER`: `zookeeper zk://127.0.0.1:2181`.
+//! The server is the argument or `ZOOKEEPER`: `zookeeper zk://127.0.0.1:2181`.
 
 use lock_registry::{LockRegistry, Multi, RegistryConfig, ZkFenceError};
 
@@ -16,7 +17,7 @@ async fn main() -> Result<()> {
     // ANCHOR: multi
     let registry = RegistryConfig::new().url(url).label("payroll").connect().await?;
     let guard = registry.obtain("account/42").lock().await?;
-    // Made together or not at all, and only if nobody else was granted the lock since.
+    // All operations are applied or none, and only if the lock was not granted to another client.
     let written = guard
         .multi()?
         .create("/account-42", "17.50")

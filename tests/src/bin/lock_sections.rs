@@ -1,5 +1,6 @@
-//! The program `lock-sections`: our side of a lock that is shared with programs of others. Its one argument is a
-//! [`Task`] as JSON. It says "ready", begins at a line of input, says "done", and ends; at the end of its input it dies.
+//! The program `lock-sections`: our side of a lock that is shared with other programs. Its one
+//! argument is a [`Task`] as JSON. It prints "ready", starts at a line of input, prints "done", and
+//! exits. At the end of its input it exits at once.
 
 use std::error::Error;
 use std::io::{self, BufRead, Write};
@@ -18,7 +19,7 @@ async fn main() -> Result<(), Box<dyn Error>> {
     let registry = if task.url.starts_with("redis") {
         in_redis(&task).await?
     } else {
-        // Everything that matters is in the URL.
+        // Other stores need only the URL, which has all options.
         lock_registry::connect(&task.url).await?
     };
     say("ready");
@@ -41,11 +42,12 @@ async fn in_redis(task: &Task) -> Result<Registry, Box<dyn Error>> {
 }
 
 fn say(line: &str) {
-    // Whoever listened may be gone; then nobody misses it.
+    // An error means that the reader of the output has exited; no other process needs the line.
     _ = writeln!(io::stdout(), "{line}");
 }
 
-/// Waits for a line of input. At the end of the input the test is gone, and so is this process.
+/// Waits for a line of input. The end of the input means that the test has ended, so the process
+/// exits.
 async fn cue() -> Result<(), Box<dyn Error>> {
     let (given, cue) = oneshot::channel();
     thread::spawn(move || {

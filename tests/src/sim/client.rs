@@ -1,4 +1,5 @@
-//! One client of one process: takes locks in every way there is, does its work well or badly, and lets go.
+//! One client of one process: acquires locks in every possible way, works correctly or incorrectly,
+//! and releases.
 
 use std::future::Future;
 use std::sync::Arc;
@@ -64,7 +65,8 @@ impl Client {
         let plain = self.chance(0.5);
         let acquiring = self.shared.recorder.acquire(self.number as u32, key.as_str());
         let attempt = async {
-            // Half of the callers ask for nothing special, so that claims can be handed over between them.
+            // Half of the callers use the default options, so that claims can be handed over
+            // between them.
             if plain { lock.lock().await.map(Some) } else { lock.lock_with(options.clone()).await }
         };
         let Some(answer) = self.maybe_dropped(attempt).await else {
@@ -127,7 +129,7 @@ impl Client {
         }
     }
 
-    /// What a guard says of itself must fit together. I3.
+    /// Checks that the properties of a guard are consistent. I3.
     fn observe(&self, guard: &LockGuard, holding: &Holding) {
         if guard.is_held() {
             assert!(!guard.valid_for().is_zero() || !guard.is_held());
@@ -139,7 +141,7 @@ impl Client {
         }
     }
 
-    /// The owner of a held lock gets in again at once, and without the store.
+    /// Re-enters a held lock as its owner: at once, and without the store.
     async fn enter_again(
         &mut self,
         outer: &LockGuard,
@@ -199,7 +201,7 @@ impl Client {
         }
     }
 
-    /// Now and then the caller goes away in the middle.
+    /// Runs `work`, but sometimes drops it before it completes.
     async fn maybe_dropped<F: Future>(&mut self, work: F) -> Option<F::Output> {
         if !self.chance(0.15) {
             return Some(work.await);

@@ -1,4 +1,4 @@
-//! Sees all that one process asks of the store, and knows what it must not ask: I8.
+//! Records every request from one process to the store, and rejects those that violate I8.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -13,7 +13,7 @@ use registry_core::{
 
 use super::Weather;
 
-/// Between the engine of one process and its network.
+/// Sits between the engine of one process and its network.
 #[derive(Debug)]
 pub(super) struct Probe {
     inner: Arc<dyn LockBackend>,
@@ -22,7 +22,7 @@ pub(super) struct Probe {
     rumours: Mutex<Rumours>,
 }
 
-/// What the store says of losses, right or wrong. Some of it is the echo of what this process does itself.
+/// Sends invalidations, true or false. Some of them report this process's own changes.
 #[derive(Debug)]
 struct Rumours {
     chance: Rng,
@@ -31,13 +31,14 @@ struct Rumours {
 
 #[derive(Debug, Default)]
 struct Seen {
-    /// Requests for a key that were sent and not answered yet.
+    /// Requests for a key that are unanswered so far.
     asking: HashMap<Key, usize>,
-    /// First releases of held claims that were sent and not answered yet.
+    /// First releases of held claims that are unanswered so far.
     releasing: HashMap<Key, usize>,
-    /// What this process holds, as far as it can know.
+    /// The claims that this process holds, as far as it can know.
     held: HashMap<Key, ClaimId>,
-    /// Claims that were lost: they are given back behind the back of local callers.
+    /// Claims that were lost. The engine releases them in the background, without the local
+    /// callers.
     lost: HashSet<ClaimId>,
 }
 
@@ -51,7 +52,7 @@ impl Probe {
         })
     }
 
-    /// Perhaps says that something has happened to `key`, or to any.
+    /// Sometimes sends an invalidation for `key` or for all keys.
     fn gossip(&self, key: &Key) {
         let mut rumours = self.rumours.lock().unwrap_or_else(PoisonError::into_inner);
         let chance = rumours.chance.u8(..);
@@ -67,7 +68,7 @@ impl Probe {
     }
 }
 
-/// Told of losses before the engine acts on them.
+/// Receives losses before the engine acts on them.
 impl Observer for Probe {
     fn on(&self, event: &LockEvent<'_>) {
         if let LockEvent::Lost { key, .. } = event {
@@ -94,7 +95,7 @@ impl LockBackend for Probe {
         self.inner.shard(claim)
     }
 
-    // Nothing passes by what may happen on the way.
+    // The synchronous path would bypass the faults of the network.
     fn acquire_at_once(&self, _claim: &Claim) -> Option<Result<Attempt, BackendError>> {
         None
     }
@@ -205,7 +206,7 @@ impl LockBackend for Probe {
 }
 
 impl Probe {
-    /// Notes that a client of this process has a guard of this claim.
+    /// Records that a client of this process has a guard of this claim.
     pub(super) fn holds(&self, claim: &Claim) {
         self.seen().held.insert(claim.key().clone(), claim.id());
     }

@@ -1,4 +1,4 @@
-//! The processes of a trial, what they share, and what must be left of it in the end.
+//! The processes of a trial, their shared state, and the checks at its end.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -18,13 +18,13 @@ use super::client::Client;
 use super::probe::Probe;
 use super::{Outcome, Step, TRIAL_MAX, Weather};
 
-/// The longest lease that clients ask for when they lock.
+/// The longest lease that clients request for an acquisition.
 pub(super) const LEASE_MAX: Duration = Duration::from_secs(4);
 
-/// The longest lease that they ask for when they renew.
+/// The longest lease that clients request for a renewal.
 const RENEWED_MAX: Duration = Duration::from_secs(8);
 
-/// How long the engine waits for an answer.
+/// The engine's request timeout.
 const ANSWER_LIMIT: Duration = Duration::from_millis(200);
 
 pub(super) struct World {
@@ -43,21 +43,21 @@ pub(super) struct Process {
     network: Arc<FaultyBackend>,
 }
 
-/// What clients of all processes see and leave behind.
+/// The state that the clients of all processes share.
 pub(super) struct Shared {
     pub(super) recorder: Recorder,
     pub(super) keys: usize,
     pub(super) grants_left: AtomicU64,
     pub(super) lost: AtomicU64,
     pub(super) dropped: AtomicU64,
-    /// The store itself, if it can be asked whether a release has done what was said of it: not where claims are handed
-    /// over, which keeps them, nor where late requests make new ones.
+    /// The store itself, to verify the results of releases. `None` with hand-over, which keeps the
+    /// claim, and with late requests, which create new claims.
     store: Option<MemoryBackend>,
     start: Instant,
     trace: Mutex<Vec<Step>>,
     /// The newest token that each protected resource has seen.
     resources: Mutex<HashMap<String, FencingToken>>,
-    /// All guards that are alive, by key.
+    /// All live guards, by key.
     guards: Mutex<HashMap<String, Vec<Weak<LockGuard>>>>,
     grants: AtomicU64,
 }
@@ -111,7 +111,7 @@ impl World {
         Self { weather, store, processes, clients, shared }
     }
 
-    /// Lets all clients do their work.
+    /// Runs all clients to their end.
     pub(super) async fn live(&mut self) {
         let mut tasks = JoinSet::new();
         for client in self.clients.drain(..) {
@@ -127,12 +127,12 @@ impl World {
         assert!(timeout(TRIAL_MAX, all).await.is_ok(), "I5: a client hangs");
     }
 
-    /// Lets the faults stop, and looks at what is left.
+    /// Stops the faults and checks the final state.
     pub(super) async fn settle(&self) {
         for process in &self.processes {
             process.network.heal();
         }
-        // Everything that can still be given back is, within the longest lease and a request or two.
+        // Every pending release completes within the longest lease and one or two requests.
         let limit = RENEWED_MAX + Duration::from_secs(2);
         for process in &self.processes {
             let idle = timeout(limit, process.registry.idle()).await;
@@ -142,7 +142,8 @@ impl World {
             process.network.settled().await;
         }
         if self.weather == Weather::Stormy {
-            // A request that arrived a second time after its release is known to nobody; its lease ends it.
+            // No process knows of an acquisition that arrived again after its release; only its
+            // lease ends it.
             tokio::time::sleep(RENEWED_MAX).await;
         }
         let left = self.processes[0].registry.list().await.expect("the network is healed");
@@ -181,13 +182,13 @@ impl World {
 }
 
 impl Shared {
-    /// Notes that something happened.
+    /// Records one step of the trial.
     pub(super) fn trace(&self, client: usize, what: &'static str) {
         let mut trace = self.trace.lock().unwrap_or_else(PoisonError::into_inner);
         trace.push((self.start.elapsed(), client, what));
     }
 
-    /// Checks that no other guard of the key is valid now, and remembers this one. I2.
+    /// Checks that no other guard of the key is valid now, and records this one. I2.
     pub(super) fn granted(&self, guard: &Arc<LockGuard>) {
         self.grants.fetch_add(1, Ordering::Relaxed);
         let mut guards = self.guards.lock().unwrap_or_else(PoisonError::into_inner);
@@ -203,7 +204,7 @@ impl Shared {
         of_key.push(Arc::downgrade(guard));
     }
 
-    /// Checks that the store knows nothing any more of a grant that was let go successfully. I4.
+    /// Checks that the store no longer holds a grant whose release succeeded. I4.
     pub(super) async fn let_go(&self, key: &str, token: Option<FencingToken>) {
         let Some(store) = &self.store else { return };
         let key = Key::new(key).expect("it was locked");
@@ -215,7 +216,8 @@ impl Shared {
         );
     }
 
-    /// A write to the resource that the key protects: taken unless it has seen a newer token. I1.
+    /// Writes to the resource that the key protects. The resource rejects the write if it has seen
+    /// a newer token. I1.
     pub(super) fn write(&self, client: usize, guard: &LockGuard) {
         let token = guard.fencing_token().expect("the store fences");
         let writing = self.recorder.write(client as u32, guard.key(), token);

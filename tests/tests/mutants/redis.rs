@@ -1,4 +1,5 @@
-//! The same for the Redis store and for what the engine does about a broken lock: on a real server each bug breaks a promise.
+//! Mutants of the Redis store and of the engine's handling of force-released locks: on a real
+//! server each bug violates a property.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,7 +13,7 @@ use registry_testkit::eventually;
 use registry_testkit::redis::RedisServer;
 use tokio::time::timeout;
 
-/// Renewals start after a third of it, long after each test has ended.
+/// Renewals start after a third of the lease, long after each test has ended.
 const LEASE: Duration = Duration::from_secs(300);
 /// Long enough for any machine; reached only with a bug.
 const SOON: Duration = Duration::from_secs(10);
@@ -22,7 +23,7 @@ async fn store(server: &RedisServer) -> Arc<RedisBackend> {
     Arc::new(RedisBackend::open(config).await.unwrap())
 }
 
-/// Whether a claim survives that the server refuses to renew.
+/// Whether a claim stays held after the server has refused to renew it.
 async fn a_refused_renewal_ends_no_lock(server: &RedisServer) -> bool {
     let store = store(server).await;
     let claim = Claim::new(Key::new("refused").unwrap(), LEASE);
@@ -34,11 +35,11 @@ async fn a_refused_renewal_ends_no_lock(server: &RedisServer) -> bool {
     !matches!(renewed, Ok(Renewal::Gone))
 }
 
-/// Whether a holder hears at once that its own registry has broken its lock.
+/// Whether a holder is notified at once when its own registry force-releases its lock.
 async fn who_breaks_its_own_lock_hears_of_it(server: &RedisServer) -> bool {
     let registry = Registry::builder(store(server).await).lease(LEASE).build().unwrap();
     let guard = registry.obtain("broken").lock().await.unwrap();
-    // Past the first look, which would find the loss by itself.
+    // Waits until the first verification is over, which would detect the loss itself.
     eventually(SOON, async || {
         server.ask("INFO stats").await.unwrap().contains("tracking_total_keys:1\r\n")
     })

@@ -1,4 +1,5 @@
-//! The same for the statements of the stores in database servers: on a real server each bug breaks a promise that is looked at here.
+//! Mutants of the statements of the stores in database servers: on a real server each bug violates
+//! a property that is checked here.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -25,7 +26,7 @@ const LEASE: Duration = Duration::from_secs(30);
 const LONG: Duration = Duration::from_secs(60);
 /// Opening a connection may take long on a busy machine.
 const CONNECT: Duration = Duration::from_secs(30);
-/// So many pairs are enough for a session to reserve tokens.
+/// This many pairs make a session reserve tokens.
 const PAIRS: u32 = 60;
 const ROUNDS: u32 = 10;
 
@@ -69,7 +70,7 @@ impl Server {
         }
     }
 
-    /// Looks at all promises, and stops at the first that is broken.
+    /// Checks all properties. Returns the first that is violated.
     async fn verdict(&self) -> Result<(), &'static str> {
         only_its_owner_releases_a_lock(self).await?;
         clients_agree_on_the_time(self).await?;
@@ -97,7 +98,7 @@ impl Server {
         }
     }
 
-    /// Whether this token was written down together with a reserve, one that lasts for a while.
+    /// Whether this token was committed together with a reservation that lasts for a while.
     async fn is_reserve(&self, token: FencingToken) -> bool {
         let rows = format!(
             "SELECT count(*) FROM lock_registry_locks WHERE token = {token} AND block > 400000"
@@ -105,7 +106,7 @@ impl Server {
         self.sql(&rows).await == "1"
     }
 
-    /// Leaves nothing behind, least of all tokens that are ahead of the clock.
+    /// Deletes all state, above all tokens ahead of the clock.
     async fn forget(&self) {
         self.sql("DELETE FROM lock_registry_locks").await;
         self.sql("UPDATE lock_registry_meta SET floor = 0").await;
@@ -172,7 +173,8 @@ async fn no_renewal_revives_a_lease(server: &Server) -> Result<(), &'static str>
 async fn tokens_grow(server: &Server) -> Result<(), &'static str> {
     let (first, second) = (server.leases().await, server.leases().await);
     let mut last = None;
-    // Who let the key go takes it by another statement than who comes after somebody else.
+    // The process that released the key last reacquires it with a different statement than another
+    // process uses.
     for store in [&first, &first, &second, &second, &first] {
         let claim = claim("counted", LEASE);
         let token = granted(store, &claim).await;
@@ -187,7 +189,7 @@ async fn tokens_of_sessions_grow(server: &Server) -> Result<(), &'static str> {
     let (first, second) = (server.session().await, server.session().await);
     let mut last = None;
     for round in 0..ROUNDS {
-        // What the second is granted comes while the first one has tokens in reserve.
+        // The grant of the second session comes while the first still has reserved tokens.
         for (session, pairs) in [(&first, PAIRS + round), (&second, 1), (&first, 1)] {
             for _ in 0..pairs {
                 let claim = claim("alternating", LEASE).with_token_block(16);
@@ -218,7 +220,7 @@ async fn a_fence_keeps_others_out(
     }
 }
 
-/// As long as the transaction is open, nobody is granted the key, although it was let go.
+/// While the transaction is open, no client is granted the key, although it was released.
 async fn fenced<C>(
     server: &Server,
     store: Store,
@@ -243,7 +245,7 @@ where
     .await;
     let mut transaction = data.begin().await.unwrap();
     guard.fence(&mut transaction).await.unwrap();
-    // On MariaDB not even its holder can let go of a lease that is fenced.
+    // On MariaDB not even the holder can release a fenced lease.
     let _ = guard.unlock().await;
     let _ = store.force_release(&Key::new(key).unwrap()).await;
     let taken = granted(&store, &claim(key, LEASE)).await;
@@ -252,7 +254,7 @@ where
 }
 
 async fn a_session_renews_before_it_acquires(server: &Server) -> Result<(), &'static str> {
-    // On a busy machine all answers may be there before one of them is looked at.
+    // On a busy machine all replies may arrive before the first of them is processed.
     for _ in 0..3 {
         if answered_before_a_renewal(server).await < QUEUED / 2 {
             return Ok(());
@@ -263,7 +265,7 @@ async fn a_session_renews_before_it_acquires(server: &Server) -> Result<(), &'st
 
 const QUEUED: usize = 40;
 
-/// How many of the acquisitions that were queued before a renewal are answered before it.
+/// Returns how many acquisitions that were queued before a renewal complete before it.
 async fn answered_before_a_renewal(server: &Server) -> usize {
     let session = server.session().await;
     let held = claim("renewed", LEASE);
@@ -287,7 +289,7 @@ async fn answered_before_a_renewal(server: &Server) -> usize {
     let mut renewing = Box::pin(renewing);
     assert!(futures_util::poll!(&mut renewing).is_pending(), "the server stands still");
     server.resume();
-    // In this order: what was answered before the renewal is counted before it.
+    // In this order: acquisitions that complete before the renewal are counted before it.
     let (acquired, (renewed, before)) = join(join_all(queued), renewing).await;
     for claim in acquired.into_iter().flatten().chain([held]) {
         session.release(&claim).await.unwrap();
@@ -309,7 +311,7 @@ async fn a_fence_keeps_the_next_caller_out(server: &Server) -> Result<(), &'stat
     }
 }
 
-/// As long as the transaction is open, the next caller of the same process gets nothing.
+/// While the transaction is open, the next caller of the same process is granted nothing.
 async fn fenced_before_a_caller<C>(server: &Server, data: &mut C) -> Result<(), &'static str>
 where
     C: Connection,

@@ -1,4 +1,4 @@
-//! A store that panics once in a method of choice. Otherwise the in-process store.
+//! An in-process store that panics once, in a chosen method.
 #![deny(clippy::missing_trait_methods)]
 
 use std::sync::Mutex;
@@ -17,7 +17,7 @@ pub(crate) struct PanickingBackend {
 }
 
 impl PanickingBackend {
-    /// Where it can panic. `done` means: after the store has done what was asked.
+    /// The points where it can panic. `done` means after the store has executed the request.
     pub(crate) const METHODS: &[&str] = &[
         "capabilities",
         "check_key",
@@ -53,7 +53,7 @@ impl PanickingBackend {
 
     fn pass(&self, method: &str) {
         let panics = self.panics_in.lock().unwrap().take_if(|chosen| *chosen == method).is_some();
-        // The mutex is unlocked by now, so that it is not poisoned.
+        // The mutex is unlocked here, so the panic does not poison it.
         assert!(!panics, "{method} panics on purpose");
     }
 }
@@ -75,7 +75,7 @@ impl LockBackend for PanickingBackend {
         self.inner.shard(claim)
     }
 
-    // Nothing passes by what may happen on the way.
+    // The synchronous path would bypass the panic.
     fn acquire_at_once(&self, _claim: &Claim) -> Option<Result<Attempt, BackendError>> {
         None
     }

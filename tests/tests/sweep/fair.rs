@@ -1,5 +1,5 @@
-//! An in-process store that queues its claimants and grants in the order of their arrival. Whoever leaves without leaving
-//! the queue keeps everybody behind it waiting for a lease.
+//! An in-process store that queues its claims and grants them in order of arrival. A caller that
+//! ends without leaving the queue blocks all later claims for a lease.
 
 use std::collections::VecDeque;
 use std::sync::{Arc, Mutex};
@@ -28,7 +28,7 @@ struct State {
     holder: Option<Place>,
     queue: VecDeque<Place>,
     token: u64,
-    /// Counts what waiters may want to know of.
+    /// The number of changes, which waiters compare.
     changes: u64,
 }
 
@@ -55,7 +55,7 @@ impl State {
 }
 
 impl FairBackend {
-    /// How many hold the key or queue for it.
+    /// The number of claims that hold the key or queue for it.
     pub(crate) fn records(&self) -> usize {
         let mut state = self.0.key.lock().unwrap();
         state.expire();

@@ -1,11 +1,11 @@
-//! What befalls requests in the sweep, as plans for the faulty backend. How soon a key must be free in spite of it says
-//! `worlds`.
+//! The faults of requests in the sweep, as plans for the faulty backend. `worlds` defines how soon
+//! a key must be free in spite of them.
 
 use std::time::Duration;
 
 use registry_conformance::{Fault, Faults, Operation};
 
-/// Nothing is lost, but everything takes its time or happens twice.
+/// No message is lost, but requests and replies are delayed or repeated.
 pub(crate) fn delays() -> Vec<(&'static str, Faults)> {
     let ms = Duration::from_millis;
     let all = |fault| {
@@ -32,7 +32,7 @@ pub(crate) fn delays() -> Vec<(&'static str, Faults)> {
     ]
 }
 
-/// Something is lost now and then, but the store is there.
+/// Single messages are lost, but the store stays reachable.
 pub(crate) fn passing_losses() -> Vec<(&'static str, Faults)> {
     let none = Faults::none;
     vec![
@@ -55,10 +55,10 @@ pub(crate) fn passing_losses() -> Vec<(&'static str, Faults)> {
     ]
 }
 
-/// How long a late request may linger. Longer than the engine listens.
+/// The maximum delay of a late request. Longer than the engine waits for a reply.
 pub(crate) const LATE: Duration = Duration::from_secs(12);
 
-/// Requests and replies are lost for good, or come when nobody waits for them any more.
+/// Requests and replies are lost for good, or arrive after their caller has stopped waiting.
 pub(crate) fn lasting_losses() -> Vec<(&'static str, Faults, Duration)> {
     let none = Faults::none;
     let zero = Duration::ZERO;
@@ -72,7 +72,7 @@ pub(crate) fn lasting_losses() -> Vec<(&'static str, Faults, Duration)> {
         ("release arrives late", none().at(Operation::Release, 1, Fault::DelayRequest(LATE)), LATE),
         ("release answers late", none().at(Operation::Release, 1, Fault::DelayReply(LATE)), LATE),
         ("renewal arrives late", none().at(Operation::Renew, 1, Fault::DelayRequest(LATE)), LATE),
-        // Longer than the lease lasts.
+        // Arrives after the lease has expired.
         (
             "a grant that is over when it arrives",
             none().at(Operation::Acquire, 1, Fault::DelayReply(Duration::from_secs(31))),
@@ -91,7 +91,7 @@ pub(crate) fn lasting_losses() -> Vec<(&'static str, Faults, Duration)> {
     ]
 }
 
-/// Anything may happen.
+/// Any fault may occur.
 pub(crate) fn chance(seed: u64) -> Faults {
     let mut faults = Faults::seeded(seed);
     for operation in [Operation::Acquire, Operation::Renew, Operation::Release] {

@@ -1,4 +1,4 @@
-//! A store that is some way off. What is sent arrives, even if the sender has stopped waiting.
+//! A store at a distance. A request that was sent arrives even if its future was dropped.
 
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -10,7 +10,8 @@ use registry_core::{
 use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 
-/// The way to a store. A broken connection is an error at once, and tells nothing about what is still on its way.
+/// The connection to a store. A broken connection returns an error at once and leaves the outcome
+/// of requests in flight unknown.
 #[derive(Debug)]
 pub(crate) struct Wire {
     store: Arc<dyn LockBackend>,
@@ -29,7 +30,7 @@ impl Wire {
         }
     }
 
-    /// Makes the next acquire fail and arrive `after` this time.
+    /// Makes the next acquire return an error and reach the store `after` this time.
     pub(crate) fn breaks_once(&self, after: Duration) {
         *self.breaks.lock().unwrap() = Some(after);
     }

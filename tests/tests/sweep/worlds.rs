@@ -1,5 +1,5 @@
-//! The stores that the cancellation sweep runs over, the trouble in front of them, and what must be true after a future
-//! was dropped. Knows nothing of what is dropped: see the scenes in `sweep.rs`.
+//! The stores of the cancellation sweep, the faults in front of them, and the checks after a future
+//! was dropped. The dropped operations are the scenes in `sweep.rs`.
 
 use std::cell::{Cell, RefCell};
 use std::fmt;
@@ -21,47 +21,48 @@ use crate::fair::FairBackend;
 use crate::faults::{LATE, chance, delays, lasting_losses, passing_losses};
 use crate::wire::Wire;
 
-/// The one key that everybody is after.
+/// The one key that all callers compete for.
 pub(crate) const KEY: &str = "orders/42";
 
-/// No future takes that many polls.
+/// No future takes this many polls.
 const POLLS_MAX: usize = 1_000;
 
-/// How long it takes a waiter to see that a lease has ended.
+/// The time until a waiter notices that a lease has expired.
 const NOTICE: Duration = Duration::from_millis(10);
 
-/// A store, and what happens between it and the registry whose futures are dropped.
+/// A store, and the faults between it and the registry whose futures are dropped.
 pub(crate) struct World {
     name: String,
     store: Store,
     trouble: Option<Trouble>,
     free: Free,
-    /// How long a request may linger on its way and still reach the store.
+    /// The maximum delay of a request that still reaches the store.
     late: Duration,
     lease: Duration,
     handoff: u32,
-    /// What is added to every limit where time is real and the machine may be busy.
+    /// Added to every limit where time is real and the machine may be busy.
     slack: Duration,
 }
 
-/// What happens to our requests, from the moment on that the future is polled for the first time.
+/// The faults of our requests, from the first poll of the future on.
 #[derive(Clone)]
 enum Trouble {
     Faults(Faults),
-    /// The first acquire fails at once, and reaches the store when nobody thinks of it any more.
+    /// The first acquire fails at once and reaches the store after this time.
     LateAcquire(Duration),
-    /// Requests and replies are on their way for a while, whether or not anybody still waits for them.
+    /// Requests and replies take this time, whether or not their caller still waits.
     Distance(Duration),
 }
 
-/// How soon the key is free after the last one who wanted it is gone.
+/// How soon the key is free after the last caller that competed for it is gone.
 #[derive(Clone, Copy)]
 enum Free {
     /// Within a second: no reply is lost.
     Promptly,
-    /// As soon as the engine has made sure of it: the store is well again, but somebody has to ask it.
+    /// As soon as the engine has verified the outcome: the store recovers, but the engine must ask
+    /// again.
     Soon,
-    /// At the end of the lease at the latest: the store stays in trouble.
+    /// At the end of the lease at the latest: the store does not recover.
     WithLease,
 }
 
@@ -71,28 +72,28 @@ enum Store {
     Sqlite(PathBuf),
 }
 
-/// One run in a world: the registry whose future is dropped, and one of another process.
+/// One run in a world: the registry whose future is dropped, and the registry of another process.
 pub(crate) struct Stage {
     pub(crate) ours: Registry,
     pub(crate) theirs: Registry,
     link: Option<Link>,
 }
 
-/// What stands between our registry and the store.
+/// The fault layer between our registry and the store.
 enum Link {
     Faulty(Arc<FaultyBackend>),
     Wire(Arc<Wire>),
 }
 
-/// What is swept, and what goes on around it.
+/// The operation that is swept, and the other activity around it.
 pub(crate) struct Scene {
     /// The future that is dropped. Its guards are dropped after it.
     pub(crate) swept: Pin<Box<dyn Future<Output = Vec<LockGuard>>>>,
-    /// Others in the same registry or elsewhere. They must all come to their end.
+    /// Other callers in the same registry or elsewhere. They must all complete.
     pub(crate) others: JoinSet<()>,
     /// Guards that must still hold after the drop. They are dropped afterwards.
     pub(crate) kept: Vec<Arc<LockGuard>>,
-    /// What is swept is the end of our registry.
+    /// Whether the swept operation closes our registry.
     pub(crate) closes: bool,
 }
 
@@ -133,7 +134,7 @@ impl World {
         Self { late, ..self }
     }
 
-    /// How long a key stays taken when its holder dies.
+    /// How long a key stays locked after its holder has died.
     pub(crate) fn lease(&self) -> Duration {
         self.lease
     }
@@ -171,7 +172,7 @@ impl World {
         }
     }
 
-    /// How long the key may stay taken after the last one who wanted it is gone.
+    /// How long the key may stay locked after the last caller that competed for it is gone.
     fn free_within(&self) -> Duration {
         let promised = match self.free {
             Free::Promptly => Duration::from_secs(1),
@@ -181,7 +182,8 @@ impl World {
         promised + self.late + NOTICE + self.slack
     }
 
-    /// Sweeps what `scene` makes, with and without a third party who waits for the lock in our registry.
+    /// Sweeps what `scene` creates, with and without another caller that waits for the lock in our
+    /// registry.
     #[expect(clippy::async_yields_async, reason = "the future is the product: the sweep drives it")]
     pub(crate) async fn sweep(&self, mut scene: impl AsyncFnMut(&Self, &Stage) -> Scene) {
         for bystander in [false, true] {
@@ -251,7 +253,8 @@ struct Aftermath<'a> {
 }
 
 impl Aftermath<'_> {
-    /// Fails unless everything is as if the dropped future had never been. Gives the newest token.
+    /// Fails unless the state is as if the dropped future had never existed. Returns the newest
+    /// token.
     async fn check(
         self,
         end: Swept<Vec<LockGuard>>,
@@ -267,7 +270,8 @@ impl Aftermath<'_> {
         }
         drop(kept);
 
-        // Those who share the registry go on. Each of them may find the key as the one before has left it.
+        // Other callers of the registry complete. Each may start with the key as the previous one
+        // left it.
         let rounds = u32::try_from(others.len()).unwrap() + 1;
         let all_done = async {
             while let Some(other) = others.join_next().await {
@@ -278,7 +282,7 @@ impl Aftermath<'_> {
             .await
             .unwrap_or_else(|_| panic!("{run}: somebody else waits for ever"));
 
-        // Somebody else gets the key, with a newer token.
+        // Another client acquires the key, with a newer token.
         let gone_at = Instant::now();
         let guard = timeout(free_within, stage.theirs.obtain(KEY).lock())
             .await
@@ -288,7 +292,7 @@ impl Aftermath<'_> {
         assert!(token > last_token, "{run}: token {token:?} after {last_token:?}");
         guard.unlock().await.unwrap();
 
-        // Nor does anything that comes late take the key away for longer.
+        // A late request does not lock the key again for longer than allowed.
         if !world.late.is_zero() {
             tokio::time::sleep(world.late).await;
             timeout(free_within, stage.theirs.obtain(KEY).lock())
@@ -300,7 +304,7 @@ impl Aftermath<'_> {
                 .unwrap();
         }
 
-        // Nothing is left behind, here or there.
+        // No state remains in the registry or in the store.
         let left = free_within.saturating_sub(gone_at.elapsed()) + world.lease + world.late;
         timeout(left, stage.ours.idle())
             .await
@@ -316,8 +320,8 @@ impl Aftermath<'_> {
             guard.unlock().await.unwrap();
         }
         let report = stage.ours.close(free_within).await;
-        // A close that was dropped may have got as far as taking a guard's lock away, and where releases do not arrive, as far
-        // as leaving it to its lease.
+        // A dropped `close` may already have taken the lock away from a guard. Where releases do
+        // not arrive, it may also have abandoned the claim to its lease.
         let may_be_left = closes && matches!(world.free, Free::WithLease);
         let clean =
             if closes { report.abandoned <= usize::from(may_be_left) } else { report.is_clean() };
@@ -333,7 +337,7 @@ impl Aftermath<'_> {
     }
 }
 
-/// In-process stores, as they are and behind all kinds of faults. For paused time.
+/// In-process stores, without faults and behind all kinds of faults. For paused time.
 pub(crate) fn paused() -> Vec<World> {
     let mut worlds = Vec::new();
     for handoff in [32, 0] {
@@ -375,18 +379,18 @@ pub(crate) fn paused() -> Vec<World> {
     worlds
 }
 
-/// SQLite, as it is and behind some faults. For real time.
+/// SQLite, without faults and behind some faults. For real time.
 pub(crate) fn sqlite(folder: &tempfile::TempDir) -> Vec<World> {
     let file = |name: &str| {
         let path = folder.path().join(format!("{}.db", name.replace(' ', "-")));
-        // Half a minute is far beyond what anything here takes, and below the lease.
+        // 30 s is far more than any step takes here, and less than the lease.
         World {
             slack: Duration::from_secs(30),
             lease: Duration::from_secs(120),
             ..World::new(format!("sqlite, {name}"), Store::Sqlite(path))
         }
     };
-    // Where a lease must be sat out, it is short.
+    // A world in which a lease must expire has a short one.
     let lossy = |name: &str, faults| {
         let world = file(name).faulty(faults).free(Free::WithLease);
         World { lease: Duration::from_secs(1), ..world }

@@ -1,4 +1,4 @@
-//! Opens a store in an etcd cluster.
+//! Opens an etcd store from the members of a URL and the options.
 
 use registry_core::BackendError;
 use registry_etcd::{EtcdBackend, EtcdConfig, Layout as EtcdLayout};
@@ -9,7 +9,7 @@ use crate::layer::Layer;
 use crate::layout::Layout;
 use crate::store_url::EtcdMembers;
 
-/// Refuses what cannot work, files left out.
+/// Validates the configuration without I/O. Files are not read.
 pub(super) fn check(cluster: &EtcdMembers, options: &Layer) -> Result<(), BackendError> {
     config(cluster, options).check()
 }
@@ -40,7 +40,7 @@ fn config(cluster: &EtcdMembers, options: &Layer) -> EtcdConfig {
         config = config.with_connect_timeout(connect_timeout);
     }
     if let Some(timeout) = options.timeout {
-        // A member that does not answer must be left while the engine still waits.
+        // The client must switch from a silent member within the engine's time-out.
         config = config.with_response_timeout(timeout);
     }
     config

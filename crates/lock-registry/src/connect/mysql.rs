@@ -1,4 +1,5 @@
-//! From the server of a URL and the options to an open MariaDB or MySQL store. The files that options name are read here, before anything is sent.
+//! Opens a MariaDB or MySQL store from the server of a URL and the options. Reads the files that
+//! options name before it sends anything.
 
 use std::sync::Arc;
 
@@ -13,7 +14,7 @@ use crate::layer::{Layer, Mode, SERVERS_MIN, SslMode};
 use crate::store_url::{DatabasePlace, DatabaseServer};
 use crate::value::Secret;
 
-/// Refuses what cannot work, files left out.
+/// Validates the configuration without I/O. Files are not read.
 pub(super) fn check(server: &DatabaseServer, options: &Layer) -> Result<(), BackendError> {
     let config = tables(limits(place(server), options), options);
     match super::spring_table(options) {
@@ -78,15 +79,15 @@ fn limits(mut config: MySqlConfig, options: &Layer) -> MySqlConfig {
     }
     let busy_timeout = match (options.busy_timeout, options.timeout) {
         (Some(busy_timeout), _) => busy_timeout,
-        // A statement that outlives the engine's patience is of no use to anybody.
+        // The engine ignores the result of a statement that takes longer than its time-out.
         (None, Some(timeout)) => MySqlConfig::BUSY_TIMEOUT.min(timeout * 5 / 6).max(SERVERS_MIN),
         (None, None) => MySqlConfig::BUSY_TIMEOUT,
     };
-    // The connection must not be given up while somebody still waits for an answer.
+    // The connection must outlast the longest wait for a response.
     let longest = busy_timeout.max(options.timeout.unwrap_or_default());
     let response_timeout = MySqlConfig::RESPONSE_TIMEOUT.max(longest * 6 / 5);
     if options.purge_after.is_none() {
-        // No statement may be as old as a row that is deleted.
+        // A row must be kept until every statement that could have read it has timed out.
         config = config.with_purge_after(MySqlConfig::PURGE_AFTER.max(response_timeout * 2));
     }
     config.with_busy_timeout(busy_timeout).with_response_timeout(response_timeout)

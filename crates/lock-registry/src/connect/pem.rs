@@ -1,4 +1,4 @@
-//! Certificates and keys, from the files that options name. Read before anything is sent.
+//! Reads certificates and keys from the files that options name, before anything is sent.
 
 use std::fs;
 use std::io;
@@ -6,10 +6,10 @@ use std::path::Path;
 
 use registry_core::{BackendError, BackendErrorKind};
 
-/// More than any such file has.
+/// More than any certificate or key file has.
 const BYTES_MAX: u64 = 1 << 20;
 
-/// The files of one store.
+/// Reads the files of one store.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Files {
     pub(super) store: &'static str,
@@ -26,7 +26,7 @@ impl Files {
         Ok(pem)
     }
 
-    // Its path is not told: it may be the key itself.
+    // Errors do not show the path: a user may pass the key itself.
     pub(super) fn private_key(self, path: &Path) -> Result<Vec<u8>, BackendError> {
         let pem = read(path).map_err(|error| {
             self.refused("the file of option `key` cannot be read").with_source(error)

@@ -1,4 +1,5 @@
-//! From the servers of a URL and the options to an open Redis store. The files that options name are read here, before anything is sent.
+//! Opens a Redis store from the servers of a URL and the options. Reads the files that options name
+//! before it sends anything.
 
 use std::time::Duration;
 
@@ -12,7 +13,7 @@ use crate::layout::Layout;
 use crate::store_url::{Place, RedisServers};
 use crate::value::Secret;
 
-/// Refuses what cannot work, files left out.
+/// Validates the configuration without I/O. Files are not read.
 pub(super) fn check(servers: &RedisServers, options: &Layer) -> Result<(), BackendError> {
     config(servers, options).check()
 }
@@ -56,14 +57,14 @@ fn logins(mut config: RedisConfig, servers: &RedisServers, options: &Layer) -> R
     config
 }
 
-/// What the locks look like, and what must have happened to a grant before it counts.
+/// Sets the format of records, and the conditions under which a grant counts.
 fn records(mut config: RedisConfig, options: &Layer) -> RedisConfig {
     if let Some(namespace) = &options.namespace {
         config = config.with_namespace(namespace);
     }
     if let Some(layout) = options.layout {
         config = config.with_layout(match layout {
-            // Refused when options are checked.
+            // `layer::check` refuses `Curator` and `Etcdctl` for Redis.
             Layout::Native | Layout::Curator | Layout::Etcdctl => RedisLayout::Native,
             Layout::Spring => RedisLayout::Spring,
             Layout::Redisson => RedisLayout::Redisson,
@@ -96,13 +97,13 @@ fn limits(mut config: RedisConfig, options: &Layer) -> RedisConfig {
         config = config.with_connect_timeout(connect_timeout);
     }
     if let Some(timeout) = options.timeout {
-        // The connection must not be given up while the engine still waits for an answer.
+        // The connection must outlast the engine's time-out.
         let longer = RedisConfig::RESPONSE_TIMEOUT.max(timeout * 6 / 5);
         config = config.with_response_timeout(longer);
     }
     match (options.replica_timeout, options.timeout) {
         (Some(replica_timeout), _) => config.with_replica_timeout(replica_timeout),
-        // A grant that waits for replicas for longer than the engine waits for it is of no use to anybody.
+        // The engine ignores a grant whose wait for replicas takes longer than its time-out.
         (None, Some(timeout)) => {
             config.with_replica_timeout(REPLICA_TIMEOUT.min(timeout * 5 / 6).max(SERVERS_MIN))
         }
@@ -110,7 +111,7 @@ fn limits(mut config: RedisConfig, options: &Layer) -> RedisConfig {
     }
 }
 
-/// That of `RedisConfig`, unless it is set.
+/// The default of `RedisConfig`.
 const REPLICA_TIMEOUT: Duration = Duration::from_secs(1);
 
 #[cfg(feature = "redis-tls")]

@@ -1,4 +1,5 @@
-//! From the servers of a URL and the options to an open ZooKeeper store. The files that options name are read here, before anything is sent.
+//! Opens a ZooKeeper store from the servers of a URL and the options. Reads the files that options
+//! name before it sends anything.
 
 use registry_core::{BackendError, BackendErrorKind};
 use registry_zk::{Acl, Layout as ZkLayout, Naming as ZkNaming, ZkBackend, ZkConfig};
@@ -10,7 +11,7 @@ use crate::layout::Layout;
 use crate::store_url::ZkServers;
 use crate::value::{Secret, shown};
 
-/// Refuses what cannot work, files left out.
+/// Validates the configuration without I/O. Files are not read.
 pub(super) fn check(servers: &ZkServers, options: &Layer) -> Result<(), BackendError> {
     if servers.are_encrypted() && options.ca.is_none() {
         let says = "zookeeper: encrypted connections need option `ca`, the file with the certificate authorities that are trusted";
@@ -26,7 +27,8 @@ pub(super) async fn open(servers: &ZkServers, options: &Layer) -> Result<ZkBacke
     let backend = ZkBackend::open(config).await?;
     let longest = backend.session_timeout() / 2;
     match options.lease {
-        // Told here, where it is known whose limit it is.
+        // Returned here, because the message must name the servers' limit; the engine would name
+        // only its own.
         Some(lease) if lease > longest => {
             let says = format!(
                 "zookeeper: the servers grant sessions of at most {}, and so leases of at most {}; their limit is `maxSessionTimeout`, the \
@@ -95,7 +97,7 @@ fn limits(mut config: ZkConfig, options: &Layer) -> ZkConfig {
         config = config.with_connect_timeout(connect_timeout);
     }
     if let Some(timeout) = options.timeout {
-        // An answer that outlives the engine's patience is of no use to anybody.
+        // The engine ignores a response that arrives after its time-out.
         config = config.with_request_timeout(timeout * 5 / 6);
     }
     config

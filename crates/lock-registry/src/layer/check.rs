@@ -1,4 +1,5 @@
-//! Whether options fit: each its store and its range, and all of them together. Reading them is done elsewhere.
+//! Validates options: each for its store and its range, and all of them together. Parsing is in
+//! `layer`.
 
 use std::time::Duration;
 
@@ -10,7 +11,7 @@ use crate::layout::Layout;
 use crate::store_url::{Store, StoreUrl};
 use crate::value::shown;
 
-/// The stores that know an option.
+/// The stores that support an option.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Stores {
     All,
@@ -19,16 +20,16 @@ pub(super) enum Stores {
     /// PostgreSQL, MariaDB and MySQL.
     Database,
     Postgres,
-    /// All that connections are made to.
+    /// All stores with connections.
     Servers,
     Redis,
-    /// Redis, at the path of a socket.
+    /// Redis at a socket.
     RedisUnix,
     /// Redis under sentinels.
     RedisSentinel,
-    /// Redis, several masters.
+    /// A quorum of Redis masters.
     RedisQuorum,
-    /// Redis, with replicas that count.
+    /// Redis with optional replicas: all but quorums.
     RedisReplicated,
     ZooKeeper,
     /// Redis, ZooKeeper and etcd over encrypted connections, and database servers.
@@ -36,7 +37,7 @@ pub(super) enum Stores {
 }
 
 impl Stores {
-    /// Whether the store of this scheme is one of them.
+    /// Returns whether the store of this scheme is one of them.
     fn have(self, scheme: &str) -> bool {
         let (store, kind) = scheme.split_once('+').unwrap_or((scheme, ""));
         let redis = matches!(store, "redis" | "rediss");
@@ -59,7 +60,7 @@ impl Stores {
         }
     }
 
-    /// What they are called.
+    /// Returns the name of these stores in messages.
     fn called(self) -> &'static str {
         match self {
             Self::All => "all stores",
@@ -81,7 +82,8 @@ impl Stores {
 }
 
 impl Layer {
-    /// Checks every value, and that the store of the scheme `store` knows each option that is set.
+    /// Validates every value, and that the store of scheme `store` supports each option that is
+    /// set.
     pub(crate) fn check(&self, origin: Origin, store: &str) -> Result<(), ConfigError> {
         for row in OPTIONS.iter().filter(|row| row.shown_in(self).is_some()) {
             if !row.stores.have(store) {
@@ -95,9 +97,9 @@ impl Layer {
         let wrong = |option: &str, problem: String| {
             Err(ConfigError::Invalid(format!("{} {problem}", origin.names(option))))
         };
-        // To a server no time at all is all the time in the world, or less than it counts.
+        // For servers, zero means no limit or is below their resolution.
         let busy_min = if Stores::Database.have(store) { SERVERS_MIN } else { Duration::ZERO };
-        // Longer than any statement, or tokens could go back.
+        // Longer than any statement runs. Otherwise a purge could make tokens decrease.
         let purge_min = if Stores::Database.have(store) { PURGE_MIN } else { Duration::ZERO };
         let lease_min = if is_etcd(store) { ETCD_LEASE_MIN } else { Capabilities::LEASE_MIN };
         let spans = [
@@ -185,7 +187,8 @@ impl Layer {
         Ok(())
     }
 
-    /// Checks what depends on more than one option. This layer is what all sources say together; `origin` tells whose an option is.
+    /// Validates combinations of options. This layer is the merged result of all sources; `origin`
+    /// returns the source of an option.
     pub(crate) fn check_together(
         &self,
         store: &str,
@@ -251,7 +254,7 @@ impl Layer {
                 );
             }
         }
-        // The store would say so itself, but only when it is open.
+        // The store has the same limit, but checks it only when it is open.
         if let (Some(lease), Some(Mode::Session | Mode::Row)) = (self.lease, self.mode)
             && lease > CONNECTION_LEASE_MAX
         {
@@ -294,7 +297,7 @@ impl Layer {
 }
 
 impl Layer {
-    /// Checks what ZooKeeper makes of times and logins.
+    /// Validates ZooKeeper's namespace, session time-out and login.
     fn check_session(&self) -> Result<(), (&'static str, String)> {
         if self.namespace.as_deref() == Some("") {
             return Err(("namespace", "is empty; leave it away".to_owned()));
@@ -322,7 +325,7 @@ impl Layer {
         Ok(())
     }
 
-    /// Checks what a database's layout of Spring asks for, and what is of no use in any other.
+    /// Validates the options of `layout=spring` in a database, and refuses them in other layouts.
     fn check_spring(&self) -> Result<(), (&'static str, String)> {
         if self.layout != Some(Layout::Spring) {
             for (option, is_set) in [
@@ -357,7 +360,7 @@ impl Layer {
     }
 }
 
-/// The layouts that the stores of this scheme have.
+/// Returns the layouts that the stores of this scheme support.
 fn layouts(store: &str) -> &'static [Layout] {
     if Stores::RedisReplicated.have(store) {
         &[Layout::Native, Layout::Spring, Layout::Redisson]
@@ -376,30 +379,30 @@ fn is_etcd(store: &str) -> bool {
     matches!(store, "etcd" | "etcds")
 }
 
-// The engine's own, for what is not set.
+// The engine's defaults, for options that are not set.
 const LEASE: Duration = Duration::from_secs(30);
 const TIMEOUT: Duration = Duration::from_secs(3);
 const DAYS_MAX: Duration = LockOptions::WAIT_MAX;
-/// The shortest session that can be asked for: of twice the shortest lease, and as much again.
+/// Minimum session time-out: four times the minimum lease.
 const SESSION_MIN: Duration = Duration::from_millis(400);
-/// The highest limit of sessions that ZooKeeper's backend takes.
+/// Maximum number of sessions in the ZooKeeper backend.
 const SESSIONS_MAX: u32 = 32;
-/// The shortest lease that etcd's backend takes.
+/// Minimum lease of the etcd backend.
 const ETCD_LEASE_MIN: Duration = Duration::from_secs(2);
-/// How long a server that hears nothing of a session, or of a transaction, keeps its locks.
+/// Maximum time for which a server keeps the locks of a silent session or transaction.
 const CONNECTION_LEASE_MAX: Duration = Duration::from_secs(60);
-/// More connections than any server has for one program.
+/// More connections than any server allows one program.
 const POOL_MAX: u32 = 10_000;
-/// The shortest time that rows are kept in a server.
+/// Minimum time that rows are kept in a server.
 const PURGE_MIN: Duration = Duration::from_secs(60);
-/// The shortest time that servers can be given for anything.
+/// Minimum of all times that are sent to servers.
 pub(crate) const SERVERS_MIN: Duration = Duration::from_millis(10);
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// What is wrong with these options, all of them in the store URL.
+    /// Returns the error for these options in a store URL.
     fn problem(store: &str, options: &[(&str, &str)]) -> Option<String> {
         let mut layer = Layer::default();
         let read =

@@ -1,5 +1,6 @@
-//! URLs of database servers: `postgres://[USER[:PASSWORD]@]HOST[:PORT]/DATABASE`, and the same for `mysql:`. In the host's place may stand the folder
-//! of PostgreSQL's sockets, or MariaDB's or MySQL's socket itself, with slashes as `%2F`.
+//! URLs of database servers: `postgres://[USER[:PASSWORD]@]HOST[:PORT]/DATABASE`, and the same for
+//! `mysql:`. Instead of a host, the URL can name PostgreSQL's socket directory, or the socket of
+//! MariaDB or MySQL, with slashes as `%2F`.
 
 use std::path::PathBuf;
 
@@ -9,7 +10,7 @@ use super::parts::{Host, Parts, decoded_text, file_path, server, unusable};
 use crate::scheme::Scheme;
 use crate::value::Secret;
 
-/// A database, and how to log in to it.
+/// A database and its login.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct DatabaseServer {
     pub(crate) place: Place,
@@ -18,7 +19,7 @@ pub(crate) struct DatabaseServer {
 }
 
 impl DatabaseServer {
-    /// The host of its URL; empty if the URL names a socket.
+    /// Returns the host of the URL. Empty if the URL names a socket.
     pub(crate) fn hosts(&self) -> &[Host] {
         match &self.place {
             Place::Host(host) => std::slice::from_ref(host),
@@ -27,15 +28,15 @@ impl DatabaseServer {
     }
 }
 
-/// Where the server is.
+/// Address of the server.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Place {
     Host(Host),
-    /// On this host: where its sockets are, or its socket is.
+    /// On this host: PostgreSQL's socket directory, or the socket of MariaDB or MySQL.
     Socket(PathBuf, u16),
 }
 
-/// A user, and the password if one is given.
+/// A user and an optional password.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Login {
     pub(crate) user: Secret,
@@ -43,7 +44,7 @@ pub(crate) struct Login {
 }
 
 impl DatabaseServer {
-    /// A server that is reached at port `port` unless the URL says otherwise.
+    /// Parses the server of a URL, with `port` as the default port.
     pub(super) fn parse(
         parts: &Parts<'_>,
         scheme: &'static Scheme,
@@ -105,14 +106,14 @@ fn login(login: &str, scheme: &Scheme) -> Result<Login, ConfigError> {
     Ok(Login { user: text(user)?, password: password.map(text).transpose()? })
 }
 
-/// What to write instead.
+/// Returns the expected form, for errors.
 fn form(scheme: &Scheme) -> String {
     format!("write `{}://USER:PASSWORD@HOST:PORT/DATABASE`", scheme.name)
 }
 
-/// Where PostgreSQL listens unless it is told otherwise.
+/// PostgreSQL's default port.
 pub(super) const POSTGRES_PORT: u16 = 5_432;
-/// Where MariaDB and MySQL do.
+/// Default port of MariaDB and MySQL.
 pub(super) const MYSQL_PORT: u16 = 3_306;
 
 #[cfg(all(test, feature = "postgres"))]

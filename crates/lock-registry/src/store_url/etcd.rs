@@ -6,10 +6,10 @@ use super::parts::{Host, Parts, decoded_text, servers, unusable};
 use crate::scheme::Scheme;
 use crate::value::Secret;
 
-/// Some members of a cluster, and how to log in to it.
+/// Some members of a cluster and their login.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct EtcdMembers {
-    /// The scheme of their URL.
+    /// The scheme of the URL.
     pub(crate) scheme: &'static str,
     pub(crate) members: Vec<Host>,
     /// User and password.
@@ -17,7 +17,7 @@ pub(crate) struct EtcdMembers {
 }
 
 impl EtcdMembers {
-    /// Whether connections are encrypted.
+    /// Returns whether connections are encrypted.
     #[cfg(feature = "etcd-tls")]
     pub(crate) fn are_encrypted(&self) -> bool {
         self.scheme == "etcds"
@@ -54,7 +54,7 @@ fn login(login: &str, scheme: &Scheme) -> Result<(Secret, Secret), ConfigError> 
     Ok((Secret::new(text(user)?), Secret::new(text(password)?)))
 }
 
-/// The port of members for their clients.
+/// Default port of members for clients.
 const PORT: u16 = 2379;
 
 #[cfg(all(test, feature = "etcd"))]

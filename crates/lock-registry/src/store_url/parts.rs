@@ -1,4 +1,5 @@
-//! A store URL cut into its parts, and what is the same in the parts of all stores. What they mean is not decided here.
+//! Splits a store URL into its parts, and parses what all stores have in common. The meaning of the
+//! parts is in the modules of the stores.
 
 use std::collections::BTreeSet;
 use std::net::Ipv6Addr;
@@ -9,7 +10,7 @@ use registry_core::ConfigError;
 
 use crate::scheme::{self, Scheme};
 
-/// A URL as it is cut up: `scheme:[//authority]path[?query][#fragment]`. Nothing is decoded.
+/// The parts of a URL: `scheme:[//authority]path[?query][#fragment]`. Nothing is decoded.
 pub(super) struct Parts<'a> {
     pub(super) scheme: String,
     pub(super) authority: Option<&'a str>,
@@ -19,13 +20,13 @@ pub(super) struct Parts<'a> {
 }
 
 impl<'a> Parts<'a> {
-    /// `None` when `url` does not start with what could be a scheme.
+    /// Splits `url`. Returns `None` if it does not start with a plausible scheme.
     pub(super) fn cut(url: &'a str) -> Option<Self> {
         let (scheme, rest) = url.split_once(':')?;
         let plausible = scheme.len() <= SCHEME_BYTES_MAX
             && scheme.starts_with(|first: char| first.is_ascii_alphabetic())
             && scheme.chars().all(|c| c.is_ascii_alphanumeric() || "+-.".contains(c));
-        // `user:password@host`, with the scheme forgotten.
+        // `user:password@host` without a scheme.
         let login = !rest.starts_with("//") && rest.contains('@') && Scheme::find(scheme).is_err();
         if !plausible || login {
             return None;
@@ -42,7 +43,8 @@ impl<'a> Parts<'a> {
         Some(Self { scheme: scheme.to_ascii_lowercase(), authority, path, query, fragment })
     }
 
-    /// What stands before and after the `@` of `authority`. Another `@` anywhere may be a part of a password.
+    /// Splits `authority` at its `@`. Refuses any other `@` in the URL, because it may be part of a
+    /// password.
     pub(super) fn login_and_hosts(
         &self,
         authority: &'a str,
@@ -63,7 +65,8 @@ impl<'a> Parts<'a> {
         Ok((login, hosts))
     }
 
-    /// Whether what stands before the colon is meant as a scheme. Otherwise it may be a user, or a password.
+    /// Returns whether the text before the colon is meant as a scheme. Otherwise it may be a user
+    /// or a password.
     pub(super) fn names_a_scheme(&self) -> bool {
         self.authority.is_some() || scheme::is_like_known(&self.scheme)
     }
@@ -78,7 +81,7 @@ fn split_at_first(text: &str, mark: char) -> (&str, Option<&str>) {
     }
 }
 
-/// Undoes percent-encoding, strictly: a lone `%` is more often a forgotten `%25` than meant.
+/// Decodes percent-encoding. Refuses a lone `%`, which is usually a forgotten `%25`.
 pub(super) fn decoded(part: &str, scheme: &Scheme) -> Result<Vec<u8>, ConfigError> {
     if !is_well_encoded(part) {
         return Err(unusable(
@@ -89,7 +92,7 @@ pub(super) fn decoded(part: &str, scheme: &Scheme) -> Result<Vec<u8>, ConfigErro
     Ok(percent_decode_str(part).collect())
 }
 
-/// The same for what must be text; `what` is what it is called if it is not.
+/// Decodes text. `what` names it in the error if it is not UTF-8.
 pub(super) fn decoded_text(part: &str, scheme: &Scheme, what: &str) -> Result<String, ConfigError> {
     String::from_utf8(decoded(part, scheme)?)
         .map_err(|_| unusable(scheme, &format!("has {what} that is not UTF-8")))
@@ -102,7 +105,7 @@ pub(super) fn is_well_encoded(part: &str) -> bool {
     })
 }
 
-/// The path of a file. `write` says what to write if there is none.
+/// Decodes the path of a file. `write` is the hint in the error if the path is empty.
 pub(super) fn file_path(part: &str, scheme: &Scheme, write: &str) -> Result<PathBuf, ConfigError> {
     let path = decoded(part, scheme)?;
     if path.is_empty() {
@@ -134,13 +137,13 @@ fn path_of(bytes: Vec<u8>, scheme: &Scheme) -> Result<PathBuf, ConfigError> {
     Ok(path.into())
 }
 
-/// A name or an address, without brackets, and a port.
+/// A name, or an address without brackets, and a port.
 pub(crate) type Host = (String, u16);
 
-/// Reads a host, with the port where such servers listen unless they are told otherwise.
+/// Parses a host with an optional port.
 pub(super) fn server(host: &str, default_port: u16) -> Option<Host> {
     let (name, port) = match host.rsplit_once(':') {
-        // The colons of an IPv6 address stand in brackets.
+        // The colons of an IPv6 address are inside brackets.
         Some((name, port)) if !port.ends_with(']') => (name, port.parse().ok()),
         _ => (host, Some(default_port)),
     };
@@ -149,7 +152,7 @@ pub(super) fn server(host: &str, default_port: u16) -> Option<Host> {
     Some((name.to_owned(), port))
 }
 
-/// A list of servers, each of them once.
+/// Parses a list of distinct servers.
 pub(super) fn servers(
     hosts: &str,
     scheme: &Scheme,
@@ -182,10 +185,11 @@ pub(super) fn servers(
     Ok(servers)
 }
 
-/// A host with an optional port. `user:password` is none, unless the password is a port number.
+/// Returns whether `host` is a host with an optional port. `user:password` is not, unless the
+/// password is a port number.
 pub(super) fn is_host(host: &str) -> bool {
     let (name, port) = match host.rsplit_once(':') {
-        // The colons of an IPv6 address stand in brackets.
+        // The colons of an IPv6 address are inside brackets.
         Some((name, port)) if !port.ends_with(']') => (name, Some(port)),
         _ => (host, None),
     };

@@ -1,5 +1,5 @@
-//! URLs of Redis servers. What follows `//` is the same for all of them, `[[USER]:PASSWORD@]` and one host or several; what the
-//! path means depends on how the servers work together.
+//! URLs of Redis servers. All start with `[[USER]:PASSWORD@]` and one or several hosts after `//`.
+//! The meaning of the path depends on the kind of deployment.
 
 use std::path::PathBuf;
 
@@ -9,35 +9,35 @@ use super::parts::{Host, Parts, decoded_text, file_path, server, servers, unusab
 use crate::scheme::Scheme;
 use crate::value::Secret;
 
-/// The servers of one store, and how to log in to them.
+/// The servers of one store and their login.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct RedisServers {
-    /// The scheme of their URL.
+    /// The scheme of the URL.
     pub(crate) scheme: &'static str,
     pub(crate) place: Place,
-    /// Of a socket it is an option that says so.
+    /// For a socket, the option `db` sets it instead.
     pub(crate) database: u32,
     pub(crate) login: Option<Login>,
 }
 
-/// Where the servers are, and how they work together.
+/// Addresses and deployment kind of the servers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Place {
     One(Host),
-    /// One on this host, which listens at this path.
+    /// A server on this host, at this socket.
     Socket(PathBuf),
-    /// Whatever server these sentinels say is the master of `service`.
+    /// The server that these sentinels name as the master of `service`.
     Sentinels {
         sentinels: Vec<Host>,
         service: String,
     },
     /// Some members of a cluster.
     Cluster(Vec<Host>),
-    /// Masters that know nothing of each other.
+    /// Independent masters.
     Quorum(Vec<Host>),
 }
 
-/// A password, and the user whose it is if it is not that of the server as a whole.
+/// A password, and the user if it is not the default user.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Login {
     pub(crate) user: Option<Secret>,
@@ -45,7 +45,7 @@ pub(crate) struct Login {
 }
 
 impl RedisServers {
-    /// The hosts of their URL; empty if the URL names a socket.
+    /// Returns the hosts of the URL. Empty if the URL names a socket.
     pub(crate) fn hosts(&self) -> &[Host] {
         match &self.place {
             Place::One(host) => std::slice::from_ref(host),
@@ -56,7 +56,7 @@ impl RedisServers {
         }
     }
 
-    /// Whether connections are encrypted.
+    /// Returns whether connections are encrypted.
     #[cfg(feature = "redis-tls")]
     pub(crate) fn are_encrypted(&self) -> bool {
         self.scheme.starts_with("rediss")
@@ -117,7 +117,7 @@ impl RedisServers {
     }
 }
 
-/// What to write instead.
+/// Returns the expected form, for errors.
 fn form(scheme: &Scheme, kind: &str) -> String {
     let rest = match kind {
         "" => "HOST:PORT",
@@ -161,7 +161,7 @@ fn socket(host: &str, path: &str, scheme: &Scheme, form: &str) -> Result<PathBuf
 
 fn login(login: &str, scheme: &Scheme) -> Result<Login, ConfigError> {
     let text = |part: &str| decoded_text(part, scheme, "a user or a password");
-    // Without a password the server would never be told of the user.
+    // Without a password, the client would not send the user.
     let Some((user, password)) = login.split_once(':').filter(|login| *login != ("", "")) else {
         return Err(unusable(
             scheme,
@@ -182,11 +182,11 @@ fn database(path: &str, scheme: &Scheme) -> Result<u32, ConfigError> {
     }
 }
 
-/// Where Redis listens unless it is told otherwise.
+/// Redis's default port.
 const PORT: u16 = 6_379;
-/// Where its sentinels do.
+/// Default port of sentinels.
 const SENTINEL_PORT: u16 = 26_379;
-/// Of fewer, none may fail.
+/// With fewer masters, a quorum tolerates no failure.
 const QUORUM_MIN: usize = 3;
 
 #[cfg(all(test, feature = "redis"))]

@@ -1,4 +1,4 @@
-//! How a store URL is shown to people: decided here alone, for messages, logs and `Debug`.
+//! Redacts store URLs. All messages, logs and `Debug` output use this module.
 
 use std::fmt;
 
@@ -11,11 +11,12 @@ use crate::layer::OptionRow;
 use crate::scheme;
 use crate::value::HIDDEN;
 
-/// Shows a store URL without its secrets, for logs and messages.
+/// Returns a store URL without its secrets, for logs and messages.
 ///
-/// Shown is only what is known to be harmless: the scheme, if it is one of ours; hosts and ports; a path; options of ours with
-/// values that they can have. User and password become `***`, and so does the value of every other option. A URL that cannot
-/// be understood is not shown at all, but for its scheme: a password with an unescaped `/`, `?`, `#` or `@` may stand anywhere in it.
+/// Only parts that are known to be harmless are shown: a known scheme, hosts and ports, a path, and
+/// known options with valid values. User and password become `***`, and so does the value of every
+/// other option. Of a URL that cannot be parsed, only the scheme is shown. A password with an
+/// unescaped `/`, `?`, `#` or `@` may be anywhere in it.
 ///
 /// # Examples
 /// ```
@@ -41,7 +42,8 @@ pub fn redact_url(url: &str) -> String {
     format!("{scheme}:{place}?{}", options.join("&"))
 }
 
-/// What stands between the scheme and the options, without the login. `None` if it cannot be told what is what.
+/// Returns the part between the scheme and the options, without the login. Returns `None` if the
+/// parts cannot be told apart.
 fn shown_place(parts: &Parts<'_>) -> Option<String> {
     if parts.fragment.is_some() {
         return None;
@@ -51,9 +53,9 @@ fn shown_place(parts: &Parts<'_>) -> Option<String> {
         ("memory", None) | ("sqlite", None) => is_plain_path(path).then(|| path.to_owned()),
         ("sqlite", Some("")) => is_plain_path(path).then(|| format!("//{path}")),
         ("pass-through", None) => path.is_empty().then(String::new),
-        // They have no hosts, so it is anybody's guess what this was to be.
+        // These stores have no hosts, so the meaning of this part is unknown.
         ("memory" | "sqlite" | "pass-through", Some(_)) => None,
-        // In all others something is missing.
+        // All other stores have an authority, so the URL is incomplete.
         (_, None) => path.is_empty().then(String::new),
         (_, Some(authority)) => {
             let (login, hosts) = match authority.rsplit_once('@') {
@@ -68,11 +70,11 @@ fn shown_place(parts: &Parts<'_>) -> Option<String> {
     }
 }
 
-/// One `name=value` of a query.
+/// Returns one `name=value` of a query, redacted if necessary.
 fn shown_option(option: &str) -> String {
     let Some((name, value)) = option.split_once('=') else { return HIDDEN.to_owned() };
     let Some(row) = OptionRow::find(name) else { return HIDDEN.to_owned() };
-    // What is not well encoded keeps its `%`, which is not harmless.
+    // Text that is not well encoded keeps its `%`, which is not harmless.
     let decoded = percent_decode_str(value).decode_utf8();
     if decoded.is_ok_and(|value| row.is_harmless(&value)) {
         option.to_owned()
@@ -81,13 +83,13 @@ fn shown_option(option: &str) -> String {
     }
 }
 
-/// Whether `path` holds nothing of a login or of options that went astray.
+/// Returns whether `path` contains no misplaced login or options.
 fn is_plain_path(path: &str) -> bool {
     let plain = |c: char| c.is_alphanumeric() || "-._~/+, ()%".contains(c);
     path.chars().all(plain) && is_well_encoded(path)
 }
 
-/// A store URL as it was given: kept in full, shown without its secrets.
+/// The original store URL. `Display` and `Debug` show it without secrets.
 #[derive(Clone, PartialEq, Eq)]
 pub(crate) struct UrlText(String);
 
@@ -96,7 +98,7 @@ impl UrlText {
         Self(url.into())
     }
 
-    /// Takes it apart.
+    /// Parses the URL.
     pub(crate) fn parse(&self) -> Result<StoreUrl, ConfigError> {
         StoreUrl::parse(&self.0)
     }
@@ -207,7 +209,7 @@ mod tests {
         }
     }
 
-    /// Everything that is shown of `url`, or told of what is wrong with it.
+    /// Returns all output for `url`: its redacted form, and the error if it is invalid.
     fn told(url: &str) -> String {
         let config = RegistryConfig::new().url(url);
         let mut told = redact_url(url);
@@ -225,7 +227,7 @@ mod tests {
 
     #[test]
     fn no_mixture_of_parts_shows_a_secret() {
-        // One of each kind.
+        // One scheme of each kind.
         let schemes = [
             "memory",
             "SQLite",
@@ -285,7 +287,8 @@ mod tests {
 
     #[test]
     fn no_slip_of_the_pen_shows_a_secret() {
-        // Long enough that half of it is left when the slip is in the middle of it.
+        // The passwords are doubled, so that one half remains recognisable when the other half is
+        // damaged.
         for url in [
             "redis://user:canarycanary@host:6379/0?lease=30s",
             "rediss://:canarycanary@host",

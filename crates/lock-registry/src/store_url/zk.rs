@@ -1,4 +1,5 @@
-//! URLs of ZooKeeper servers: `zk://[USER:PASSWORD@]HOST[:PORT],HOST[:PORT]…[/CHROOT]`, and `zks:` for encrypted connections.
+//! URLs of ZooKeeper servers: `zk://[USER:PASSWORD@]HOST[:PORT],HOST[:PORT]…[/CHROOT]`, and `zks:`
+//! for encrypted connections.
 
 use registry_core::ConfigError;
 
@@ -6,19 +7,19 @@ use super::parts::{Host, Parts, decoded_text, servers, unusable};
 use crate::scheme::Scheme;
 use crate::value::Secret;
 
-/// The servers of one ensemble, and how to log in to them.
+/// The servers of one ensemble and their login.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct ZkServers {
-    /// The scheme of their URL.
+    /// The scheme of the URL.
     pub(crate) scheme: &'static str,
     pub(crate) hosts: Vec<Host>,
-    /// Everything is below it.
+    /// The parent of all nodes.
     pub(crate) chroot: Option<String>,
     pub(crate) login: Option<(Secret, Secret)>,
 }
 
 impl ZkServers {
-    /// Whether connections are encrypted.
+    /// Returns whether connections are encrypted.
     #[cfg(feature = "zk")]
     pub(crate) fn are_encrypted(&self) -> bool {
         self.scheme == "zks"
@@ -60,7 +61,7 @@ fn login(login: &str, scheme: &Scheme) -> Result<(Secret, Secret), ConfigError> 
     }
 }
 
-/// Where ZooKeeper listens unless it is told otherwise.
+/// ZooKeeper's default port.
 const PORT: u16 = 2_181;
 
 #[cfg(all(test, feature = "zk"))]

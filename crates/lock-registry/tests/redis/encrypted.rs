@@ -1,4 +1,4 @@
-//! Encrypted connections: whom we believe, and how we say who we are.
+//! Encrypted connections: trusted certificate authorities and client certificates.
 
 use lock_registry::{BackendErrorKind, ConfigError, GuaranteeClass, connect};
 use registry_testkit::error_text;
@@ -76,7 +76,7 @@ async fn a_file_that_cannot_be_used_is_told_before_anything_is_sent() {
         (format!("cert={cert}&key={other}"), "holds no private key"),
         (format!("cert={cert}&key={locked}"), "free of a passphrase"),
     ] {
-        // Nobody listens here: whoever tried would be told so.
+        // No server listens here, so an attempt to connect would return another error.
         let error = connect(&format!("rediss://:canary@127.0.0.1:1?{options}")).await.unwrap_err();
         let text = error_text(&error);
         assert!(text.contains(hint) && !text.contains(CANARY), "{options}: {text}");

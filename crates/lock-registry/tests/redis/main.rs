@@ -1,4 +1,5 @@
-//! Redis servers by their URL: real servers, with and without users, and what is said when they cannot be reached.
+//! Redis servers by URL: real servers, with and without users, and the errors if they cannot be
+//! reached.
 #![cfg(feature = "redis")]
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 
@@ -20,13 +21,14 @@ async fn server(options: &[&str]) -> RedisServer {
     RedisServer::start(options).await.expect("redis-server starts")
 }
 
-/// A server with these users beside the default one, each in the words of `ACL SETUSER`.
+/// Starts a server with these users in addition to the default one, each in the syntax of `ACL
+/// SETUSER`.
 async fn server_with(users: &[&str]) -> RedisServer {
     let words = users.iter().flat_map(|user| std::iter::once("--user").chain(user.split(' ')));
     server(&words.collect::<Vec<_>>()).await
 }
 
-/// Why `url` cannot be opened. The password is nowhere in it.
+/// Returns the kind of the error that `url` causes. The error must not contain the password.
 async fn refused(url: &str) -> BackendErrorKind {
     let error = connect(url).await.expect_err("it cannot be opened");
     assert!(!error_text(&error).contains(CANARY), "{}", error_text(&error));
@@ -52,7 +54,7 @@ async fn a_server_excludes_two_registries_and_tells_who_holds() {
     let holder = other.obtain("key").holder().await.unwrap().unwrap();
     assert_eq!(holder.label.as_deref(), Some("worker 1"));
     assert!(holder.lease_left.is_some_and(|left| left > Duration::from_secs(30)), "{holder:?}");
-    // The message of the release ends the wait long before the poll.
+    // The release message ends the wait long before the poll.
     let waiter = tokio::spawn(async move {
         other.obtain("key").lock().await.unwrap().unlock().await.unwrap();
         other
@@ -71,7 +73,7 @@ async fn namespaces_and_databases_keep_locks_apart() {
     for elsewhere in [format!("{url}?namespace=shop"), format!("{url}/1"), format!("{url}/15")] {
         locks_and_unlocks(&connect(&elsewhere).await.unwrap()).await;
     }
-    // The default is the store's own, and can be said.
+    // The default namespace can also be given explicitly.
     let same = connect(&format!("{url}/0?namespace=lock-registry")).await.unwrap();
     assert!(same.obtain("key").try_lock().await.unwrap().is_none());
     guard.unlock().await.unwrap();
@@ -113,7 +115,7 @@ async fn a_user_with_all_rights_logs_in_by_name() {
     }
 }
 
-/// Waits until the server answers `command` with something that holds `part`.
+/// Waits until the server's answer to `command` contains `part`.
 async fn eventually(command: &str, server: &RedisServer, part: &str) {
     let asking = async {
         while !server.ask(command).await.unwrap().contains(part) {
@@ -135,7 +137,7 @@ async fn the_rights_in_the_book_are_enough_for_everything() {
     let url = format!("redis://worker:canary@{}?poll=1h&lease=60s&timeout=60s", server.addr());
     let (one, other) = (connect(&url).await.unwrap(), connect(&url).await.unwrap());
     let guard = one.obtain("key").try_lock().await.unwrap().unwrap();
-    // Waits for a message, which it may hear.
+    // Waits for a message, which this user may receive.
     let waiter = tokio::spawn(async move {
         other.obtain("key").lock().await.unwrap().unlock().await.unwrap();
         other
@@ -150,14 +152,14 @@ async fn the_rights_in_the_book_are_enough_for_everything() {
     assert!(!findings.is_empty());
     assert!(other.force_release("key").await.unwrap());
     drop(guard);
-    // Renewal, by a short lease that is held for longer.
+    // A short lease that is held longer, so that it is renewed.
     let short = connect(&format!("redis://worker:canary@{}?lease=300ms", server.addr())).await;
     let short = short.unwrap();
     let guard = short.obtain("renewed").try_lock().await.unwrap().unwrap();
     tokio::time::sleep(Duration::from_millis(700)).await;
     assert!(guard.is_held());
     guard.unlock().await.unwrap();
-    // Newer servers are told the client's name if they allow it.
+    // The client library sends its name with `CLIENT SETINFO` and tolerates a refusal.
     let log = server.ask("ACL LOG").await.unwrap();
     let lines: Vec<&str> = log.lines().collect();
     let mut denied = lines.windows(3).filter(|lines| lines[0] == "object").map(|lines| lines[2]);
@@ -214,7 +216,7 @@ async fn a_server_that_does_not_encrypt_is_an_error_and_no_panic() {
 
 #[tokio::test]
 async fn what_is_wrong_with_the_url_is_found_before_anything_is_sent() {
-    // Nobody listens here: whoever tried would be told so.
+    // No server listens here, so an attempt to connect would return another error.
     for (rest, hint) in [
         ("?connect_timeout=1ms", "less than the least"),
         ("?token_memory=soon", "no time"),
@@ -250,7 +252,7 @@ async fn options_of_redis_come_from_everywhere() {
     }
     let registry = config.connect().await.unwrap();
     locks_and_unlocks(&registry).await;
-    // Remembered for two days after the last grant.
+    // Kept for two days after the last grant.
     let left = server.ask("PTTL lock-registry:{key}:token").await.unwrap();
     let left: u64 = left.trim_start_matches(':').trim().parse().expect("it says how long");
     assert!(left > 47 * 60 * 60 * 1_000, "{left}");

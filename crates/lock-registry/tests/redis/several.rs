@@ -1,4 +1,4 @@
-//! One store of several servers, whoever speaks for them; and one server that listens at a socket.
+//! Stores of several Redis servers, and one server at a socket, opened by URL.
 
 use std::time::Duration;
 
@@ -12,11 +12,12 @@ use registry_testkit::redis::{
 use super::CANARY;
 use super::{locks_and_unlocks, refused};
 
-/// Two registries of this URL exclude each other, tell who holds, and can break a lock.
+/// Asserts that two registries of this URL exclude each other, return the holder, and can break a
+/// lock.
 pub(crate) async fn serves(url: &str, class: GuaranteeClass) {
     let (one, other) = (connect(url).await.unwrap(), connect(url).await.unwrap());
     assert_eq!(one.capabilities().class, class, "{url}");
-    // More than one, so that in a cluster not all are in the same place.
+    // Several keys, so that a cluster has them on different masters.
     let keys = ["a", "b", "c", "orders/42"];
     let mut guards = Vec::new();
     for key in keys {
@@ -45,7 +46,7 @@ pub(crate) async fn serves(url: &str, class: GuaranteeClass) {
     locks_and_unlocks(&other).await;
 }
 
-/// Long leases, and patience with a machine that has other things to do.
+/// Long leases and time-outs, for loaded machines.
 const PATIENT: &str = "lease=60s&timeout=60s&connect_timeout=60s";
 
 #[tokio::test]
@@ -56,7 +57,7 @@ async fn sentinels_are_asked_for_the_master_and_have_a_login_of_their_own() {
     let url = setup.url().replace("://", "://worker:canary@");
     let login = "sentinel_user=watcher&sentinel_password=canary2";
     serves(&format!("{url}/1?{login}&{PATIENT}"), GuaranteeClass::C).await;
-    // Counts when both replicas have it.
+    // A grant counts when both replicas have it.
     let replicated = format!("{url}?{login}&{PATIENT}&replicas=2&replica_timeout=50s");
     locks_and_unlocks(&connect(&replicated).await.unwrap()).await;
 
@@ -70,7 +71,7 @@ async fn sentinels_are_asked_for_the_master_and_have_a_login_of_their_own() {
 
     #[cfg(feature = "config")]
     {
-        // In another place than the password of the servers.
+        // The sentinels' password comes from another source than the servers' password.
         let config = lock_registry::RegistryConfig::new().url(&url).with_vars([
             ("LOCK_REGISTRY_SENTINEL_USER", "watcher"),
             ("LOCK_REGISTRY_SENTINEL_PASSWORD", "canary2"),
@@ -122,7 +123,7 @@ async fn a_server_is_reached_by_its_socket() {
     let server = RedisServer::start(&arguments).await.unwrap();
     let path = path.to_str().unwrap().replace(' ', "%20");
     serves(&format!("redis+unix://:canary@{path}?{PATIENT}"), GuaranteeClass::B).await;
-    // The same server, the same locks, but for another database.
+    // The port and the socket reach the same locks; another database has its own.
     let by_port = connect(&format!("redis://:canary@{}", server.addr())).await.unwrap();
     let by_socket = connect(&format!("redis+unix://default:canary@{path}")).await.unwrap();
     let guard = by_socket.obtain("key").try_lock().await.unwrap().unwrap();

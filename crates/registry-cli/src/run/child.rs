@@ -1,4 +1,4 @@
-//! The command of `run` as a process: how it is started, what becomes of it, how its group is signalled.
+//! The process of the command of `run`: starts it, reports its changes, and signals its group.
 
 use std::ffi::OsString;
 use std::io::{self, PipeWriter, Write as _};
@@ -17,16 +17,16 @@ use super::command::Program;
 use super::exec;
 use crate::exit::by_signal;
 
-/// A started command, leader of its own process group.
+/// A started command, which is the leader of its own process group.
 #[derive(Debug)]
 pub(crate) struct Running {
     pid: Pid,
-    /// What the command waits for before it begins.
+    /// The command starts after a message on this pipe.
     gate: Option<PipeWriter>,
     changes: mpsc::UnboundedReceiver<Change>,
 }
 
-/// What became of the command.
+/// A change of the command's state.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Change {
     Stopped(Signal),
@@ -41,7 +41,7 @@ pub(crate) enum Ending {
 }
 
 impl Ending {
-    /// The exit status that a shell would tell.
+    /// Returns the exit status that a shell would report.
     pub(crate) fn status(self) -> u8 {
         match self {
             Self::Status(status) => u8::try_from(status).unwrap_or(u8::MAX),
@@ -60,15 +60,16 @@ impl std::fmt::Display for Ending {
 }
 
 impl Running {
-    /// Starts `program` with these additions to its environment; with the terminal in its hands, if `foreground`. It takes
-    /// no step of its own before [`Running::begin`], and none at all if that is never called.
+    /// Starts `program` with these changes to its environment, and with the terminal if
+    /// `foreground`. The command does not run before [`Running::begin`], and never if that is not
+    /// called.
     pub(crate) async fn start(
         program: &Program,
         environment: Vec<(&'static str, Option<String>)>,
         foreground: bool,
     ) -> io::Result<Self> {
         let (waits_at, gate) = io::pipe()?;
-        // The child needs it; the child closes it.
+        // The child inherits this end and closes it.
         fcntl(&waits_at, FcntlArg::F_SETFD(FdFlag::empty()))?;
         let mut command = exec::shim(program, foreground, &waits_at);
         for (name, value) in environment {
@@ -80,7 +81,8 @@ impl Running {
         command.process_group(0);
         let (tell_started, started) = oneshot::channel();
         let (tell, changes) = mpsc::unbounded_channel();
-        // One thread starts the command and waits for it: the command is told when the *thread* that started it ends.
+        // One thread starts the command and waits for it: the death signal is sent when the
+        // *thread* that started the command ends.
         std::thread::Builder::new().name("command".to_owned()).spawn(move || {
             match command.spawn() {
                 Ok(child) => {
@@ -97,20 +99,20 @@ impl Running {
         Ok(Self { pid, gate: Some(gate), changes })
     }
 
-    /// Lets the command begin.
+    /// Lets the command start.
     pub(crate) fn begin(&mut self) {
         if let Some(mut gate) = self.gate.take() {
-            // Fails when it was killed meanwhile.
+            // Fails if the command was killed in the meantime.
             let _ = gate.write_all(exec::BEGIN);
         }
     }
 
-    /// The process group of the command.
+    /// Returns the process group of the command.
     pub(crate) fn group(&self) -> Pid {
         self.pid
     }
 
-    /// The next thing that becomes of the command. After its end, nothing does.
+    /// Waits for the next change of the command. Never returns after its end.
     pub(crate) async fn change(&mut self) -> Change {
         match self.changes.recv().await {
             Some(change) => change,
@@ -118,24 +120,26 @@ impl Running {
         }
     }
 
-    /// Signals the command and whatever it started.
+    /// Signals the command and all processes in its group.
     pub(crate) fn signal_all(&self, signal: Signal) {
-        // Fails when all of them have ended just now.
+        // Fails if all of them have just ended.
         let _ = killpg(self.pid, signal);
     }
 
-    /// Signals the command alone. Only while it is not known to have ended: later its id may be somebody else's.
+    /// Signals the command alone. Only while it is not known to have ended, because its id may be
+    /// reused later.
     pub(crate) fn signal(&self, signal: Signal) {
         let _ = kill(self.pid, signal);
     }
 
-    /// Whether any process is left in the command's group.
+    /// Returns whether the command's group contains any process.
     pub(crate) fn is_anybody_left(&self) -> bool {
         is_anybody_left(self.pid)
     }
 }
 
-/// Whether any process is left in `group`. Its id cannot be given to a new process before that.
+/// Returns whether `group` contains any process. While it does, its id cannot be given to a new
+/// process.
 pub(super) fn is_anybody_left(group: Pid) -> bool {
     killpg(group, None) != Err(Errno::ESRCH)
 }
@@ -144,7 +148,7 @@ fn pid_of(child: &Child) -> Pid {
     Pid::from_raw(child.id().cast_signed())
 }
 
-/// Waits for the process until it ends, and tells all that becomes of it.
+/// Waits for the process until it ends, and sends each change.
 fn watch(pid: Pid, tell: &mpsc::UnboundedSender<Change>) {
     loop {
         let change = match waitpid(pid, Some(WaitPidFlag::WUNTRACED)) {
@@ -152,7 +156,7 @@ fn watch(pid: Pid, tell: &mpsc::UnboundedSender<Change>) {
             Ok(WaitStatus::Exited(_, status)) => Change::Ended(Ending::Status(status)),
             Ok(WaitStatus::Signaled(_, signal, _)) => Change::Ended(Ending::Signal(signal)),
             Ok(_) | Err(Errno::EINTR) => continue,
-            // Nobody else waits for our children.
+            // Cannot occur, because no other code waits for this process.
             Err(_) => Change::Ended(Ending::Status(i32::from(u8::MAX))),
         };
         let ended = matches!(change, Change::Ended(_));
@@ -162,7 +166,8 @@ fn watch(pid: Pid, tell: &mpsc::UnboundedSender<Change>) {
     }
 }
 
-/// Our own program, to be started in another role. On Linux by its open file: the name may be somebody else's by now.
+/// Returns a command that starts this program in another role. Linux uses the open file, because
+/// the path may refer to another program by now.
 pub(super) fn own_program(role: &str) -> Command {
     let path = if cfg!(target_os = "linux") { Some(PathBuf::from("/proc/self/exe")) } else { None };
     let path = path

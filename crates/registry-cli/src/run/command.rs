@@ -1,4 +1,4 @@
-//! Finds the program that a command names, before anything is locked for it. By the rules of `execvp`.
+//! Finds the program of a command by the rules of `execvp`, before the lock is acquired.
 
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt as _;
@@ -11,9 +11,9 @@ use crate::exit::Failure;
 /// A command that can be executed.
 #[derive(Debug)]
 pub(crate) struct Program {
-    /// The file.
+    /// The path of the file.
     pub(crate) path: PathBuf,
-    /// The command as it was given: name and arguments.
+    /// The command as given: its name and its arguments.
     pub(crate) argv: Vec<OsString>,
 }
 
@@ -41,7 +41,7 @@ fn find(name: &OsStr, path: Option<OsString>) -> Result<PathBuf, Failure> {
     let path = path.unwrap_or_else(|| "/bin:/usr/bin".into());
     let mut denied = false;
     for folder in std::env::split_paths(&path) {
-        // An empty entry is the working directory.
+        // An empty entry means the working directory.
         let candidate = if folder.as_os_str().is_empty() {
             Path::new(".").join(name)
         } else {

@@ -1,6 +1,8 @@
-//! The hidden role `__exec`: makes itself the command of `run`, after it has arranged to be told when `lockreg` dies.
+//! The hidden role `__exec`: executes the command of `run` in its own process. Before that, it
+//! requests a signal for the death of `lockreg`, and waits until the command may start.
 //!
-//! `lockreg` cannot do this for its child without `unsafe` code between fork and exec; a program of its own can.
+//! `lockreg` itself would need `unsafe` code between fork and exec for this. A separate program
+//! does not.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -20,15 +22,16 @@ use crate::signals;
 
 pub(crate) const ROLE: &str = "__exec";
 
-/// What is written into the gate to let the command begin. The end of the stream without it tells it not to.
+/// The message in the gate that lets the command start. At an end of the stream without it, the
+/// command does not start.
 pub(super) const BEGIN: &[u8] = b"!";
 
 const FOREGROUND: &str = "foreground";
 const BACKGROUND: &str = "background";
 
-/// What starts `program` by way of this role.
+/// Returns the command that starts `program` through this role.
 ///
-/// It waits until [`BEGIN`] can be read from `gate`, which it must inherit.
+/// The role waits until it reads [`BEGIN`] from `gate`, which it must inherit.
 pub(super) fn shim(program: &Program, foreground: bool, gate: &PipeReader) -> Command {
     let mut command = own_program(ROLE);
     command
@@ -40,7 +43,7 @@ pub(super) fn shim(program: &Program, foreground: bool, gate: &PipeReader) -> Co
     command
 }
 
-/// Plays the role. Returns the exit status if the command could not be executed.
+/// Runs this role. Returns the exit status if the command could not be executed.
 pub(crate) fn main(mut arguments: impl Iterator<Item = OsString>) -> u8 {
     let parent = arguments.next().and_then(|pid| pid.to_str()?.parse().ok()).map(Pid::from_raw);
     let gate = arguments.next().and_then(|gate| gate.to_str()?.parse().ok());
@@ -55,14 +58,14 @@ pub(crate) fn main(mut arguments: impl Iterator<Item = OsString>) -> u8 {
         tell(&format!("cannot tie the command to lockreg: {error}"));
     }
     if getppid() != parent {
-        // It died before we were tied to it.
+        // The parent died before the death signal was requested.
         return by_signal(Signal::SIGTERM as i32);
     }
     match may_begin(gate) {
         Ok(true) => {}
-        // It is gone, or the lock is.
+        // `lockreg` has ended, or the lock was lost.
         Ok(false) => return by_signal(Signal::SIGTERM as i32),
-        // Nobody has said that the lock is held.
+        // It is unknown whether the lock is held.
         Err(error) => {
             tell(&format!("cannot wait for lockreg: {error}"));
             return OS;
@@ -82,9 +85,10 @@ pub(crate) fn main(mut arguments: impl Iterator<Item = OsString>) -> u8 {
     }
 }
 
-/// Waits until `lockreg` has made sure that the lock is held and that the watchdog knows us.
+/// Waits until `lockreg` has verified that the lock is held and has informed the watchdog of this
+/// process.
 fn may_begin(gate: RawFd) -> io::Result<bool> {
-    // Opened by its name: to take over the number itself needs `unsafe`.
+    // Opened by its path, because using the number itself needs `unsafe`.
     let opened = File::open(format!("/dev/fd/{gate}"));
     // The command must not inherit it.
     let _ = close(gate);
@@ -97,13 +101,14 @@ fn may_begin(gate: RawFd) -> io::Result<bool> {
 }
 
 fn take_terminal() {
-    // The terminal would stop us for this, had we not inherited its signal as blocked.
+    // The terminal would stop this process here, but its signal is blocked: this process inherited
+    // the signal mask.
     if let Ok(tty) = File::open("/dev/tty") {
         let _ = tcsetpgrp(tty, getpgrp());
     }
 }
 
 fn tell(message: &str) {
-    // There is no later: the command takes our place.
+    // Written at once, because the command replaces this process.
     crate::say::line_to_stderr_at_once(&format!("lockreg: error: {message}"));
 }

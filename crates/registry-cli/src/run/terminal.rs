@@ -1,5 +1,5 @@
-//! Job control: the command of `run` has a process group of its own, so somebody must hand it the terminal, take it back,
-//! and stop and go on together with it, as a shell would.
+//! Job control. The command of `run` has a process group of its own. Like a shell, `lockreg`
+//! therefore gives it the terminal, takes the terminal back, and stops and continues with it.
 
 use std::fs::File;
 use std::io::{IsTerminal as _, stdin, stdout};
@@ -7,7 +7,7 @@ use std::io::{IsTerminal as _, stdin, stdout};
 use nix::sys::signal::{Signal, killpg, raise};
 use nix::unistd::{Pid, getpgrp, getpid, getppid, getsid, tcgetpgrp, tcsetpgrp};
 
-/// The controlling terminal of this process, if there is one.
+/// The controlling terminal of this process, if it has one.
 #[derive(Debug)]
 pub(crate) struct Terminal {
     tty: Option<File>,
@@ -19,10 +19,10 @@ impl Terminal {
         Self { tty: File::options().read(true).write(true).open("/dev/tty").ok(), ours: getpgrp() }
     }
 
-    /// Whether the command should have the terminal from the start.
+    /// Returns whether the command should have the terminal from the start.
     ///
-    /// It must not be taken away from others: in a pipeline (`lockreg run … | less`) or in a script they are in our group and
-    /// want the terminal, or its signals, themselves. Then the command gets it when it asks for it.
+    /// In a pipeline (`lockreg run … | less`) or in a script, other processes of our group need the
+    /// terminal or its signals. The command then gets the terminal when it requests it.
     pub(crate) fn is_ours_alone(&self) -> bool {
         self.is_held_by(self.ours)
             && getpid() == self.ours
@@ -30,31 +30,31 @@ impl Terminal {
             && stdout().is_terminal()
     }
 
-    /// What is to be done when the process group `command` was stopped by `signal`.
+    /// Returns what to do after `signal` has stopped the process group `command`.
     pub(crate) fn after_stop(&self, command: Pid, signal: Signal) -> AfterStop {
         if self.is_held_by(command) {
-            // Ctrl-Z, or somebody stopped what the user is looking at: the whole job stops.
+            // Ctrl-Z, or a stop signal to the foreground command: the whole job stops.
             return if can_be_continued() { AfterStop::StopJob } else { AfterStop::GoOn };
         }
         match signal {
-            // It wants to read from the terminal, or to set it.
+            // The command wants to read from the terminal or to change its settings.
             Signal::SIGTTIN | Signal::SIGTTOU if self.is_held_by(self.ours) => AfterStop::GoOn,
             Signal::SIGTTIN | Signal::SIGTTOU if self.tty.is_some() && can_be_continued() => {
                 AfterStop::StopJob
             }
-            // Somebody stopped the command alone, and will let it go on.
+            // Another process stopped only the command, and will continue it.
             _ => AfterStop::Leave,
         }
     }
 
-    /// Hands the terminal to the process group `command` if it is ours.
+    /// Gives the terminal to the process group `command`, if our group has it.
     pub(crate) fn give(&self, command: Pid) {
         if self.is_held_by(self.ours) {
             self.set(command);
         }
     }
 
-    /// Takes the terminal back if the process group `command` has it.
+    /// Takes the terminal back, if the process group `command` has it.
     pub(crate) fn take_back(&self, command: Pid) {
         if self.is_held_by(command) {
             self.set(self.ours);
@@ -67,26 +67,27 @@ impl Terminal {
 
     fn set(&self, group: Pid) {
         if let Some(tty) = &self.tty {
-            // Fails when the group or the terminal is gone: then nobody needs it any more.
+            // Fails if the group or the terminal no longer exists, and then no process needs it.
             let _ = tcsetpgrp(tty, group);
         }
     }
 }
 
-/// What follows when the command was stopped.
+/// What to do after the command was stopped.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum AfterStop {
-    /// Stop as well; go on with the command when we are continued.
+    /// Stop this job too, and continue the command when this process is continued.
     StopJob,
-    /// Let the command go on, with the terminal if it can have it.
+    /// Continue the command, with the terminal if possible.
     GoOn,
-    /// Nothing.
+    /// Do nothing.
     Leave,
 }
 
-/// Stops this process and everything else in its process group, as the terminal would. Returns when it is continued.
+/// Stops this process and all others in its group, as the terminal would. Returns when it is
+/// continued.
 pub(crate) fn stop_job() {
-    // Our own group was not stopped by the terminal: the command's was.
+    // The terminal stopped only the group of the command.
     let _ = killpg(getpgrp(), Signal::SIGSTOP);
 }
 
@@ -97,7 +98,8 @@ pub(crate) fn stop_self() {
     }
 }
 
-/// Whether there is a shell that would let us go on. The kernel asks the same before it stops a process.
+/// Returns whether a parent in the same session, such as a shell, could continue this process. The
+/// kernel applies the same rule before it stops a process.
 fn can_be_continued() -> bool {
     let session = getsid(None);
     getppid() != Pid::from_raw(1) && session != Ok(getpid()) && getsid(Some(getppid())) == session

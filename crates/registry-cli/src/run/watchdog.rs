@@ -1,9 +1,9 @@
-//! A second process that ends the command of `run` when `lockreg` itself cannot: because it was killed, or because it is stopped
-//! and the lock's lease is over. It does nothing but wait for that.
+//! A second process that ends the command of `run` if `lockreg` cannot: if `lockreg` was killed, or
+//! is stopped while the lease ends. It does nothing else.
 //!
-//! `lockreg` writes lines into its stdin: `guard GROUP GRACE`, `until MOMENT`, `mine`, `done`. The end of the stream without `done`
-//! means that `lockreg` is gone. A watchdog that was stopped reads what it missed before it acts; so the last line must always
-//! find room.
+//! `lockreg` writes lines to its stdin: `guard GROUP GRACE`, `until MOMENT`, `mine`, `done`. An end
+//! of the stream without `done` means that `lockreg` has ended. A watchdog that was stopped reads
+//! all missed lines before it acts. The last line must therefore always fit into the pipe.
 
 use std::fmt;
 use std::io::{self, PipeReader, PipeWriter, Read as _, Write as _};
@@ -23,7 +23,7 @@ use super::child::{is_anybody_left, own_program};
 
 pub(crate) const ROLE: &str = "__watchdog";
 
-/// The watchdog, as `lockreg` sees it.
+/// The watchdog process, seen from `lockreg`.
 #[derive(Debug)]
 pub(crate) struct Watchdog {
     process: Child,
@@ -31,36 +31,38 @@ pub(crate) struct Watchdog {
 }
 
 impl Watchdog {
-    /// Starts one that has nothing to guard yet.
+    /// Starts a watchdog without a group to guard.
     pub(crate) fn start() -> io::Result<Self> {
         let (stdin, orders) = Dispatch::open()?;
         let process = own_program(ROLE)
             .stdin(Stdio::from(stdin))
             .stdout(Stdio::null())
-            // Signals of the terminal, or to our group, must not remove it before us.
+            // In its own group, so that signals of the terminal or to our group do not end it
+            // before us.
             .process_group(0)
-            // There may be a password in it.
+            // The environment may contain a password.
             .env_clear()
             .spawn()?;
         Ok(Self { process, orders })
     }
 
-    /// Makes it guard the process group `group`, which gets `grace` to end.
+    /// Makes the watchdog guard the process group `group`, which gets `grace` to end.
     pub(crate) fn guard(&mut self, group: Pid, grace: Duration) {
         self.orders.guard(group, grace);
     }
 
-    /// Tells it that the lock is held for `valid_for` from now.
+    /// Informs the watchdog that the lock is held for `valid_for` from now.
     pub(crate) fn held_for(&mut self, valid_for: Duration) {
         self.orders.until(now().saturating_add(valid_for));
     }
 
-    /// Tells it that the command is being ended by us.
+    /// Informs the watchdog that `lockreg` itself ends the command.
     pub(crate) fn mine(&mut self) {
         self.orders.send("mine\n");
     }
 
-    /// Dismisses it. One that does not go, because it is stopped, is killed.
+    /// Ends the watchdog. Kills it if it does not end within [`DISMISSAL`], for example because it
+    /// is stopped.
     pub(crate) fn dismiss(mut self) {
         self.orders.send("done\n");
         let Self { mut process, orders } = self;
@@ -77,21 +79,22 @@ impl Watchdog {
     }
 }
 
-/// Orders on their way to the watchdog. Sending never waits, and the last order is never the one that is dropped.
+/// Sends orders to the watchdog. Sending never blocks, and the last order is never dropped.
 #[derive(Debug)]
 struct Dispatch {
     pipe: PipeWriter,
-    /// The other end, for when the pipe is full.
+    /// The read end, to remove old orders from a full pipe.
     unread: PipeReader,
-    /// Whom it guards, and with which grace.
+    /// The current `guard` order.
     guard: String,
 }
 
 impl Dispatch {
-    /// The end that the watchdog reads from, and the orders.
+    /// Returns the read end for the watchdog, and the sender.
     fn open() -> io::Result<(PipeReader, Self)> {
         let (unread, pipe) = io::pipe()?;
-        // A watchdog that is stopped must not stop us; and what we take back it may have read just now.
+        // A stopped watchdog must not block `lockreg`. The read end must not block either, because
+        // the watchdog may empty the pipe first.
         fcntl(&pipe, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
         fcntl(&unread, FcntlArg::F_SETFL(OFlag::O_NONBLOCK))?;
         Ok((unread.try_clone()?, Self { pipe, unread, guard: String::new() }))
@@ -106,27 +109,29 @@ impl Dispatch {
         self.send(format_args!("until {}\n", moment.as_nanos()));
     }
 
-    /// Sends `order`, a line or nothing. Whom to guard is said every time, because that may have been taken back.
+    /// Sends `order`, which is a line or empty. Repeats the `guard` order each time, because an
+    /// earlier one may have been removed.
     fn send(&mut self, order: impl fmt::Display) {
-        // So short that it is written as a whole or not at all.
+        // Short enough to be written completely or not at all.
         let order = format!("{}{order}", self.guard);
         if self.pipe.write_all(order.as_bytes()).is_err() {
             self.make_room();
-            // Nothing else can be wrong with a pipe of which we have both ends.
+            // Cannot fail for another reason, because this process has both ends of the pipe.
             let _ = self.pipe.write_all(order.as_bytes());
         }
     }
 
-    /// Takes back the oldest orders: the watchdog was stopped long ago. Not all of them, or one that goes on at this moment would
-    /// find nothing that is newer than what it knew when it was stopped.
+    /// Removes the oldest orders, which a stopped watchdog has not read. Keeps newer ones, because
+    /// a watchdog that continues at this point must find a newer order than its last.
     fn make_room(&mut self) {
         let _ = self.unread.read(&mut [0; PAGE]);
     }
 }
 
-/// Plays the role.
+/// Runs this role.
 pub(crate) fn main() -> u8 {
-    // Out of reach of the terminal and of whoever ends a group or a service politely: it goes when `lockreg` goes.
+    // In its own session and with all signals blocked, so that it ends only after `lockreg`.
+    // Signals of the terminal, to a group or to a service do not end it.
     let _ = setsid();
     let _ = SigSet::all().thread_block();
     watch(Orders::new(io::stdin()));
@@ -134,19 +139,19 @@ pub(crate) fn main() -> u8 {
     0
 }
 
-/// What `lockreg` writes, line by line.
+/// The orders of `lockreg`, line by line.
 struct Orders<F> {
     pipe: F,
-    /// What was read and not looked at yet.
+    /// Bytes that were read but not parsed yet.
     read: Vec<u8>,
 }
 
-/// What came from `lockreg` in a certain time.
+/// The result of waiting for an order.
 #[derive(Debug, PartialEq, Eq)]
 enum News {
     Order(String),
     None,
-    /// It is gone.
+    /// `lockreg` has ended.
     End,
 }
 
@@ -155,7 +160,8 @@ impl<F: AsFd> Orders<F> {
         Self { pipe, read: Vec::new() }
     }
 
-    /// Waits for the next order until this moment. What was written in time is always seen, however late we are.
+    /// Waits for the next order until this time. Orders that were written in time are always
+    /// returned, even if this process runs late.
     fn next(&mut self, until: Option<Duration>) -> News {
         loop {
             if let Some(end) = self.read.iter().position(|byte| *byte == b'\n') {
@@ -163,7 +169,8 @@ impl<F: AsFd> Orders<F> {
                 return News::Order(String::from_utf8_lossy(&line).trim_end().to_owned());
             }
             let left = until.map(|until| until.saturating_sub(now()));
-            // Rounded up, or the last millisecond would be waited for in a circle.
+            // Rounded up, because a timeout of zero would make this loop spin in the last
+            // millisecond.
             let timeout = left.map_or(PollTimeout::NONE, |left| {
                 PollTimeout::try_from(left.as_millis().saturating_add(1))
                     .unwrap_or(PollTimeout::MAX)
@@ -189,7 +196,7 @@ impl<F: AsFd> Orders<F> {
 struct Charge {
     group: Option<Pid>,
     grace: Duration,
-    /// The end of the lease, unless somebody else takes care of it.
+    /// The end of the lease, or `None` if `lockreg` or this watchdog already ends the group.
     until: Option<Duration>,
 }
 
@@ -234,7 +241,7 @@ impl Charge {
     }
 }
 
-/// Asks the group to end, tells why, and kills it when `limit` is over.
+/// Sends SIGTERM to the group, reports why, and sends SIGKILL after `limit`.
 fn end(group: Pid, limit: Duration, why: &str) {
     let _ = killpg(group, Signal::SIGTERM);
     let _ = killpg(group, Signal::SIGCONT);
@@ -252,7 +259,8 @@ fn tell(message: &str) {
     crate::say::line_to_stderr(&format!("lockreg: {message}"));
 }
 
-/// The time on a clock that all processes of this host share, and that counts suspend where there is one that does.
+/// Returns the time of a clock that all processes of this host share. It includes suspended time
+/// where such a clock exists.
 fn now() -> Duration {
     #[cfg(any(target_os = "linux", target_os = "android"))]
     const CLOCK: ClockId = ClockId::CLOCK_BOOTTIME;
@@ -263,11 +271,13 @@ fn now() -> Duration {
 
 /// How long `lockreg` has to react to the end of the lease before the watchdog does.
 const MARGIN: Duration = Duration::from_millis(100);
-/// What a full pipe has of orders, many times over, and what it has room by.
+/// How much is removed from a full pipe at once. It holds many orders, and its removal makes room
+/// for one.
 const PAGE: usize = 4_096;
-/// How long it has to go when it is dismissed.
+/// How long the watchdog has to end after `done`.
 const DISMISSAL: Duration = Duration::from_millis(100);
-/// How often it looks whether the command has ended. Nobody tells one process of the end of another's child.
+/// How often the group is checked for remaining processes. There is no notification of the end of
+/// another process's child.
 const LOOK: Duration = Duration::from_millis(20);
 
 #[cfg(test)]
@@ -303,7 +313,7 @@ mod tests {
         watch(Orders::new(pipe));
     }
 
-    /// A shell in a group of its own, which has said that it is up.
+    /// Starts a shell in a group of its own, and waits until it has printed `up`.
     fn group(script: &str) -> (Child, Pid) {
         let mut shell = Command::new("sh")
             .args(["-c", script])
@@ -376,7 +386,7 @@ mod tests {
         let (pipe, mut orders) = io::pipe().unwrap();
         let watching = thread::spawn(move || watch(Orders::new(pipe)));
         writeln!(orders, "guard {group} 3600000\nuntil {}\nmine", in_ms(300)).unwrap();
-        // It goes on for longer than the lease.
+        // The command continues for longer than the lease.
         let mut on = [0; 30];
         shell.stdout.as_mut().unwrap().read_exact(&mut on).unwrap();
         writeln!(orders, "done").unwrap();
@@ -387,7 +397,8 @@ mod tests {
 
     #[test]
     fn a_watchdog_that_was_stopped_for_long_knows_the_newest_orders_when_it_goes_on() {
-        // As many as no pipe holds. The watchdog is stopped where it had begun to read, or before.
+        // More orders than a pipe holds. The watchdog was stopped before it read, or after it had
+        // read some bytes.
         for had_read in [0, 1, 30, 5_000] {
             let (pipe, mut dispatch) = Dispatch::open().unwrap();
             let mut orders = Orders::new(pipe);

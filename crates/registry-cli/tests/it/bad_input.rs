@@ -1,10 +1,10 @@
-//! What is wrong is refused with a status, a reason and a way out, before anything is touched.
+//! Invalid input is refused with a status, a reason and a hint, before any access to the store.
 
 use std::os::unix::ffi::OsStrExt as _;
 
 use crate::support::{Done, Store};
 
-/// Runs it, and checks that nothing was opened or made.
+/// Runs `command`, and checks that it is refused with `hint` and creates no file.
 fn refused(store: &Store, command: &mut std::process::Command, hint: &str) -> Done {
     let done = Done::of(command);
     assert_eq!(done.status, 64, "{command:?}: {done:?}");
@@ -57,7 +57,7 @@ fn wrong_options_of_run_are_usage_errors() {
         let mut command = store.lockreg(["run"]);
         command.args(*options).args(["key", "--", "true"]);
         let done = refused(&store, &mut command, hint);
-        // What is code to a library is a flag to whoever reads this.
+        // The library calls this origin "the code". For a user of the program, it is an option.
         assert!(!done.stderr.contains("the code"), "{done:?}");
     }
 }
@@ -162,7 +162,7 @@ fn keys_that_look_like_options_are_keys_behind_two_dashes() {
         assert_eq!(held.wait(), 76);
     }
     assert_eq!(store.done(["run", "--", "-key-", "sh", "-c", "exit 3"]).status, 3);
-    // Whoever forgets them is told.
+    // A key that begins with `-` without a `--` before it: the message contains the correction.
     for arguments in [&["run", "-k", "--", "true"][..], &["hold", "-k"], &["show", "-k"]] {
         let mut command = store.lockreg([]);
         let done = Done::of(command.args(arguments));

@@ -1,10 +1,11 @@
-//! What cron jobs and pods need: exit statuses of their own, silence, injected variables, a store that starts late.
+//! Requirements of cron jobs and pods: distinct exit statuses, no output, variables, and a store
+//! that starts late.
 
 use std::net::TcpListener;
 
 use crate::support::{Done, Store};
 
-/// The URL of a server at a port where nothing listens.
+/// Returns the URL and the address of a port on which no server listens.
 #[cfg(feature = "redis")]
 fn refused_url() -> (String, String) {
     let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
@@ -30,7 +31,7 @@ fn a_busy_lock_ends_with_the_conflict_exit_code() {
         assert_eq!((done.status, done.stderr.as_str()), (status, ""), "{options:?}");
     }
     assert_eq!(holder.finish(), 0);
-    // The command's own status is left alone.
+    // The status of the command is not changed, even if it is 75.
     assert_eq!(store.done(["run", "-E", "9", "key", "--", "sh", "-c", "exit 75"]).status, 75);
     let done = store.done(["run", "-E", "256", "key", "--", "true"]);
     assert!(done.status == 64 && done.stderr.contains("--conflict-exit-code"), "{done:?}");
@@ -49,7 +50,8 @@ fn min_hold_keeps_the_key_locked_after_a_short_command() {
     let store = Store::new();
     let mut first = store.start(["run", "--min-hold", "1h", "key", "--", "echo", "done"]);
     assert_eq!(first.says(), "done");
-    // The command has ended or is about to; another host that runs the same job a little later must find the key locked.
+    // The command has ended or is about to end. A later start of the same job on another host must
+    // find the key locked.
     let other = store.done(["run", "--wait", "300ms", "key", "--", "true"]);
     assert_eq!(other.status, 75, "{other:?}");
     assert!(first.try_wait().is_none());
@@ -109,7 +111,7 @@ fn the_local_default_store_warns_where_nobody_watches_unless_it_is_asked_for() {
     assert_eq!(store.done(["--url", &url, "run", "key", "--", "true"]).stderr, "");
     let both = store.done(["--local", "--url", &url, "list"]);
     assert!(both.status == 64 && both.stderr.contains("cannot be used with"), "{both:?}");
-    // It overrides the variable, as every option does.
+    // Like every option, `--local` overrides the variable.
     let mut command = store.lockreg(["--local", "--json", "doctor"]);
     let doctor = Done::of(command.env("LOCK_REGISTRY_URL", "memory:"));
     assert!(doctor.stdout.contains("\"store\":\"sqlite\""), "{doctor:?}");
@@ -156,7 +158,8 @@ fn a_server_that_starts_during_the_wait_is_used() {
     server.kill();
     let url = server.url();
     let mut waiting = store.start(["--url", &url, "run", "--wait", "80s", "key", "--", "true"]);
-    // Nothing can be observed of a process that is refused; it is enough that the server comes after some attempts.
+    // A client whose connection is refused reports no progress. It is enough that the server starts
+    // after some attempts.
     std::thread::sleep(std::time::Duration::from_millis(500));
     runtime.block_on(server.start_again()).unwrap();
     assert_eq!(waiting.wait(), 0);

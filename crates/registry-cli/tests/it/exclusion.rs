@@ -1,10 +1,10 @@
-//! One at a time, whatever is started at once.
+//! Of many processes started at once, only one at a time runs its command.
 
 use crate::support::{Process, Store, contents, until};
 
 const TOGETHER: usize = 20;
 
-/// Fails if anybody else is in the middle of it; notes the token.
+/// Fails if another process is in the critical section. Appends the token to a file.
 const CRITICAL: &str = r#"
     set -C
     { : > "$T/inside"; } 2>/dev/null || { echo two at once >> "$T/violations"; exit 99; }
@@ -19,7 +19,7 @@ fn of_many_that_do_not_wait_exactly_one_runs() {
     let start = || store.start(["run", "--no-wait", "nightly", "--", "sh", "-c", CRITICAL]);
     let mut together: Vec<Process> = (0..TOGETHER).map(|_| start()).collect();
 
-    // The one that runs waits for its stdin to end.
+    // The winner waits for the end of its stdin.
     until("all but one to be refused", || {
         together.retain_mut(|process| match process.try_wait() {
             Some(status) => {

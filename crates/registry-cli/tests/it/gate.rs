@@ -1,4 +1,5 @@
-//! The command begins only when `lockreg` has made sure that the lock is held, and never without it.
+//! The command starts only after `lockreg` has verified that the lock is held, and never without
+//! it.
 
 use std::io::{PipeWriter, Write as _};
 use std::os::fd::AsRawFd as _;
@@ -9,10 +10,11 @@ use nix::sys::signal::Signal;
 
 use crate::support::{Process, Store, children, is_alive, until};
 
-/// What `lockreg` with the process id `parent` starts for a command that makes the file `ran`, and the writing end of its gate.
+/// Starts what `lockreg` with the process id `parent` starts for a command that creates the file
+/// `ran`. Also returns the write end of its gate.
 fn shim(store: &Store, parent: u32) -> (Child, PipeWriter) {
     let (waits_at, gate) = std::io::pipe().unwrap();
-    // Whatever else this process starts meanwhile inherits it as well, which harms nobody.
+    // Other processes that this process starts in the meantime inherit it too, which has no effect.
     fcntl(&waits_at, FcntlArg::F_SETFD(FdFlag::empty())).unwrap();
     let mut command = store.lockreg(["__exec"]);
     command.arg(parent.to_string()).arg(waits_at.as_raw_fd().to_string());
@@ -43,9 +45,10 @@ fn the_command_never_begins_if_the_gate_is_closed() {
 #[test]
 fn the_command_never_begins_if_lockreg_has_died_before_it_could_be_tied_to_it() {
     let store = Store::new();
-    // It is a child of this test, as that of a dead `lockreg` is a child of somebody else.
+    // The child's parent is this test and not process 1. The child of a `lockreg` that died would
+    // have another parent too.
     let (mut child, mut gate) = shim(&store, 1);
-    // It may be gone already.
+    // The child may have ended already.
     let _ = gate.write_all(b"!");
     assert_eq!(child.wait().unwrap().code(), Some(143));
     assert!(!store.path("ran").exists());
@@ -61,8 +64,8 @@ fn the_command_never_begins_if_the_gate_cannot_be_watched() {
     assert!(!store.path("ran").exists());
 }
 
-/// A `lockreg run` that was stopped when it had the lock and had started so many processes, and before its command began. It
-/// has lost the lock since.
+/// Returns a `lockreg run` that was stopped with the lock, after it had started this number of
+/// processes and before its command started. It has lost the lock since.
 fn overtaken(started: usize) -> (Store, Process) {
     let mut caught = None;
     until("lockreg to be caught at the right moment", || {
@@ -71,13 +74,13 @@ fn overtaken(started: usize) -> (Store, Process) {
             store.start(["run", "--lease", "1s", "--grace", "10m", "job", "--", "sh", "-c", RUN]);
         while children(process.pid()).len() < started {
             if process.try_wait().is_some() {
-                // Too late: it is through.
+                // Too late: it has already ended.
                 return false;
             }
         }
         process.signal(Signal::SIGSTOP);
         assert_eq!(store.done(["run", "--wait", "80s", "job", "--", "true"]).status, 0);
-        // What has not begun by now waits.
+        // A command that has not started by now waits at the gate.
         if children(process.pid()).len() == started && !store.path("ran").exists() {
             caught = Some((store, process));
         }
@@ -86,7 +89,7 @@ fn overtaken(started: usize) -> (Store, Process) {
     caught.unwrap()
 }
 
-/// The first is the watchdog, the second becomes the command.
+/// The first process is the watchdog, and the second becomes the command.
 const WATCHDOG: usize = 1;
 const WATCHDOG_AND_COMMAND: usize = 2;
 
@@ -104,7 +107,7 @@ fn a_loss_is_noticed_before_the_command_is_let_begin() {
     process.signal(Signal::SIGCONT);
     assert_eq!(process.wait(), 76);
     let told = process.complaints();
-    // It was not even begun and ended at once.
+    // The command was not started and ended: it never started.
     assert!(told.contains("lost") && !told.contains("the command"), "{told}");
     assert!(!store.path("ran").exists());
 }

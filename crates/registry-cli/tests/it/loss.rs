@@ -1,4 +1,4 @@
-//! What happens when the lock, or `lockreg` itself, is lost while the command runs.
+//! Effects of losing the lock, or of ending `lockreg` itself, while the command runs.
 
 use std::io::{BufRead as _, BufReader};
 use std::process::{Command, Stdio};
@@ -8,7 +8,7 @@ use nix::sys::signal::Signal;
 
 use crate::support::{Process, Store, full_pipe, is_alive, until};
 
-/// Tells its own id and that of a process that it started; neither ends when it is asked to.
+/// Prints its own process id and that of a process that it started. Both ignore SIGTERM.
 const STUBBORN: &str = r#"
     trap '' TERM
     (while :; do sleep 1; done) &
@@ -31,7 +31,7 @@ fn a_killed_holder_leaves_no_command_and_its_key_is_free_after_the_lease() {
     assert_eq!(store.done(["run", "--wait", "80s", "job", "--", "true"]).status, 0);
     let freed = killed.elapsed();
 
-    // The lease and a second, and what a busy machine needs to start two programs.
+    // The lease, one second, and the time to start two programs on a busy machine.
     assert!(freed < LEASE + Duration::from_secs(11), "{freed:?}");
     until("the command to be gone", || pids.split(' ').all(|pid| !is_alive(pid)));
 }
@@ -60,7 +60,7 @@ fn a_holder_that_was_stopped_beyond_its_lease_reports_loss_and_leaves_its_succes
         store.start(["run", "--wait", "80s", "job", "--", "sh", "-c", "echo mine; cat"]);
     assert_eq!(successor.says(), "mine");
     let token = store.holder("job").unwrap();
-    // Even while `lockreg` could do nothing, its command was ended with the lease.
+    // The command was ended with the lease although `lockreg` was stopped.
     until("the command to be gone", || !is_alive(&pid));
 
     holder.signal(Signal::SIGCONT);
@@ -107,7 +107,7 @@ fn a_command_that_will_not_end_is_killed_after_the_grace_time() {
 #[test]
 fn a_lock_that_was_broken_before_a_quick_command_ended_is_reported_lost() {
     let store = Store::new();
-    // Too long a lease for a renewal to notice.
+    // The lease is so long that no renewal finds the loss.
     let mut holder =
         store.start(["run", "--lease", "1h", "job", "--", "sh", "-c", "echo up; read -r _"]);
     holder.says();
@@ -122,7 +122,7 @@ fn a_loss_is_told_while_the_store_does_not_answer() {
     use lock_registry::sqlx::{Connection as _, Executor as _, SqliteConnection};
 
     let store = Store::new();
-    // As long as the store may take to answer, whoever needs to know of the loss cannot wait.
+    // The loss must be reported long before this time-out of the store.
     let start = |command: &mut Command| Process::start(command.env("LOCK_REGISTRY_TIMEOUT", "1h"));
     let script = "echo $$; exec sleep 1000";
     let mut run =
@@ -134,7 +134,7 @@ fn a_loss_is_told_while_the_store_does_not_answer() {
     runtime.block_on(async {
         let url = format!("sqlite:{}", store.path("lock-registry/locks.db").display());
         let mut writer = SqliteConnection::connect(&url).await.unwrap();
-        // Nobody else can write until this is over.
+        // Blocks all other writers until the rollback.
         writer.execute("BEGIN IMMEDIATE").await.unwrap();
         run.complains("job was lost");
         let told = Instant::now();
@@ -205,9 +205,9 @@ fn hold_tells_of_loss_by_its_status_if_nobody_reads_stdout() {
         .spawn()
         .unwrap();
     let mut held = String::new();
-    // The reader is dropped at the end of the line.
+    // The reader is dropped after the line, which closes the pipe.
     BufReader::new(holder.stdout.take().unwrap()).read_line(&mut held).unwrap();
-    // Kept open: its end would be a reason of its own to end.
+    // Kept open, because the end of stdin would end `hold` too.
     let _stdin = holder.stdin.take();
     assert_eq!(store.done(["break", "job", "--yes"]).status, 0);
     until("lockreg to end", || holder.try_wait().unwrap().is_some());

@@ -1,4 +1,4 @@
-//! What `lockreg` promises, asked of the real program.
+//! Tests of the `lockreg` program, started as a process.
 
 #![expect(clippy::unwrap_used, reason = "a test that cannot go on fails")]
 

@@ -1,4 +1,4 @@
-//! What is printed, for people and for programs.
+//! Output as text and as JSON.
 
 use std::os::unix::fs::PermissionsExt as _;
 use std::time::{Duration, Instant};
@@ -53,7 +53,7 @@ fn show_and_list_tell_who_holds_what() {
     let lines: Vec<&str> = table.lines().collect();
     assert_eq!(lines.len(), 3, "{table}");
     assert!(lines[0].contains("HELD BY") && lines[1].contains("worker 7"), "{table}");
-    // Somebody else's key does not colour our terminal.
+    // A key of another user must not send escape sequences to the terminal.
     assert!(!table.contains('\x1b'), "{table}");
     assert!(store.done(["show", "a"]).stdout.contains("worker 7"));
     assert_eq!((a.finish(), b.finish()), (0, 0));
@@ -97,7 +97,7 @@ fn doctor_tells_what_the_store_promises() {
     for fact in ["sqlite", "this host", "fencing tokens", "locks.db"] {
         assert!(text.contains(fact), "{text}");
     }
-    // A store within a process is of no use to a command line, and doctor says whom it excludes.
+    // A store within a process is useless on a command line. `doctor` states its reach.
     assert!(store.done(["--url", "memory:", "doctor"]).stdout.contains("this process"));
 }
 
@@ -160,12 +160,12 @@ fn run_leaves_stdout_to_its_command_and_speaks_json_on_stderr_if_asked() {
     let error: Value = serde_json::from_str(&done.stderr).unwrap();
     assert_eq!((&error["event"], &error["status"]), (&json!("error"), &json!(69)));
     assert!(error["message"].is_string() && error["causes"].is_array());
-    // A command line that makes no sense, too.
+    // The same for an invalid command line.
     let done = store.done(["run", "--json", "--wait", "5", "key", "--", "true"]);
     let error: Value = serde_json::from_str(&done.stderr).unwrap();
     assert_eq!((&error["event"], &error["status"]), (&json!("error"), &json!(64)));
     assert!(error["message"].as_str().unwrap().starts_with("invalid value '5'"), "{error}");
-    // That of the command is not ours.
+    // A `--json` of the command does not apply to `lockreg`.
     let done = store.done(["run", "--wait", "5", "key", "--", "true", "--json"]);
     assert!(done.stderr.starts_with("lockreg: error: "), "{done:?}");
 }
@@ -183,7 +183,7 @@ fn whoever_gives_up_tells_how_long_it_really_waited() {
     let mut waiter = store.start(["--json", "run", "--wait", "2s", "key", "--", "true"]);
     waiter.complains("\"waiting\"");
     let began = Instant::now();
-    // It is not there when its time is over.
+    // The process is stopped when its wait ends.
     waiter.signal(Signal::SIGSTOP);
     until("more than that to pass", || began.elapsed() > Duration::from_millis(2_500));
     waiter.signal(Signal::SIGCONT);

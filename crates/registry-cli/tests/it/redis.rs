@@ -1,4 +1,4 @@
-//! The same program over Redis servers: the store is a URL away.
+//! `lockreg` over Redis servers, which a URL selects.
 
 mod several;
 
@@ -13,7 +13,7 @@ use crate::support::{Done, Process, Store, contents, until};
 
 const TOGETHER: usize = 10;
 
-/// Servers, and `lockreg` with their URL in the environment.
+/// Servers, and `lockreg` with their URL in its environment.
 struct Redis<S = RedisServer> {
     servers: Option<S>,
     runtime: Runtime,
@@ -120,7 +120,7 @@ fn doctor_tells_the_class_and_what_is_set_up_wrong() {
     assert!(found[0]["message"].as_str().unwrap().contains("noeviction"), "{report}");
     let text = redis.done(&["doctor"]).stdout;
     assert!(text.contains("warning: ") && text.contains("all hosts"), "{text}");
-    // One that is set up well.
+    // A server with the recommended settings.
     let redis = Redis::start(&[], "");
     assert_eq!(warnings(&redis.json(&["doctor", "--json"])), Vec::<Value>::new());
 }

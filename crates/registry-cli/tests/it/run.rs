@@ -1,4 +1,4 @@
-//! The life of a command: environment, status, signals.
+//! The command of `run`: its environment, status and signals.
 
 use std::os::unix::ffi::OsStrExt as _;
 use std::process::{Command, Stdio};
@@ -241,7 +241,7 @@ fn locks_nest() {
     assert_eq!(outer.says(), "inner");
     let pid = outer.says();
     assert!(store.holder("outer").is_some() && store.holder("inner").is_some());
-    // The inner command is in a group that the outer one does not know.
+    // The inner command is in a process group that the outer `lockreg` does not know.
     outer.signal(Signal::SIGTERM);
     assert_eq!(outer.wait(), 143);
     until("the inner command to be gone", || !is_alive(&pid));

@@ -1,4 +1,4 @@
-//! The password of a URL is never printed, whatever is done with it.
+//! The password of a URL is never printed, whatever the arguments.
 
 use std::ffi::OsStr;
 use std::os::unix::ffi::OsStrExt as _;
@@ -96,7 +96,8 @@ fn an_odd_url_where_none_belongs_is_not_repeated_either() {
         let url = OsStr::from_bytes(url);
         for arguments in [&["list"][..], &["--ulr"], &["run", "--wait"], &["bench", "--tasks"]] {
             let mut command = store.lockreg([]);
-            // Part of the other one, and not to be taken for all of it.
+            // The last two arguments are also parts of the URL, which must not be redacted in place
+            // of all of it.
             let done = Done::of(command.args(arguments).arg(url).args(["user:", "redis:"]));
             assert_eq!(done.status, 64, "{arguments:?}: {done:?}");
             assert!(!told(&done).contains("canary"), "{arguments:?}: {done:?}");

@@ -1,4 +1,4 @@
-//! The same program over a database server, where a lock may be a row that a transaction has locked.
+//! `lockreg` over a database server, where a lock may be a row lock of a transaction.
 
 #[cfg(feature = "mysql")]
 use registry_testkit::mariadb::MariaDbServer;
@@ -14,7 +14,7 @@ struct Sql {
 }
 
 impl Sql {
-    /// `mode` is how locks are held.
+    /// Returns `lockreg` with `mode` in the URL of the store.
     fn command(&self, mode: &str, arguments: &[&str]) -> std::process::Command {
         let mut command = self.store.lockreg([]);
         let join = if self.url.contains('?') { '&' } else { '?' };

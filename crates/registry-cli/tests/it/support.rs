@@ -1,4 +1,4 @@
-//! A store of its own for each test, and processes that can be waited for, signalled and read line by line.
+//! A separate store for each test, and processes whose end, signals and lines a test controls.
 
 use std::fs;
 use std::io::{BufRead as _, BufReader, PipeReader, PipeWriter, Read as _, Write as _};
@@ -12,10 +12,10 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use tempfile::TempDir;
 
-/// Longer than anything takes on a slow, busy machine.
+/// Longer than any step takes on a slow, busy machine.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(90);
 
-/// A store that nobody else uses, in a folder of its own.
+/// A store that no other test uses, in a temporary folder.
 #[derive(Debug)]
 pub(crate) struct Store {
     folder: TempDir,
@@ -34,7 +34,7 @@ impl Store {
         self.folder.path().join(name)
     }
 
-    /// `lockreg` with these arguments, and nothing in its environment that could change what it does.
+    /// Returns `lockreg` with these arguments, and without environment variables that affect it.
     pub(crate) fn lockreg<const N: usize>(&self, arguments: [&str; N]) -> Command {
         let mut command = Command::new(env!("CARGO_BIN_EXE_lockreg"));
         command.args(arguments).env("XDG_STATE_HOME", self.folder()).env("T", self.folder());
@@ -46,22 +46,22 @@ impl Store {
         command
     }
 
-    /// Runs `lockreg` to its end.
+    /// Runs `lockreg` until it ends.
     pub(crate) fn done<const N: usize>(&self, arguments: [&str; N]) -> Done {
         Done::of(&mut self.lockreg(arguments))
     }
 
-    /// Starts `lockreg` with pipes on all sides.
+    /// Starts `lockreg` with pipes as stdin, stdout and stderr.
     pub(crate) fn start<const N: usize>(&self, arguments: [&str; N]) -> Process {
         Process::start(&mut self.lockreg(arguments))
     }
 
-    /// Whether somebody holds `key`, and with which token.
+    /// Returns the token of the holder of `key`, if the key is locked.
     pub(crate) fn holder(&self, key: &str) -> Option<u64> {
         self.shown(key)["token"].as_u64()
     }
 
-    /// For how long the holder of `key` has held it.
+    /// Returns how long the holder of `key` has held it.
     pub(crate) fn held_for(&self, key: &str) -> Option<Duration> {
         self.shown(key)["held_for_ms"].as_u64().map(Duration::from_millis)
     }
@@ -74,7 +74,7 @@ impl Store {
     }
 }
 
-/// What a program left behind.
+/// The result of a program that has ended.
 #[derive(Debug)]
 pub(crate) struct Done {
     pub(crate) status: i32,
@@ -98,7 +98,7 @@ impl From<Output> for Done {
     }
 }
 
-/// A program that runs. It is killed with the test.
+/// A running program. The end of the test kills it.
 #[derive(Debug)]
 pub(crate) struct Process {
     child: Child,
@@ -128,17 +128,17 @@ impl Process {
         kill(self.pid(), signal).unwrap();
     }
 
-    /// The next line of stdout.
+    /// Waits for the next line of stdout.
     pub(crate) fn says(&self) -> String {
         self.stdout.next()
     }
 
-    /// The next line of stdout, as JSON.
+    /// Waits for the next line of stdout, and parses it as JSON.
     pub(crate) fn says_json(&self) -> serde_json::Value {
         serde_json::from_str(&self.says()).unwrap()
     }
 
-    /// The next line of stderr that holds `part`.
+    /// Waits for the next line of stderr that contains `part`.
     pub(crate) fn complains(&self, part: &str) -> String {
         loop {
             let line = self.stderr.next();
@@ -160,13 +160,13 @@ impl Process {
         self.child.try_wait().unwrap()
     }
 
-    /// Closes stdin and waits for the end.
+    /// Closes stdin, waits for the end, and returns the exit status.
     pub(crate) fn finish(mut self) -> i32 {
         self.close_stdin();
         self.wait()
     }
 
-    /// Waits for the end, whatever stdin is.
+    /// Waits for the end with stdin as it is, and returns the exit status.
     pub(crate) fn wait(&mut self) -> i32 {
         let mut status = None;
         until("the end of the process", || {
@@ -176,7 +176,7 @@ impl Process {
         status.unwrap().code().unwrap_or(-1)
     }
 
-    /// What was left to read on stderr, after the end.
+    /// Returns the remaining lines of stderr, after the end.
     pub(crate) fn complaints(&self) -> String {
         self.stderr.rest()
     }
@@ -184,7 +184,7 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // SIGTERM, so that it takes its command along; SIGKILL, so that it goes.
+        // SIGTERM first, so that it ends its command too. SIGKILL, if it does not end.
         let _ = kill(self.pid(), Signal::SIGCONT);
         if self.child.try_wait().is_ok_and(|status| status.is_none()) {
             let _ = kill(self.pid(), Signal::SIGTERM);
@@ -200,7 +200,7 @@ impl Drop for Process {
     }
 }
 
-/// The lines of a pipe, as they come.
+/// The lines of a pipe, in the order of their arrival.
 #[derive(Debug)]
 struct Lines(Receiver<String>);
 
@@ -231,7 +231,7 @@ impl Lines {
     }
 }
 
-/// Waits until `happened`. For what cannot be subscribed to: other people's processes and files.
+/// Polls until `happened` returns true. For processes and files, which send no notification.
 #[track_caller]
 pub(crate) fn until(what: &str, mut happened: impl FnMut() -> bool) {
     let began = Instant::now();
@@ -243,28 +243,28 @@ pub(crate) fn until(what: &str, mut happened: impl FnMut() -> bool) {
 
 const LOOK: Duration = Duration::from_millis(10);
 
-/// Whether the process still does anything. One that only waits to be reaped does not.
+/// Returns whether the process runs. A zombie process does not.
 pub(crate) fn is_alive(pid: &str) -> bool {
     let Ok(stat) = fs::read_to_string(format!("/proc/{pid}/stat")) else { return false };
-    // The name, in brackets, may hold anything.
+    // The name, in parentheses, may contain any character.
     let state = stat.rsplit_once(") ").map_or("", |(_, rest)| rest);
     !state.starts_with('Z') && !state.starts_with('X')
 }
 
-/// The processes that `parent` has started and not waited for.
+/// Returns the processes that `parent` has started and not reaped.
 pub(crate) fn children(parent: Pid) -> Vec<String> {
     let tasks = fs::read_dir(format!("/proc/{parent}/task")).into_iter().flatten().flatten();
     let lists = tasks.filter_map(|task| fs::read_to_string(task.path().join("children")).ok());
     lists.flat_map(|list| list.split_whitespace().map(str::to_owned).collect::<Vec<_>>()).collect()
 }
 
-/// Whether `pid` is `lockreg` in this role of its own.
+/// Returns whether `pid` is `lockreg` in the hidden role `role`.
 pub(crate) fn plays(pid: &str, role: &str) -> bool {
     let arguments = fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     arguments.split('\0').nth(1) == Some(role)
 }
 
-/// Both ends of a pipe that takes nothing more.
+/// Returns both ends of a full pipe.
 pub(crate) fn full_pipe() -> (PipeReader, PipeWriter) {
     let (reader, mut writer) = std::io::pipe().unwrap();
     fcntl(&writer, FcntlArg::F_SETFL(OFlag::O_NONBLOCK)).unwrap();
@@ -275,7 +275,7 @@ pub(crate) fn full_pipe() -> (PipeReader, PipeWriter) {
     (reader, writer)
 }
 
-/// All that a file holds.
+/// Returns the contents of a file, or an empty text if it does not exist.
 pub(crate) fn contents(path: &Path) -> String {
     let mut text = String::new();
     if let Ok(mut file) = fs::File::open(path) {

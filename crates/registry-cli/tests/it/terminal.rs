@@ -1,4 +1,4 @@
-//! On a terminal the command behaves as if the shell had started it.
+//! On a terminal, the command behaves as if a shell had started it directly.
 
 use std::fs::File;
 use std::io::{Read as _, Write as _};
@@ -10,7 +10,7 @@ use nix::pty::{Winsize, openpty};
 
 use crate::support::{PATIENCE, Store};
 
-/// A shell with job control on a terminal of its own.
+/// A shell with job control on its own terminal.
 struct Shell {
     keyboard: File,
     screen: Receiver<String>,
@@ -22,7 +22,8 @@ impl Shell {
     fn start(store: &Store) -> Self {
         let pty = openpty(Some(&SIZE), None).unwrap();
         let slave = || File::from(pty.slave.try_clone().unwrap());
-        // `setsid --ctty` makes its stdin the controlling terminal, which needs `unsafe` code otherwise.
+        // `setsid --ctty` makes the stdin of the shell its controlling terminal, which would
+        // otherwise need `unsafe` code.
         let shell = Command::new("setsid")
             .args(["--ctty", "--wait", "sh", "-m", "-i"])
             .env("PS1", "$ ")
@@ -52,7 +53,7 @@ impl Shell {
         self.keyboard.write_all(keys.as_bytes()).unwrap();
     }
 
-    /// Waits until the screen shows `text`, and forgets everything up to there.
+    /// Waits until the screen shows `text`, and discards the output up to there.
     #[track_caller]
     fn shows(&mut self, text: &str) {
         let began = Instant::now();
@@ -69,7 +70,7 @@ impl Shell {
 
 impl Drop for Shell {
     fn drop(&mut self) {
-        // Without its terminal, everything on it gets SIGHUP.
+        // When the shell ends, all processes on its terminal get SIGHUP.
         let _ = self.shell.kill();
         let _ = self.shell.wait();
     }
@@ -77,7 +78,7 @@ impl Drop for Shell {
 
 const SIZE: Winsize = Winsize { ws_row: 24, ws_col: 120, ws_xpixel: 0, ws_ypixel: 0 };
 
-// The quotes keep what is typed, and echoed, from being what is waited for.
+// The quotes distinguish the echo of the typed command from the output for which the test waits.
 const COMMAND: &str = r#"'trap "echo in''t" INT; echo u''p; while test "$line" != bye; do read -r line && echo "got ${line}!"; done; exit 5'"#;
 
 #[test]
@@ -105,7 +106,7 @@ fn ctrl_z_stops_the_job_and_fg_goes_on_with_it() {
     shell.shows("up\r\n");
     shell.types("\x1a");
     shell.shows("Stopped");
-    // The terminal is the shell's again.
+    // The shell has its terminal back.
     shell.types("echo he''re\n");
     shell.shows("here");
     shell.types("fg\n");

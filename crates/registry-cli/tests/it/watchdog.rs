@@ -1,4 +1,5 @@
-//! The second process that ends the command when `lockreg` cannot: in which order, until when, and that it goes.
+//! The watchdog, which ends the command if `lockreg` cannot: in which order, until when, and that
+//! it ends itself.
 
 use std::time::Duration;
 
@@ -78,7 +79,7 @@ fn a_watchdog_ignores_whoever_asks_it_to_end() {
 #[test]
 fn the_lock_is_renewed_while_what_the_command_has_started_is_waited_for() {
     let store = Store::new();
-    // The command ends when it is asked to; what it has started ends when it likes.
+    // The command ends at SIGTERM. The process that it started ignores SIGTERM.
     let script = r#"
         (trap '' TERM; echo up; while ! test -e "$T/enough"; do sleep 0.1; done) &
         echo $! $$
@@ -99,7 +100,7 @@ fn the_lock_is_renewed_while_what_the_command_has_started_is_waited_for() {
         store.held_for("key").unwrap() > Duration::from_secs(8)
     });
     assert_eq!(store.holder("key"), Some(token));
-    // The watchdog, too, knows that the lock is held.
+    // The watchdog also knows that the lock is held.
     assert!(is_alive(straggler));
 
     std::fs::write(store.path("enough"), "").unwrap();

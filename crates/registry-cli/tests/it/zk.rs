@@ -1,4 +1,4 @@
-//! The same program over ZooKeeper.
+//! `lockreg` over ZooKeeper.
 
 use registry_testkit::zookeeper::ZooKeeperServer;
 use serde_json::{Value, json};
@@ -6,7 +6,7 @@ use tokio::runtime::Runtime;
 
 use crate::support::{Done, Process, Store, contents};
 
-/// A server, and `lockreg` with its URL in the environment.
+/// A server, and `lockreg` with its URL in its environment.
 struct ZooKeeper {
     server: Option<ZooKeeperServer>,
     runtime: Runtime,
@@ -95,6 +95,11 @@ fn doctor_tells_the_class_and_what_is_set_up_wrong() {
     );
     let bench = zookeeper.json(&["bench", "--for", "100ms", "--json"]);
     assert!(bench["pairs"].as_u64().is_some_and(|pairs| pairs > 0), "{bench}");
+
+    let zookeeper = ZooKeeper::start("auth=digest:app:canary&acl=open");
+    let report = zookeeper.json(&["doctor", "--json"]);
+    let findings = report["findings"].to_string();
+    assert!(findings.contains("in the clear") && findings.contains("acl=creator"), "{report}");
 }
 
 #[test]

@@ -1,4 +1,5 @@
-//! A registry ends in order: it waits, it tells, it gives back, and it ends in time.
+//! `close` waits for guards, notifies the remaining holders, releases their locks, and ends in
+//! bounded time.
 
 use std::pin::pin;
 use std::time::Duration;
@@ -11,7 +12,8 @@ use tokio::time::{sleep, timeout};
 use crate::faulty::{Fault, Faults, Operation};
 use crate::lab::Lab;
 
-/// Work that ends in time is let end.
+/// `close` waits for guards until its time limit. A lock that is unlocked in this time counts as
+/// released, and its key is free.
 pub async fn close_waits_for_guards_to_be_let_go(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let guard = here.obtain("orders:42").lock().await.expect("a free lock is had");
@@ -28,7 +30,8 @@ pub async fn close_waits_for_guards_to_be_let_go(lab: &Lab) {
     next.expect("the registry is closed").unlock().await.expect("a held lock is unlocked");
 }
 
-/// Work that does not end loses its lock: first it is told, then the key is freed.
+/// At its time limit, `close` releases the locks whose guards still exist. These guards are lost
+/// with `LostReason::Closed`, and their keys are free.
 pub async fn close_takes_what_is_not_let_go(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let mut guards = Vec::new();
@@ -49,7 +52,8 @@ pub async fn close_takes_what_is_not_let_go(lab: &Lab) {
     }
 }
 
-/// What guards left behind is given back before the store is closed.
+/// `close` releases the locks of guards that were dropped before, so that their keys are free when
+/// it returns.
 pub async fn close_gives_back_what_was_dropped_before(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     for n in 0..10 {
@@ -63,7 +67,7 @@ pub async fn close_gives_back_what_was_dropped_before(lab: &Lab) {
     }
 }
 
-/// A closed registry says that it is closed, whatever is asked of it.
+/// After `close`, all calls that lock return `LockError::Closed`.
 pub async fn a_closed_registry_gives_no_lock(lab: &Lab) {
     let registry = lab.registry().await;
     let before = registry.obtain("orders:42");
@@ -79,14 +83,15 @@ pub async fn a_closed_registry_gives_no_lock(lab: &Lab) {
     assert!(matches!(executed, Err(LockError::Closed)));
 }
 
-/// Those who wait are sent away at once, whether they wait for this process or for another.
+/// `close` ends waits at once with `LockError::Closed`, for locks held by this process and by
+/// another.
 pub async fn close_sends_waiters_away(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let foreign = there.obtain("orders:1").lock().await.expect("a free lock is had");
     let own = here.obtain("orders:2").lock().await.expect("a free lock is had");
     let (for_foreign, for_own) = (here.obtain("orders:1"), here.obtain("orders:2"));
     let (mut first, mut second) = (pin!(for_foreign.lock()), pin!(for_own.lock()));
-    // Long enough for the one to be told "busy" and to wait for the store.
+    // Long enough for the first waiter to receive a busy answer and to wait for the store.
     assert!(
         timeout(Duration::from_millis(100), first.as_mut()).await.is_err(),
         "two guards of one key"
@@ -106,7 +111,7 @@ pub async fn close_sends_waiters_away(lab: &Lab) {
     lab.free_soon(&there, "orders:1").await;
 }
 
-/// Closing what is closed does nothing.
+/// Two concurrent calls of `close` and a later one all return a clean report.
 pub async fn closing_twice_is_harmless(lab: &Lab) {
     let registry = lab.registry().await;
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
@@ -117,7 +122,8 @@ pub async fn closing_twice_is_harmless(lab: &Lab) {
     assert!(registry.close(Duration::ZERO).await.is_clean());
 }
 
-/// A call of `close` that is kept and not polled holds up no other, wherever it has got to.
+/// A `close` future that was polled and is then left unpolled does not block another call of
+/// `close`, whatever step it has reached.
 pub async fn a_parked_close_holds_up_no_other(lab: &Lab) {
     for polls in 1..=POLLS_MAX {
         let registry = lab.registry().await;
@@ -140,7 +146,8 @@ pub async fn a_parked_close_holds_up_no_other(lab: &Lab) {
     panic!("close is not done after {POLLS_MAX} polls");
 }
 
-/// A store that hangs does not keep a process from ending, and what could not be given back is told.
+/// `close` ends in bounded time if the store does not answer, and its report counts the abandoned
+/// locks. They end with their leases.
 pub async fn close_ends_in_time_though_the_store_hangs(lab: &Lab) {
     let faulty = lab.faulty(Faults::none()).await;
     let registry = lab.registry_over(&faulty, lab.renewed());
@@ -155,13 +162,13 @@ pub async fn close_ends_in_time_though_the_store_hangs(lab: &Lab) {
     let report = timeout(lab.patience(), closing).await.expect("close ends in time");
     assert!(!report.is_clean() && report.abandoned >= 1, "{report:?}");
     assert!(!kept.is_held());
-    // The leases end by themselves.
+    // The keys become free when their leases end.
     let other = lab.registry().await;
     lab.free_soon(&other, "orders:2").await;
     lab.free_soon(&other, "orders:3").await;
 }
 
-/// Closing is a matter of one process.
+/// Closing one registry does not affect another process, whose lock stays held and renewed.
 pub async fn closing_one_registry_leaves_the_others_alone(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry_of(lab.renewed()).await);
     let mine = here.obtain("orders:1").lock().await.expect("a free lock is had");

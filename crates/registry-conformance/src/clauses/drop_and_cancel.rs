@@ -1,4 +1,4 @@
-//! Whatever is dropped, wherever it was: nothing stays taken.
+//! Guards and futures may be dropped, or left unpolled, at any point: no key stays locked.
 #![expect(clippy::async_yields_async, reason = "the sweep polls what is made; making it must not")]
 
 use std::pin::pin;
@@ -14,7 +14,8 @@ use crate::faulty::{Fault, Faults, Operation};
 use crate::lab::Lab;
 use crate::sweep::{Swept, sweep};
 
-/// Dropping is letting go.
+/// Dropping a guard releases the lock. Once its registry is idle, another process can acquire the
+/// lock.
 pub async fn a_dropped_guard_frees_the_lock(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let guard = here.obtain("orders:42").lock().await.expect("a free lock is had");
@@ -24,7 +25,7 @@ pub async fn a_dropped_guard_frees_the_lock(lab: &Lab) {
     next.expect("the janitor is idle").unlock().await.expect("a held lock is unlocked");
 }
 
-/// A guard that is dropped passes the lock on inside its process too.
+/// Dropping a guard lets a waiter of the same process acquire the lock.
 pub async fn a_dropped_guard_lets_the_next_caller_in(lab: &Lab) {
     let registry = lab.registry().await;
     let lock = registry.obtain("orders:42");
@@ -36,14 +37,14 @@ pub async fn a_dropped_guard_lets_the_next_caller_in(lab: &Lab) {
     next.expect("no trouble").unlock().await.expect("a held lock is unlocked");
 }
 
-/// A panic unwinds through the guard.
+/// A panic while a guard is in scope drops the guard, so that the lock is released.
 pub async fn a_panic_in_the_critical_section_frees_the_lock(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let lock = here.obtain("orders:42");
     let mut tasks = JoinSet::new();
     tasks.spawn(async move {
         let _guard = lock.lock().await.expect("a free lock is had");
-        // Without a message: the panic is what is tested.
+        // Without a message, because this panic is expected.
         std::panic::resume_unwind(Box::new(()));
     });
     let end = tasks.join_next().await.expect("one task runs");
@@ -52,7 +53,7 @@ pub async fn a_panic_in_the_critical_section_frees_the_lock(lab: &Lab) {
     lab.free_soon(&here, "orders:42").await;
 }
 
-/// A guard may die on a thread that knows no runtime.
+/// A guard that is dropped on a thread without a runtime releases the lock.
 pub async fn a_guard_dropped_outside_the_runtime_frees_the_lock(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let guard = here.obtain("orders:42").lock().await.expect("a free lock is had");
@@ -60,7 +61,8 @@ pub async fn a_guard_dropped_outside_the_runtime_frees_the_lock(lab: &Lab) {
     lab.free_soon(&there, "orders:42").await;
 }
 
-/// So may a future that was never finished.
+/// A waiting `lock` future that is dropped on a thread without a runtime leaves nothing behind: the
+/// key is free after the holder's unlock.
 pub async fn a_waiter_dropped_outside_the_runtime_leaves_nothing(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let guard = there.obtain("orders:42").lock().await.expect("a free lock is had");
@@ -72,15 +74,15 @@ pub async fn a_waiter_dropped_outside_the_runtime_leaves_nothing(lab: &Lab) {
     lab.free_soon(&there, "orders:42").await;
 }
 
-/// A future that is kept and not polled, as in a `select!` whose other branch is at work, is in nobody's way: other keys
-/// are locked, and held locks are renewed.
+/// A `lock` future that was polled and is then left unpolled does not block other keys: they can be
+/// locked, and held locks are renewed. This occurs in a `select!` while another branch runs.
 pub async fn a_future_that_is_not_polled_holds_up_no_other_key(lab: &Lab) {
     let registry = lab.registry_of(lab.renewed()).await;
     let held = registry.obtain("orders:1").lock().await.expect("a free lock is had");
     for n in 2..5 {
         let lock = registry.obtain(&format!("orders:n{n}"));
         let mut parked = pin!(lock.lock());
-        // With its request on the way, if the store is one that takes time.
+        // The request is now in flight, unless the store answers at once.
         let first = poll!(parked.as_mut());
         let other = registry.obtain(&format!("other:{n}")).try_lock().await.expect("no trouble");
         other.expect("nobody holds it").unlock().await.expect("a held lock is unlocked");
@@ -93,22 +95,24 @@ pub async fn a_future_that_is_not_polled_holds_up_no_other_key(lab: &Lab) {
     held.unlock().await.expect("a held lock is unlocked");
 }
 
-/// A future that is kept and not polled must not stand in the store's queue for ever: its claim is released after a lease.
+/// A waiting `lock` future that is left unpolled leaves the store's queue: its claim is released
+/// after a lease. Polled again, it acquires the lock.
 pub async fn a_parked_lock_leaves_the_stores_queue(lab: &Lab) {
     let (here, there) = (lab.registry_of(lab.short()).await, lab.registry().await);
     let held = there.obtain("orders:42").lock().await.expect("a free lock is had");
     let lock = here.obtain("orders:42");
     let mut parked = pin!(lock.lock());
-    // Long enough for it to be told "busy".
+    // Long enough to receive a busy answer.
     assert!(timeout(ASKED, parked.as_mut()).await.is_err(), "two guards of one key");
     held.unlock().await.expect("a held lock is unlocked");
     lab.free_soon(&lab.registry().await, "orders:42").await;
-    // It is not lost: polled again, it starts over.
+    // Polled again, the future starts a new acquisition.
     let late = timeout(lab.patience(), parked).await.expect("no other caller wants the lock");
     late.expect("no trouble").unlock().await.expect("a held lock is unlocked");
 }
 
-/// A grant that the store gives to a future that is not polled any more ends with its lease, session or not.
+/// A grant for a `lock` future that is left unpolled ends with its lease, also in a store that
+/// binds grants to a session.
 pub async fn a_parked_lock_gives_back_a_grant_that_it_does_not_take(lab: &Lab) {
     let late = Fault::DelayReply(Duration::from_millis(50));
     let faulty = lab.faulty(Faults::none().at(Operation::Acquire, 1, late)).await;
@@ -122,7 +126,8 @@ pub async fn a_parked_lock_gives_back_a_grant_that_it_does_not_take(lab: &Lab) {
     late.expect("no trouble").unlock().await.expect("a held lock is unlocked");
 }
 
-/// A future that contends for its process and is not polled passes its turn on after a lease.
+/// A `lock` future may wait for the store on behalf of its process. If it is left unpolled, the
+/// next caller of the process can proceed after a lease.
 pub async fn a_parked_lock_lets_the_next_caller_of_its_process_pass(lab: &Lab) {
     let (here, there) = (lab.registry_of(lab.short()).await, lab.registry().await);
     let held = there.obtain("orders:42").lock().await.expect("a free lock is had");
@@ -135,7 +140,9 @@ pub async fn a_parked_lock_lets_the_next_caller_of_its_process_pass(lab: &Lab) {
     late.expect("no trouble").unlock().await.expect("a held lock is unlocked");
 }
 
-/// What a waiter was given and does not take is passed on after a lease: a turn, a claim, a further guard of its owner's lock.
+/// After a lease, a waiter that is left unpolled loses what it was given, and the next caller
+/// receives it. This applies to the local lock, to a claim, and to a further guard of its owner's
+/// lock.
 pub async fn a_parked_waiter_passes_on_what_it_was_given(lab: &Lab) {
     let (here, there) = (lab.registry_of(lab.short()).await, lab.registry().await);
     let lock = here.obtain("orders:42");
@@ -164,7 +171,7 @@ pub async fn a_parked_waiter_passes_on_what_it_was_given(lab: &Lab) {
     late.unlock().await.expect("a held lock is unlocked");
 }
 
-/// An unlock that was begun goes on when its future is not polled any more.
+/// An `unlock` that was polled once and is then left unpolled still releases the lock.
 pub async fn a_parked_unlock_frees_the_lock(lab: &Lab) {
     let late = Fault::DelayReply(Duration::from_millis(50));
     let faulty = lab.faulty(Faults::none().at(Operation::Release, 1, late)).await;
@@ -175,11 +182,11 @@ pub async fn a_parked_unlock_frees_the_lock(lab: &Lab) {
     lab.free_soon(&here, "orders:42").await;
     lab.free_soon(&there, "orders:42").await;
     let told = timeout(lab.patience(), parked).await.expect("the release is answered");
-    // Its lease may have ended first.
+    // The lease may have ended before the release.
     assert!(matches!(told, Ok(()) | Err(LockError::Lost { .. })), "{told:?}");
 }
 
-/// Handles are not guards: dropping them lets nothing go.
+/// Dropping the lock handle or the registry does not release a held lock, which is still renewed.
 pub async fn a_dropped_handle_or_registry_lets_nothing_go(lab: &Lab) {
     let (here, there) = (lab.registry_of(lab.renewed()).await, lab.registry().await);
     let lock = here.obtain("orders:42");
@@ -193,7 +200,8 @@ pub async fn a_dropped_handle_or_registry_lets_nothing_go(lab: &Lab) {
     lab.free_soon(&there, "orders:42").await;
 }
 
-/// Somebody who gives up waiting was never there.
+/// A `lock` future that is dropped while it waits leaves no record in the store. After the holder's
+/// unlock, another process can acquire the lock at once.
 pub async fn a_dropped_waiter_leaves_no_record(lab: &Lab) {
     let (holder, waiter) = (lab.registry().await, lab.registry().await);
     let guard = holder.obtain("orders:42").lock().await.expect("a free lock is had");
@@ -209,7 +217,7 @@ pub async fn a_dropped_waiter_leaves_no_record(lab: &Lab) {
     next.expect("those who waited are gone").unlock().await.expect("a held lock is unlocked");
 }
 
-/// Somebody who gives up its place lets those behind it come forward.
+/// If the first waiter is dropped after the lock passed to it, the second waiter acquires the lock.
 pub async fn a_dropped_waiter_lets_the_next_one_pass(lab: &Lab) {
     let registry = lab.registry().await;
     let lock = registry.obtain("orders:42");
@@ -217,14 +225,15 @@ pub async fn a_dropped_waiter_lets_the_next_one_pass(lab: &Lab) {
     let mut first = Box::pin(lock.lock());
     let mut second = Box::pin(lock.lock());
     assert!(poll!(first.as_mut()).is_pending() && poll!(second.as_mut()).is_pending());
-    // Its turn comes, and it is gone before it takes it.
+    // The lock passes to the first waiter, which is dropped before it is polled again.
     guard.unlock().await.expect("a held lock is unlocked");
     drop(first);
     let next = timeout(lab.patience(), second).await.expect("the one in front is gone");
     next.expect("no trouble").unlock().await.expect("a held lock is unlocked");
 }
 
-/// A caller that goes away while the store is still deciding.
+/// If a `lock` future is dropped while its acquire is in flight, the key is soon free, for this
+/// process and for others.
 pub async fn an_acquisition_dropped_in_flight_is_given_back(lab: &Lab) {
     for delay in [Fault::DelayRequest, Fault::DelayReply] {
         let late = delay(Duration::from_millis(200));
@@ -239,7 +248,7 @@ pub async fn an_acquisition_dropped_in_flight_is_given_back(lab: &Lab) {
     }
 }
 
-/// A grant that nobody heard of is given back, long before its lease is over.
+/// A grant whose reply was lost is released long before its lease ends.
 pub async fn a_grant_whose_reply_was_lost_is_given_back(lab: &Lab) {
     let faulty = lab.faulty(Faults::none().at(Operation::Acquire, 1, Fault::LoseReply)).await;
     let registry = lab.registry_over(&faulty, lab.long());
@@ -252,7 +261,8 @@ pub async fn a_grant_whose_reply_was_lost_is_given_back(lab: &Lab) {
     lab.free_soon(&other, "orders:42").await;
 }
 
-/// A request that reaches the store only after its own release is cleaned up within its lease.
+/// An acquire that reaches the store after its own release leaves the key locked for at most its
+/// lease.
 pub async fn an_acquire_that_arrives_after_its_release_ends_with_its_lease(lab: &Lab) {
     let late = Fault::RepeatLate(Duration::from_millis(100));
     let faulty = lab.faulty(Faults::none().at(Operation::Acquire, 1, late)).await;
@@ -263,7 +273,7 @@ pub async fn an_acquire_that_arrives_after_its_release_ends_with_its_lease(lab: 
     lab.free_soon(&lab.registry().await, "orders:42").await;
 }
 
-/// The memory of a registry is what is in use.
+/// A registry keeps no local lock for keys that are no longer used.
 pub async fn no_slot_is_left_when_all_is_dropped(lab: &Lab) {
     let registry = lab.registry().await;
     let held = lab.registry().await;
@@ -288,7 +298,8 @@ pub async fn no_slot_is_left_when_all_is_dropped(lab: &Lab) {
     foreign.unlock().await.expect("a held lock is unlocked");
 }
 
-/// `lock` may be dropped at every poll; the key is free again soon, and the next caller gets it.
+/// A `lock` future may be dropped at every poll. The key is soon free, for this process and for
+/// others.
 pub async fn lock_may_be_dropped_at_every_poll(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let make = async || {
@@ -305,7 +316,8 @@ pub async fn lock_may_be_dropped_at_every_poll(lab: &Lab) {
     .await;
 }
 
-/// The same behind a holder in another process, so that the drop hits every step of waiting.
+/// A `try_lock_for` future that waits for another process may be dropped at every poll, so at every
+/// step of waiting. The key is soon free.
 pub async fn a_waiting_lock_may_be_dropped_at_every_poll(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let third = lab.registry().await;
@@ -327,7 +339,8 @@ pub async fn a_waiting_lock_may_be_dropped_at_every_poll(lab: &Lab) {
     .await;
 }
 
-/// The same behind a holder in this process, where the claim is handed over.
+/// A `lock` future that waits for a guard of its own process, and may receive its claim by
+/// hand-over, may be dropped at every poll. The key is soon free.
 pub async fn a_queued_lock_may_be_dropped_at_every_poll(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let unlocking = Mutex::new(JoinSet::new());
@@ -351,7 +364,8 @@ pub async fn a_queued_lock_may_be_dropped_at_every_poll(lab: &Lab) {
     .await;
 }
 
-/// `try_lock_for` may be dropped at every poll while the store is slow: requests in flight are carried to their end.
+/// A `try_lock_for` future may be dropped at every poll while the store is slow. The engine
+/// completes requests in flight, and the key is soon free.
 pub async fn a_slow_try_lock_for_may_be_dropped_at_every_poll(lab: &Lab) {
     let slow = Fault::DelayRequest(Duration::from_millis(15));
     let slow_reply = Fault::DelayReply(Duration::from_millis(15));
@@ -368,14 +382,15 @@ pub async fn a_slow_try_lock_for_may_be_dropped_at_every_poll(lab: &Lab) {
             let guard = output.expect("no trouble").expect("no other caller wants the lock");
             guard.unlock().await.expect("a held lock is unlocked");
         }
-        // Nobody has been told that the request is still on its way: first ours, which queue behind it, then the others.
+        // `there` does not know of a request in flight, but callers of `here` queue behind it. So
+        // `here` is first.
         lab.free_soon(&here, "orders:42").await;
         lab.free_soon(&there, "orders:42").await;
     })
     .await;
 }
 
-/// `unlock` may be dropped at every poll: the lock is let go all the same.
+/// An `unlock` future may be dropped at every poll, and the lock is still released.
 pub async fn unlock_may_be_dropped_at_every_poll(lab: &Lab) {
     let slow = Fault::DelayReply(Duration::from_millis(15));
     let faulty = lab.faulty(Faults::none().always(Operation::Release, slow)).await;
@@ -394,7 +409,7 @@ pub async fn unlock_may_be_dropped_at_every_poll(lab: &Lab) {
     .await;
 }
 
-/// `renew` may be dropped at every poll: the guard is as good as before.
+/// A `renew` future may be dropped at every poll. The guard stays held and can be renewed again.
 pub async fn renew_may_be_dropped_at_every_poll(lab: &Lab) {
     let slow = Fault::DelayReply(Duration::from_millis(15));
     let faulty = lab.faulty(Faults::none().always(Operation::Renew, slow)).await;
@@ -405,7 +420,8 @@ pub async fn renew_may_be_dropped_at_every_poll(lab: &Lab) {
     .await;
 }
 
-/// `protect` may be dropped at every poll: the work is dropped, the guard is as good as before.
+/// A `protect` future may be dropped at every poll. The work is dropped, and the guard stays held
+/// and usable.
 pub async fn protect_may_be_dropped_at_every_poll(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     guarded_sweep(lab, &here, &there, async |guard| {
@@ -447,7 +463,8 @@ async fn guarded_sweep(
     .await;
 }
 
-/// `close` may be dropped at every poll: closing goes on when it is called again, and nothing stays taken.
+/// A `close` future may be dropped at every poll. A second call of `close` completes, and no key
+/// stays locked.
 pub async fn close_may_be_dropped_at_every_poll(lab: &Lab) {
     let there = lab.registry().await;
     let kept: Mutex<Option<(Registry, LockGuard)>> = Mutex::new(None);
@@ -469,7 +486,7 @@ pub async fn close_may_be_dropped_at_every_poll(lab: &Lab) {
     .await;
 }
 
-/// A re-entrant lock may be dropped at every poll: the outer guard keeps what it has.
+/// A re-entrant `lock_with` future may be dropped at every poll. The outer guard keeps the lock.
 pub async fn entering_again_may_be_dropped_at_every_poll(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let owner = Owner::new();
@@ -490,7 +507,7 @@ pub async fn entering_again_may_be_dropped_at_every_poll(lab: &Lab) {
     lab.free_soon(&there, "orders:42").await;
 }
 
-/// The value; a panic elsewhere is its own failure.
+/// Locks the mutex, also if it is poisoned: a panic elsewhere is reported by its own test.
 fn locked<T>(value: &Mutex<T>) -> MutexGuard<'_, T> {
     value.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -502,5 +519,5 @@ async fn unlock_soon(guard: LockGuard) {
 
 const POLLS_MAX: usize = 1_000;
 
-/// Long enough for an attempt to be answered.
+/// Long enough for the store to answer an attempt.
 const ASKED: Duration = Duration::from_millis(300);

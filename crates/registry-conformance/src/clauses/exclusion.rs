@@ -1,4 +1,5 @@
-//! Never two holders: of one key, in one store, whoever asks through whatever.
+//! Mutual exclusion: one key of one store has at most one holder, across callers, clients and
+//! processes.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -12,7 +13,7 @@ use crate::faulty::Faults;
 use crate::harness::RemoteLock;
 use crate::lab::{Lab, attempt, busy, freed, granted, key};
 
-/// The promise that everything else is about.
+/// While a claim holds a key, other claims of the same client for this key are busy.
 pub async fn a_second_claim_is_busy_while_the_first_holds(lab: &Lab) {
     let client = lab.client().await;
     let first = Claim::new(key("orders:42"), lab.long());
@@ -23,7 +24,8 @@ pub async fn a_second_claim_is_busy_while_the_first_holds(lab: &Lab) {
     freed(&*client, &first).await;
 }
 
-/// Two clients are two processes.
+/// While a claim holds a key, claims of another client for this key are busy. After the release,
+/// the other client acquires the key, and the first client is busy.
 pub async fn a_claim_of_another_client_is_busy_while_the_first_holds(lab: &Lab) {
     let (first, second) = (lab.client().await, lab.client().await);
     let holder = Claim::new(key("orders:42"), lab.long());
@@ -36,7 +38,8 @@ pub async fn a_claim_of_another_client_is_busy_while_the_first_holds(lab: &Lab) 
     freed(&*second, &next).await;
 }
 
-/// Deciding and taking is one step: there is no moment between them for a second one.
+/// Of twelve concurrent claims for one key, sent through three clients, the store grants exactly
+/// one.
 pub async fn of_many_claims_at_once_exactly_one_is_granted(lab: &Lab) {
     let clients = [lab.client().await, lab.client().await, lab.client().await];
     for round in 0..10 {
@@ -57,7 +60,8 @@ pub async fn of_many_claims_at_once_exactly_one_is_granted(lab: &Lab) {
     }
 }
 
-/// Keys have nothing to do with each other.
+/// One client holds claims of 20 different keys at the same time. Releasing one leaves the others
+/// held.
 pub async fn claims_of_different_keys_are_held_at_once(lab: &Lab) {
     let client = lab.client().await;
     let claims: Vec<_> =
@@ -72,7 +76,8 @@ pub async fn claims_of_different_keys_are_held_at_once(lab: &Lab) {
     }
 }
 
-/// Busy is an answer, not an error, also inside one process.
+/// `try_lock` returns `Ok(None)` while another caller of this process holds the lock, and a guard
+/// after the unlock.
 pub async fn try_lock_gives_none_while_this_process_holds_the_lock(lab: &Lab) {
     let registry = lab.registry().await;
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
@@ -85,7 +90,8 @@ pub async fn try_lock_gives_none_while_this_process_holds_the_lock(lab: &Lab) {
     again.expect("a free lock is had").unlock().await.expect("a held lock is unlocked");
 }
 
-/// Busy is an answer, not an error, also across processes.
+/// `try_lock` returns `Ok(None)` while another process holds the lock, and a guard after the
+/// unlock.
 pub async fn try_lock_gives_none_while_another_process_holds_the_lock(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let guard = there.obtain("orders:42").lock().await.expect("a free lock is had");
@@ -98,7 +104,8 @@ pub async fn try_lock_gives_none_while_another_process_holds_the_lock(lab: &Lab)
     again.expect("a free lock is had").unlock().await.expect("a held lock is unlocked");
 }
 
-/// An outage must never look like "somebody else holds it".
+/// During an outage, `try_lock` returns a retryable `LockError::Backend`, not `Ok(None)`. After the
+/// outage, it returns a guard.
 pub async fn an_outage_is_an_error_and_never_busy(lab: &Lab) {
     let faulty = lab.faulty(Faults::outage()).await;
     let registry = lab.registry_over(&faulty, lab.long());
@@ -111,7 +118,9 @@ pub async fn an_outage_is_an_error_and_never_busy(lab: &Lab) {
     guard.expect("nobody holds the lock").unlock().await.expect("a held lock is unlocked");
 }
 
-/// Whoever obtains a lock twice has two handles of one lock.
+/// All handles that a registry and its clones return for one key are the same lock. While a guard
+/// of one handle exists, `try_lock` on another returns `Ok(None)`, also after the first handle was
+/// dropped.
 pub async fn two_handles_of_one_key_are_one_lock(lab: &Lab) {
     let registry = lab.registry().await;
     let (first, second) = (registry.obtain("orders:42"), registry.obtain("orders:42"));
@@ -123,7 +132,7 @@ pub async fn two_handles_of_one_key_are_one_lock(lab: &Lab) {
     guard.unlock().await.expect("a held lock is unlocked");
 }
 
-/// Keys have nothing to do with each other, in one process either.
+/// One registry holds guards of 20 different keys at the same time.
 pub async fn one_caller_holds_many_keys_at_once(lab: &Lab) {
     let registry = lab.registry().await;
     let locks: Vec<_> = (0..20).map(|n| registry.obtain(&format!("orders:n{n}"))).collect();
@@ -135,7 +144,7 @@ pub async fn one_caller_holds_many_keys_at_once(lab: &Lab) {
     }
 }
 
-/// Twenty callers of several processes start at once: one enters.
+/// Of 21 concurrent `try_lock` calls in three processes, exactly one returns a guard.
 pub async fn of_many_try_locks_at_once_exactly_one_wins(lab: &Lab) {
     let registries = [lab.registry().await, lab.registry().await, lab.registry().await];
     let mut tasks = JoinSet::new();
@@ -150,13 +159,15 @@ pub async fn of_many_try_locks_at_once_exactly_one_wins(lab: &Lab) {
     }
 }
 
-/// Many tasks of several processes work under one lock: none meets another, and all get their turn.
+/// The critical sections of eight tasks in two processes never overlap, and every task completes
+/// its rounds.
 pub async fn critical_sections_of_several_processes_never_overlap(lab: &Lab) {
     let registries = [lab.registry().await, lab.registry().await];
     never_overlap(&registries, 4, 6).await;
 }
 
-/// The same inside one process, where the lock is handed from task to task.
+/// The critical sections of 16 tasks in one process never overlap, and every task completes its
+/// rounds. Here a claim may be handed over from task to task.
 pub async fn critical_sections_of_one_process_never_overlap(lab: &Lab) {
     let registries = [lab.registry().await];
     never_overlap(&registries, 16, 8).await;
@@ -185,7 +196,8 @@ async fn never_overlap(registries: &[Registry], tasks_each: usize, rounds: usize
     assert_eq!(done, registries.len() * tasks_each * rounds, "all got their turn");
 }
 
-/// A real other process.
+/// A lock that a separate operating-system process holds is busy here. After that process unlocks
+/// it, `try_lock` returns a guard here.
 pub async fn a_lock_that_another_process_holds_is_busy_here(lab: &Lab) {
     let mut there = lab.remote(lab.long()).await;
     let here = lab.registry().await;
@@ -196,7 +208,8 @@ pub async fn a_lock_that_another_process_holds_is_busy_here(lab: &Lab) {
     guard.expect("a free lock is had").unlock().await.expect("a held lock is unlocked");
 }
 
-/// A real other process, the other way round.
+/// A lock that is held here is busy in a separate operating-system process. After the unlock, that
+/// process acquires it.
 pub async fn a_lock_that_is_held_here_is_busy_in_another_process(lab: &Lab) {
     let mut there = lab.remote(lab.long()).await;
     let here = lab.registry().await;

@@ -1,4 +1,4 @@
-//! Leases end, on the store's clock alone, and nobody is left behind a dead holder.
+//! A grant ends with its lease, on the store's clock, and a waiter can then acquire the key.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use crate::faulty::{Fault, Faults, Operation};
 use crate::harness::RemoteLock;
 use crate::lab::{Lab, attempt, busy, freed, granted, key, release, renew};
 
-/// A holder that died does not hold for ever.
+/// A grant that is neither renewed nor released ends, so that a claim of another client is granted.
 pub async fn a_grant_ends_with_its_lease(lab: &Lab) {
     let (dead, heir) = (lab.client().await, lab.client().await);
     granted(&*dead, &Claim::new(key("orders:42"), lab.short())).await;
@@ -18,7 +18,9 @@ pub async fn a_grant_ends_with_its_lease(lab: &Lab) {
     freed(&*heir, &claim).await;
 }
 
-/// The holder works until its lease is over; so nobody may be let in before.
+/// A grant lasts at least as long as the lease that the store returned, because its holder works
+/// for that time. The clause allows 1 % and 2 ms less, which is the margin of the engine for clock
+/// rates.
 pub async fn a_grant_does_not_end_before_its_lease(lab: &Lab) {
     let client = lab.client().await;
     for _ in 0..3 {
@@ -27,8 +29,8 @@ pub async fn a_grant_does_not_end_before_its_lease(lab: &Lab) {
         let grant = granted(&*client, &claim).await;
         let heir = Claim::new(key("orders:42"), lab.long());
         lab.granted_at_last(&*client, &heir).await;
-        // Counted from before the request: the store's lease cannot have begun earlier. Less what the engine's own
-        // margin allows for clocks that run at different rates.
+        // Counted from before the request, because the store's lease cannot have begun earlier. The
+        // engine's margin allows for clocks that run at different rates.
         let least = grant.lease - grant.lease / 100 - Duration::from_millis(2);
         let lasted = before.elapsed();
         assert!(lasted >= least, "told to last {:?}, it lasted {lasted:?}", grant.lease);
@@ -36,13 +38,13 @@ pub async fn a_grant_does_not_end_before_its_lease(lab: &Lab) {
     }
 }
 
-/// Those who are refused must not keep a dead holder alive.
+/// Busy attempts of another claim do not extend the holder's lease.
 pub async fn failed_attempts_do_not_prolong_the_holders_lease(lab: &Lab) {
     let client = lab.client().await;
     granted(&*client, &Claim::new(key("orders:42"), lab.short())).await;
     let until = Instant::now() + lab.short() * 4 + lab.patience();
     let heir = Claim::new(key("orders:42"), lab.long());
-    // Without a pause between them: at no time is the last attempt longer ago than a lease.
+    // The pause is so short that the grant would never end if an attempt extended its lease.
     while let Attempt::Busy(_) = attempt(&*client, &heir).await {
         assert!(Instant::now() < until, "asking keeps a dead holder alive");
         tokio::time::sleep(Duration::from_millis(1)).await;
@@ -50,7 +52,8 @@ pub async fn failed_attempts_do_not_prolong_the_holders_lease(lab: &Lab) {
     freed(&*client, &heir).await;
 }
 
-/// The right of a holder whose lease is over has passed to its successor, whole.
+/// Once its successor holds the key, an expired claim cannot renew, release or acquire it. The
+/// successor's grant is unaffected.
 pub async fn an_expired_claim_is_powerless_against_its_successor(lab: &Lab) {
     let (dead, heir) = (lab.client().await, lab.client().await);
     let expired = Claim::new(key("orders:42"), lab.short());
@@ -67,7 +70,7 @@ pub async fn an_expired_claim_is_powerless_against_its_successor(lab: &Lab) {
     freed(&*heir, &claim).await;
 }
 
-/// A busy store that says when to come back must not send waiters away beyond the lease.
+/// `retry_after` of a busy answer is at most the holder's lease plus one second.
 pub async fn a_busy_reply_never_tells_more_time_than_the_lease(lab: &Lab) {
     let client = lab.client().await;
     let claim = Claim::new(key("orders:42"), lab.short());
@@ -85,7 +88,7 @@ pub async fn a_busy_reply_never_tells_more_time_than_the_lease(lab: &Lab) {
     release(&*client, &claim).await;
 }
 
-/// A guard never believes in more time than the store gave.
+/// `valid_for` of a new guard is shorter than its lease.
 pub async fn a_guard_is_valid_for_less_than_its_lease(lab: &Lab) {
     let registry = lab.registry().await;
     for lease in [lab.renewed(), lab.long()] {
@@ -97,9 +100,11 @@ pub async fn a_guard_is_valid_for_less_than_its_lease(lab: &Lab) {
     }
 }
 
-/// A lease counts from before the request: however slow the reply, the holder knows of its end first.
+/// The validity of a guard counts from before the request. A delayed reply shortens it by at least
+/// the delay, so that the holder stops before the store's lease ends.
 pub async fn a_slow_reply_shortens_what_the_guard_believes(lab: &Lab) {
-    // Longer than the margin for clocks at different rates, so that the margin does not hide what is missing.
+    // The delay exceeds the margin for clock rates, so that the margin cannot hide a missing
+    // deduction.
     let (lease, slow) = (lab.renewed() * 10, lab.renewed() / 3);
     let late = Fault::DelayReply(slow);
     let faulty = lab.faulty(Faults::none().at(Operation::Acquire, 1, late)).await;
@@ -109,7 +114,8 @@ pub async fn a_slow_reply_shortens_what_the_guard_believes(lab: &Lab) {
     guard.unlock().await.expect("a held lock is unlocked");
 }
 
-/// Those who wait get a dead holder's lock, though nobody is left who could wake them.
+/// A waiter acquires the lock of a dead holder after its lease, although no release wakes the
+/// waiter.
 pub async fn a_waiter_gets_a_dead_holders_lock(lab: &Lab) {
     let dead = lab.client().await;
     granted(&*dead, &Claim::new(key("orders:42"), lab.short())).await;
@@ -119,7 +125,8 @@ pub async fn a_waiter_gets_a_dead_holders_lock(lab: &Lab) {
     guard.expect("the lease of the dead is over").unlock().await.expect("a held lock is unlocked");
 }
 
-/// At most one of two believes that it holds: the old holder stops believing before the new one can begin.
+/// When another process has acquired the lock after an unrenewed lease, the old guard already
+/// reports that it is not held. It has no validity left.
 pub async fn a_holder_knows_of_its_end_before_anybody_else_can_have_the_lock(lab: &Lab) {
     let (first, second) = (lab.registry().await, lab.registry().await);
     for _ in 0..3 {
@@ -135,7 +142,8 @@ pub async fn a_holder_knows_of_its_end_before_anybody_else_can_have_the_lock(lab
     }
 }
 
-/// A real other process dies without a word.
+/// The lock of a killed operating-system process becomes free after its lease, and a waiter here
+/// acquires it.
 pub async fn a_killed_process_holds_no_longer_than_its_lease(lab: &Lab) {
     let mut there = lab.remote(lab.renewed()).await;
     assert!(matches!(there.lock("orders:42", Duration::ZERO).await, RemoteLock::Held { .. }));
@@ -146,7 +154,8 @@ pub async fn a_killed_process_holds_no_longer_than_its_lease(lab: &Lab) {
     guard.expect("the lease of the dead is over").unlock().await.expect("a held lock is unlocked");
 }
 
-/// A real other process is stopped beyond its lease. When it goes on it knows, and its successor never notices.
+/// An operating-system process that is stopped beyond its lease and then continued reports that it
+/// does not hold the lock, and its unlock fails. The successor keeps the lock.
 pub async fn a_stopped_process_finds_out_and_leaves_its_successor_alone(lab: &Lab) {
     let mut there = lab.remote(lab.renewed()).await;
     assert!(matches!(there.lock("orders:42", Duration::ZERO).await, RemoteLock::Held { .. }));

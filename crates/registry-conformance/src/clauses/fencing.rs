@@ -1,4 +1,5 @@
-//! Tokens of one key only grow: over clients, expiry, release, restart.
+//! Fencing tokens of one key only increase: across clients, releases, expiry, restarts and data
+//! loss.
 
 use std::sync::Arc;
 
@@ -6,7 +7,7 @@ use registry_core::{Claim, FencingToken, LockBackend, LockRegistry as _};
 
 use crate::lab::{Lab, busy, freed, granted, key, renew, renewed};
 
-/// A store that fences has no grant without a token.
+/// A store with fencing returns a token with each grant.
 pub async fn every_grant_has_a_token(lab: &Lab) {
     let client = lab.client().await;
     for name in ["orders:1", "orders:2", "orders:1"] {
@@ -14,11 +15,12 @@ pub async fn every_grant_has_a_token(lab: &Lab) {
     }
 }
 
-/// A successor has a larger token than every holder before it.
+/// After a release, the next grant has a larger token. The clause repeats this 200 times on one
+/// key.
 pub async fn tokens_grow_over_release(lab: &Lab) {
     let client = lab.client().await;
     let mut last = take_and_release(lab, &*client, "orders:42", 1).await;
-    // As fast as the store can, so that a clock that is too coarse shows.
+    // Without pauses, so that a token clock with too coarse a resolution would repeat a token.
     for _ in 0..200 {
         let next = take_and_release(lab, &*client, "orders:42", 1).await;
         assert!(next > last, "{next} after {last}");
@@ -26,7 +28,7 @@ pub async fn tokens_grow_over_release(lab: &Lab) {
     }
 }
 
-/// Whichever client asks, the tokens come out of one sequence.
+/// The tokens of a key increase while three clients acquire and release it in turn.
 pub async fn tokens_grow_over_clients(lab: &Lab) {
     let clients = [lab.client().await, lab.client().await, lab.client().await];
     let mut last = take_and_release(lab, &*clients[0], "orders:42", 1).await;
@@ -37,7 +39,7 @@ pub async fn tokens_grow_over_clients(lab: &Lab) {
     }
 }
 
-/// The successor of a holder that died is told apart from it.
+/// The grant that follows an expired grant has a larger token.
 pub async fn tokens_grow_over_expiry(lab: &Lab) {
     let client = lab.client().await;
     let dead = Claim::new(key("orders:42"), lab.short());
@@ -48,7 +50,8 @@ pub async fn tokens_grow_over_expiry(lab: &Lab) {
     freed(&*client, &heir).await;
 }
 
-/// A broken lock's holder may still be at work: its token must be the smaller one.
+/// The grant that follows a forced release has a larger token, because the former holder may still
+/// be working.
 pub async fn tokens_grow_over_a_forced_release(lab: &Lab) {
     let client = lab.client().await;
     let broken = Claim::new(key("orders:42"), lab.long());
@@ -58,7 +61,7 @@ pub async fn tokens_grow_over_a_forced_release(lab: &Lab) {
     assert!(next > last, "{next} after {last}");
 }
 
-/// The same claim, granted a second time after its release, is a new grant.
+/// A claim that is granted again after its release has a larger token than before.
 pub async fn tokens_grow_when_one_claim_is_granted_anew(lab: &Lab) {
     let client = lab.client().await;
     let claim = Claim::new(key("orders:42"), lab.long());
@@ -69,10 +72,10 @@ pub async fn tokens_grow_when_one_claim_is_granted_anew(lab: &Lab) {
     freed(&*client, &claim).await;
 }
 
-/// The store's data outlives the store's process, and so does the sequence.
+/// After a restart with data, the next token is larger than all tokens that were used before.
 pub async fn tokens_grow_over_a_restart(lab: &Lab) {
     let client = lab.client().await;
-    // Nothing is handed over where the store queues, so nothing is reserved for it.
+    // A store with a queue has no local hand-over, so its claims reserve no block of tokens.
     let block = if lab.capabilities().fair { 1 } else { 1_000 };
     let last = take_and_release(lab, &*client, "orders:42", block).await;
     shut(client).await;
@@ -82,7 +85,8 @@ pub async fn tokens_grow_over_a_restart(lab: &Lab) {
     assert!(next.get() >= free_from, "{next} after {last} and its block of {block}");
 }
 
-/// A store that came up empty still hands out larger tokens: they follow its clock, not only its data.
+/// After a restart without data, the next token is larger than the last one. Such a store derives
+/// its tokens from its clock, not only from its data.
 pub async fn tokens_grow_even_when_the_store_lost_its_data(lab: &Lab) {
     let client = lab.client().await;
     let last = take_and_release(lab, &*client, "orders:42", 1).await;
@@ -92,7 +96,8 @@ pub async fn tokens_grow_even_when_the_store_lost_its_data(lab: &Lab) {
     assert!(next > last, "{next} after {last}");
 }
 
-/// A repeated request is the same grant and has the same token.
+/// A repeated acquire of a granted claim returns the same token, through each client that may use
+/// the claim.
 pub async fn a_repeated_acquire_has_the_same_token(lab: &Lab) {
     let first = lab.client().await;
     let second = lab.another_client(&first).await;
@@ -103,7 +108,8 @@ pub async fn a_repeated_acquire_has_the_same_token(lab: &Lab) {
     freed(&*first, &claim).await;
 }
 
-/// A holder keeps its token, whatever others try and however often it renews.
+/// A holder's token does not change when the holder renews or repeats its acquire, or when other
+/// claims try to acquire or renew.
 pub async fn a_holder_keeps_its_token(lab: &Lab) {
     let client = lab.client().await;
     let claim = Claim::new(key("orders:42"), lab.long());
@@ -117,7 +123,9 @@ pub async fn a_holder_keeps_its_token(lab: &Lab) {
     freed(&*client, &claim).await;
 }
 
-/// The tokens of a block belong to the one who reserved them, for hand-overs that the store never sees.
+/// No grant receives a token of a block that an earlier grant reserved. The holder uses these
+/// tokens for hand-overs, which the store does not see. If the release states fewer used tokens,
+/// only the unused ones may be granted later.
 pub async fn a_reserved_block_of_tokens_is_given_to_nobody_else(lab: &Lab) {
     let clients = [lab.client().await, lab.client().await];
     let mut free_from = 0;
@@ -126,7 +134,7 @@ pub async fn a_reserved_block_of_tokens_is_given_to_nobody_else(lab: &Lab) {
         assert!(next.get() >= free_from, "{next} is inside the block that ends before {free_from}");
         free_from = next.get() + u64::from(block);
     }
-    // A release names the number of tokens that were used; only the others may be reserved again.
+    // A release states how many tokens were used. The store may grant only the others again.
     for (n, (block, used)) in
         [(1_000_000, 400_000), (256, 1), (1_000_000, 2), (1, 1)].into_iter().enumerate()
     {
@@ -139,7 +147,8 @@ pub async fn a_reserved_block_of_tokens_is_given_to_nobody_else(lab: &Lab) {
     }
 }
 
-/// A block that was reserved by a holder that died stays reserved.
+/// A block of tokens stays reserved after its grant has expired: the next token is larger than all
+/// tokens of the block.
 pub async fn a_reserved_block_of_tokens_outlives_its_holder(lab: &Lab) {
     let client = lab.client().await;
     let block = 1_000_000;
@@ -154,7 +163,7 @@ pub async fn a_reserved_block_of_tokens_outlives_its_holder(lab: &Lab) {
     freed(&*client, &heir).await;
 }
 
-/// What users see is what the store gave: over tasks and processes, every guard's token is larger than the last one's.
+/// The guards of two processes that lock a key in turn have increasing tokens.
 pub async fn guards_of_all_processes_have_growing_tokens(lab: &Lab) {
     let registries = [lab.registry().await, lab.registry().await];
     let mut last = None;
@@ -167,7 +176,8 @@ pub async fn guards_of_all_processes_have_growing_tokens(lab: &Lab) {
     }
 }
 
-/// Tasks that hand the lock to each other inside a process are told apart too.
+/// The guards of twelve concurrent callers in two processes have tokens that increase in the order
+/// of the guards, also after hand-overs.
 pub async fn waiters_of_all_processes_have_growing_tokens(lab: &Lab) {
     let registries = [lab.registry().await, lab.registry().await];
     let seen = Arc::new(tokio::sync::Mutex::new(Vec::new()));

@@ -1,4 +1,5 @@
-//! A claim may pass to the next caller of its process without the store, but not for ever and never unnoticed.
+//! A claim can be handed over to the next caller of its process without a store request. The number
+//! of hand-overs is limited, and each has its own token.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,7 +14,7 @@ use tokio::time::{sleep, timeout};
 use crate::faulty::{Faults, FaultyBackend, Operation};
 use crate::lab::Lab;
 
-/// The point of it: the store's round trips are the cost.
+/// Ten queued callers of one process share one claim: one acquire and one release reach the store.
 pub async fn a_hand_over_asks_the_store_nothing(lab: &Lab) {
     let faulty = lab.faulty(Faults::none()).await;
     let registry = lab.registry_over(&faulty, lab.long());
@@ -23,7 +24,7 @@ pub async fn a_hand_over_asks_the_store_nothing(lab: &Lab) {
     assert_eq!(faulty.calls(Operation::Release), 1, "one claim serves ten callers");
 }
 
-/// Switched off, every caller has a claim of its own.
+/// With `handoff(0)`, each of ten queued callers has a claim of its own.
 pub async fn without_hand_over_each_caller_asks_the_store(lab: &Lab) {
     let faulty = lab.faulty(Faults::none()).await;
     let registry = lab
@@ -36,7 +37,8 @@ pub async fn without_hand_over_each_caller_asks_the_store(lab: &Lab) {
     assert_eq!(faulty.calls(Operation::Release), 10, "each caller has a claim of its own");
 }
 
-/// Other processes get their chance: a claim passes on a bounded number of times.
+/// With `handoff(4)`, a claim serves its first caller and four more, so that other processes can
+/// acquire the lock in between.
 pub async fn a_claim_is_handed_over_a_bounded_number_of_times(lab: &Lab) {
     let faulty = lab.faulty(Faults::none()).await;
     let registry = lab
@@ -49,7 +51,8 @@ pub async fn a_claim_is_handed_over_a_bounded_number_of_times(lab: &Lab) {
     assert_eq!(faulty.calls(Operation::Release), 3, "one claim for the first, and for four more");
 }
 
-/// A process whose callers never let up does not shut the others out.
+/// Callers of another process acquire the lock three times while four callers of this process
+/// request it continuously.
 pub async fn a_busy_process_does_not_shut_another_out(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let enough = Arc::new(AtomicBool::new(false));
@@ -78,7 +81,8 @@ pub async fn a_busy_process_does_not_shut_another_out(lab: &Lab) {
     busy.join_all().await;
 }
 
-/// Those who get the claim one after the other are told apart, and so is whoever comes after them.
+/// Each hand-over has a larger token than the guard before it. So has the next grant to another
+/// process.
 pub async fn each_hand_over_has_a_larger_token(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let mut last = None;
@@ -94,7 +98,7 @@ pub async fn each_hand_over_has_a_larger_token(lab: &Lab) {
     }
 }
 
-/// A claim that was handed over is renewed and held like any other.
+/// A lock that was handed over is renewed, stays held beyond its lease, and can be unlocked.
 pub async fn a_handed_over_lock_outlives_its_lease_by_renewal(lab: &Lab) {
     let (here, there) = (lab.registry_of(lab.renewed()).await, lab.registry().await);
     let lock = here.obtain("orders:42");
@@ -111,7 +115,7 @@ pub async fn a_handed_over_lock_outlives_its_lease_by_renewal(lab: &Lab) {
     lab.free_soon(&there, "orders:42").await;
 }
 
-/// Whoever asked for something else gets a claim made for it, not somebody else's.
+/// A waiter with another lease and label receives a claim of its own instead of a hand-over.
 pub async fn a_claim_is_handed_over_only_to_those_who_asked_for_the_same(lab: &Lab) {
     let faulty = lab.faulty(Faults::none()).await;
     let registry = lab.registry_over(&faulty, lab.long());
@@ -128,7 +132,9 @@ pub async fn a_claim_is_handed_over_only_to_those_who_asked_for_the_same(lab: &L
     second.unlock().await.expect("a held lock is unlocked");
 }
 
-/// A fenced write may be open when its lock is let go. The store tells it from one of the next caller by their claims.
+/// A claim that was used for a fenced write, also through a re-entered guard, is not handed over.
+/// The write may still be open, and the store distinguishes it by the claim id from writes of the
+/// next caller.
 pub async fn a_claim_with_a_fenced_write_is_not_handed_over(lab: &Lab) {
     let registry = lab.registry().await;
     let lock = registry.obtain("orders:42");
@@ -150,7 +156,7 @@ pub async fn a_claim_with_a_fenced_write_is_not_handed_over(lab: &Lab) {
     }
 }
 
-/// Has `callers` queue for one lock and pass it along; tells how many had it.
+/// Queues `callers` for one lock and returns the number of them that acquired it.
 async fn pass_along(registry: &Registry, callers: usize) -> usize {
     tokens(registry, callers).await.len()
 }

@@ -1,4 +1,4 @@
-//! Who holds what: told truly, and broken on demand.
+//! Inspection returns the holders of keys, and a forced release ends their grants.
 
 use std::collections::HashMap;
 use std::time::Duration;
@@ -11,7 +11,8 @@ use tokio::time::timeout;
 
 use crate::lab::{Lab, attempt, busy, freed, granted, is_free, key, release, renew, renewed};
 
-/// A holder is told with its key, its token and the time it has left.
+/// `inspect` through another client returns the key of the holder, and its token if the store has
+/// fencing. A remaining lease, if returned, is above zero and at most the lease.
 pub async fn a_holder_is_told_as_it_is(lab: &Lab) {
     let (first, second) = (lab.client().await, lab.client().await);
     let claim = Claim::new(key("orders:42"), lab.long()).with_label(Some("host:1".into()));
@@ -28,7 +29,8 @@ pub async fn a_holder_is_told_as_it_is(lab: &Lab) {
     freed(&*first, &claim).await;
 }
 
-/// A store that keeps labels gives them back as they were.
+/// A store with labels returns each label as it was given, and `None` for a holder without a label.
+/// An empty label may also be returned as `None`.
 pub async fn a_label_comes_back_as_it_was_given(lab: &Lab) {
     let client = lab.client().await;
     let longest = "é".repeat(LockOptions::LABEL_BYTES_MAX / 2);
@@ -36,7 +38,7 @@ pub async fn a_label_comes_back_as_it_was_given(lab: &Lab) {
         let claim = Claim::new(key("orders:42"), lab.long()).with_label(Some(label.into()));
         granted(&*client, &claim).await;
         let holder = inspect(&*client, "orders:42").await.expect("somebody holds it");
-        // Some stores cannot tell an empty label from none.
+        // Some stores cannot distinguish an empty label from none.
         assert_eq!(holder.label.unwrap_or_default(), label);
         freed(&*client, &claim).await;
     }
@@ -47,7 +49,7 @@ pub async fn a_label_comes_back_as_it_was_given(lab: &Lab) {
     freed(&*client, &claim).await;
 }
 
-/// Renewing keeps the holder who it was.
+/// A renewal changes the remaining lease of the holder, but neither its token nor its label.
 pub async fn a_renewed_holder_is_told_with_its_new_lease(lab: &Lab) {
     let client = lab.client().await;
     let claim = Claim::new(key("orders:42"), lab.renewed()).with_label(Some("host:1".into()));
@@ -66,7 +68,8 @@ pub async fn a_renewed_holder_is_told_with_its_new_lease(lab: &Lab) {
     freed(&*client, &claim).await;
 }
 
-/// A key that nobody holds has no holder: never taken, released, or expired.
+/// `inspect` returns `None` for a key that was never held, was released, or has expired. `list`
+/// then returns no holder.
 pub async fn nobody_is_told_of_a_free_key(lab: &Lab) {
     let client = lab.client().await;
     assert_eq!(inspect(&*client, "orders:42").await, None);
@@ -81,7 +84,7 @@ pub async fn nobody_is_told_of_a_free_key(lab: &Lab) {
     assert_eq!(client.list().await.expect("list answers"), []);
 }
 
-/// Asking must not change the answer.
+/// `inspect` and `list` neither lock a free key nor extend the lease of a held one.
 pub async fn inspecting_holds_and_changes_nothing(lab: &Lab) {
     let client = lab.client().await;
     for _ in 0..3 {
@@ -91,12 +94,13 @@ pub async fn inspecting_holds_and_changes_nothing(lab: &Lab) {
     assert!(is_free(&*client, &key("orders:42")).await);
     let claim = Claim::new(key("orders:42"), lab.short());
     granted(&*client, &claim).await;
-    // Asking without end does not keep the holder alive.
+    // `let_expire` calls `inspect` repeatedly, which must not keep the grant alive.
     lab.let_expire(&*client, &claim).await;
     assert_eq!(renew(&*client, &claim).await, Renewal::Gone);
 }
 
-/// All that is held, once each, and nothing else.
+/// `list` returns each held key of the namespace exactly once, whichever client holds it, and no
+/// other key.
 pub async fn a_list_has_every_held_key_and_no_other(lab: &Lab) {
     let (first, second) = (lab.client().await, lab.client().await);
     assert_eq!(first.list().await.expect("list answers"), []);
@@ -125,7 +129,7 @@ pub async fn a_list_has_every_held_key_and_no_other(lab: &Lab) {
     }
 }
 
-/// A busy answer that tells the holder tells the right one.
+/// If a busy answer names a holder, it names the current one: its key, its token and its label.
 pub async fn a_busy_answer_names_no_other_than_the_holder(lab: &Lab) {
     let client = lab.client().await;
     let claim = Claim::new(key("orders:42"), lab.long()).with_label(Some("host:1".into()));
@@ -139,7 +143,7 @@ pub async fn a_busy_answer_names_no_other_than_the_holder(lab: &Lab) {
     freed(&*client, &claim).await;
 }
 
-/// Breaking a lock frees the key at once, whoever holds it.
+/// `force_release` through another client returns `Freed`, and the key can be acquired at once.
 pub async fn a_forced_release_frees_the_key_at_once(lab: &Lab) {
     let (holding, breaking) = (lab.client().await, lab.client().await);
     let claim = Claim::new(key("orders:42"), lab.long());
@@ -150,7 +154,8 @@ pub async fn a_forced_release_frees_the_key_at_once(lab: &Lab) {
     freed(&*holding, &next).await;
 }
 
-/// A broken lock's holder has lost everything, and cannot harm the next one.
+/// After a forced release, renewing the old claim returns `Gone`, and releasing it returns
+/// `NotHeld`. The same applies after the next claim was granted, which stays held.
 pub async fn the_holder_of_a_broken_lock_is_powerless(lab: &Lab) {
     let client = lab.client().await;
     let broken = Claim::new(key("orders:42"), lab.long());
@@ -165,7 +170,7 @@ pub async fn the_holder_of_a_broken_lock_is_powerless(lab: &Lab) {
     freed(&*client, &next).await;
 }
 
-/// Breaking what nobody holds does nothing and says so.
+/// `force_release` of a free key returns `NotHeld` and leaves other keys held.
 pub async fn a_forced_release_of_a_free_key_frees_nothing(lab: &Lab) {
     let client = lab.client().await;
     assert_eq!(force_release(&*client, "orders:42").await, Release::NotHeld);
@@ -177,7 +182,8 @@ pub async fn a_forced_release_of_a_free_key_frees_nothing(lab: &Lab) {
     assert_eq!(force_release(&*client, "orders:42").await, Release::NotHeld);
 }
 
-/// Those who wait for a broken lock hear of it.
+/// In a store with wake-ups, a forced release between the busy answer and the call of `wait` ends
+/// the `wait`.
 pub async fn a_forced_release_wakes_those_who_wait(lab: &Lab) {
     let (first, second) = (lab.client().await, lab.client().await);
     granted(&*first, &Claim::new(key("orders:42"), lab.long())).await;
@@ -187,7 +193,8 @@ pub async fn a_forced_release_wakes_those_who_wait(lab: &Lab) {
     timeout(lab.patience(), second.wait(&waiter, &refusal)).await.expect("breaking a lock wakes");
 }
 
-/// Two namespaces of one store know nothing of each other.
+/// A key in two namespaces of one store is two locks. A client of one namespace can neither renew
+/// nor release claims of the other.
 pub async fn namespaces_share_no_locks(lab: &Lab) {
     let (here, there) = (lab.client().await, lab.stranger().await);
     let mine = Claim::new(key("orders:42"), lab.long());
@@ -201,7 +208,7 @@ pub async fn namespaces_share_no_locks(lab: &Lab) {
     freed(&*here, &mine).await;
 }
 
-/// A list ends at the namespace's border, and so does breaking locks.
+/// `list`, `inspect` and `force_release` do not reach the keys of another namespace.
 pub async fn nothing_is_told_or_broken_across_namespaces(lab: &Lab) {
     let (here, there) = (lab.client().await, lab.stranger().await);
     let claim = Claim::new(key("orders:42"), lab.long());
@@ -213,7 +220,8 @@ pub async fn nothing_is_told_or_broken_across_namespaces(lab: &Lab) {
     freed(&*here, &claim).await;
 }
 
-/// What users see: who has it, and nobody when nobody has.
+/// `holder` of a lock and `list` of a registry return the current holder, with its label and token
+/// if the store has them. `holder` returns `None` for a free lock.
 pub async fn a_lock_tells_its_holder(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let lock = here.obtain("orders:42");
@@ -235,7 +243,8 @@ pub async fn a_lock_tells_its_holder(lab: &Lab) {
     assert_eq!(lock.holder().await.expect("holder answers"), None);
 }
 
-/// A registry breaks what any process holds; its holder learns of it, the key is free.
+/// `force_release` of a registry returns `true` for a lock that another process holds, and `false`
+/// the second time. The holder's guard is lost with `LostReason::Gone`, and the key is free.
 pub async fn a_broken_lock_is_free_and_its_holder_is_told(lab: &Lab) {
     let (holding, breaking) = (lab.registry_of(lab.renewed()).await, lab.registry().await);
     let guard = holding.obtain("orders:42").lock().await.expect("a free lock is had");
@@ -253,7 +262,7 @@ pub async fn a_broken_lock_is_free_and_its_holder_is_told(lab: &Lab) {
     next.expect("the lock was broken").unlock().await.expect("a held lock is unlocked");
 }
 
-/// Breaking is for whoever waits: they need not wait for the lease.
+/// A waiter acquires a lock after a forced release, without waiting for the end of the lease.
 pub async fn a_waiter_gets_a_broken_lock(lab: &Lab) {
     let (holding, waiting) = (lab.client().await, lab.registry().await);
     granted(&*holding, &Claim::new(key("orders:42"), lab.long())).await;

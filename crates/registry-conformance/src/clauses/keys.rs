@@ -1,4 +1,5 @@
-//! Any text may be a key, and two keys are the same lock only if they are the same bytes.
+//! Any text within the length limit is a key, and two keys are the same lock only if their bytes
+//! are equal.
 
 use std::collections::HashSet;
 
@@ -9,17 +10,19 @@ use registry_core::{
 use crate::faulty::Faults;
 use crate::lab::{Lab, busy, freed, granted, is_free, key, release};
 
-/// Whatever the characters: two different texts are two locks, and each is its own.
+/// Keys with punctuation, control characters, white space or any script are different locks.
 pub async fn hostile_keys_are_different_locks(lab: &Lab) {
     all_different(lab, hostile()).await;
 }
 
-/// Nothing is folded, trimmed or normalised, as collations and file systems like to do.
+/// Keys that differ only in case, white space, Unicode normalisation or similar letters are
+/// different locks. Collations and file systems often treat such texts as equal.
 pub async fn keys_that_look_alike_are_different_locks(lab: &Lab) {
     all_different(lab, alike()).await;
 }
 
-/// Nothing is cut off: the longest keys differ in their last byte.
+/// The longest keys are different locks even if only their last characters differ, because the
+/// store truncates no key.
 pub async fn the_longest_keys_are_different_locks(lab: &Lab) {
     let stem = "x".repeat(Key::BYTES_MAX - 1);
     let wide = "🔒".repeat(Key::BYTES_MAX / 4 - 1);
@@ -28,7 +31,7 @@ pub async fn the_longest_keys_are_different_locks(lab: &Lab) {
     all_different(lab, keys).await;
 }
 
-/// Separators of stores' own names are characters like any other.
+/// Keys that contain separators of store names, such as `/`, `:` or `%`, are different locks.
 pub async fn keys_made_of_separators_are_different_locks(lab: &Lab) {
     let mut keys = Vec::new();
     for separator in ["/", ":", ".", "-", "_", "%", "\\", "\0", "{", "}", "*", "?"] {
@@ -44,7 +47,7 @@ pub async fn keys_made_of_separators_are_different_locks(lab: &Lab) {
     all_different(lab, keys).await;
 }
 
-/// Short keys by the hundred: whatever hashes or escapes has to keep them apart.
+/// 252 short keys are different locks, so a store's hashing or escaping causes no collision.
 pub async fn no_two_of_many_keys_are_the_same_lock(lab: &Lab) {
     let parts = ["a", "A", "%", "2", "/", "é"];
     let mut keys = Vec::new();
@@ -57,7 +60,7 @@ pub async fn no_two_of_many_keys_are_the_same_lock(lab: &Lab) {
     all_different(lab, keys).await;
 }
 
-/// Holds all of `keys` at once, then finds that each is held by its own claim, and frees one after the other.
+/// Acquires all of `keys`, checks that each is busy, then releases each and checks that it is free.
 async fn all_different(lab: &Lab, keys: Vec<String>) {
     let client = lab.client().await;
     let distinct: HashSet<_> = keys.iter().collect();
@@ -65,7 +68,7 @@ async fn all_different(lab: &Lab, keys: Vec<String>) {
     let claims: Vec<_> = keys
         .iter()
         .map(|name| key(name))
-        // A layout that cannot hold a key says so beforehand.
+        // A layout that cannot hold a key refuses it in `check_key`, before any request.
         .filter(|key| client.check_key(key).is_ok())
         .map(|key| Claim::new(key, lab.long()))
         .collect();
@@ -83,7 +86,7 @@ async fn all_different(lab: &Lab, keys: Vec<String>) {
     }
 }
 
-/// What is told of a lock names the key as it was given, to the byte.
+/// `inspect` and `list` return each key byte for byte as it was given.
 pub async fn keys_come_back_as_they_were_given(lab: &Lab) {
     let client = lab.client().await;
     let mut names = hostile();
@@ -108,7 +111,8 @@ pub async fn keys_come_back_as_they_were_given(lab: &Lab) {
     }
 }
 
-/// What users see: any text is a lock's key.
+/// Keys with punctuation, control characters, white space or any script can be locked and unlocked
+/// through a registry. The lock and its guard return the key as it was given.
 pub async fn hostile_keys_are_locked_and_unlocked(lab: &Lab) {
     let client = lab.client().await;
     let registry = lab.registry().await;
@@ -125,17 +129,19 @@ pub async fn hostile_keys_are_locked_and_unlocked(lab: &Lab) {
     }
 }
 
-/// The empty text is no key, and the store never hears of it.
+/// The empty key returns `LockError::InvalidKey` from each call that locks or inspects, before any
+/// request to the store.
 pub async fn an_empty_key_is_refused_before_any_request(lab: &Lab) {
     refused_everywhere(lab, "", |why| matches!(why, InvalidKey::Empty)).await;
 }
 
-/// One byte too many is refused, and the store never hears of it.
+/// A key with more than `Key::BYTES_MAX` bytes returns `LockError::InvalidKey` from each call that
+/// locks or inspects, before any request to the store.
 pub async fn a_key_that_is_too_long_is_refused_before_any_request(lab: &Lab) {
     let long = "x".repeat(Key::BYTES_MAX + 1);
     refused_everywhere(lab, &long, |why| matches!(why, InvalidKey::TooLong { bytes: 4_097, .. }))
         .await;
-    // Bytes count, not characters.
+    // The limit counts bytes, not characters.
     let wide = "é".repeat(Key::BYTES_MAX / 2 + 1);
     refused_everywhere(lab, &wide, |why| matches!(why, InvalidKey::TooLong { bytes: 4_098, .. }))
         .await;
@@ -266,7 +272,7 @@ fn alike() -> Vec<String> {
     ]
     .map(str::to_owned)
     .into_iter()
-    // The same text written in two ways above is one key.
+    // Removes a text that is listed above in two spellings of the same bytes.
     .collect::<HashSet<_>>()
     .into_iter()
     .collect()

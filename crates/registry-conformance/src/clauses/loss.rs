@@ -1,4 +1,5 @@
-//! A holder that may have lost its lock knows it, in time, with the reason, and for good.
+//! A holder that may have lost its lock is notified in time, with the reason, and the loss is
+//! final.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -13,7 +14,8 @@ use tokio::time::{sleep, timeout};
 use crate::faulty::{Fault, Faults, Operation};
 use crate::lab::Lab;
 
-/// The store says that the claim is gone; the holder hears it with the next renewal.
+/// If the store no longer has a claim, `lost` returns `LostReason::Gone`, after the next renewal at
+/// the latest.
 pub async fn a_lock_that_is_gone_is_told_to_its_holder(lab: &Lab) {
     let registry = lab.registry_of(lab.renewed()).await;
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
@@ -23,7 +25,8 @@ pub async fn a_lock_that_is_gone_is_told_to_its_holder(lab: &Lab) {
     assert!(!guard.is_held());
 }
 
-/// Asking after the loss gives the answer at once, however often.
+/// After a loss, every call of `lost` returns at once, `is_held` is false, and no validity is left.
+/// `renew`, `reenter` and `unlock` return `LockError::Lost`.
 pub async fn a_lost_lock_stays_lost(lab: &Lab) {
     let registry = lab.registry_of(lab.renewed()).await;
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
@@ -43,7 +46,7 @@ pub async fn a_lost_lock_stays_lost(lab: &Lab) {
     }
 }
 
-/// Letting go is no loss, also for those who watch.
+/// Unlocking or dropping a guard is not reported as a loss to a pending `lost` future.
 pub async fn a_lock_that_is_let_go_is_not_lost(lab: &Lab) {
     let registry = lab.registry_of(lab.renewed()).await;
     let lock = registry.obtain("orders:42");
@@ -59,7 +62,7 @@ pub async fn a_lock_that_is_let_go_is_not_lost(lab: &Lab) {
     assert!(poll!(dropped).is_pending(), "a dropped lock is told as lost");
 }
 
-/// A healthy lock is not told as lost, whoever listens.
+/// `lost` stays pending while the lock is renewed, for twice the lease.
 pub async fn a_held_lock_is_not_told_as_lost(lab: &Lab) {
     let registry = lab.registry_of(lab.renewed()).await;
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
@@ -68,20 +71,21 @@ pub async fn a_held_lock_is_not_told_as_lost(lab: &Lab) {
     guard.unlock().await.expect("a held lock is unlocked");
 }
 
-/// A store that tells losses does not let the holder go on until its next renewal.
+/// A store that reports losses notifies the holder of a broken lock before its next renewal. Locks
+/// of other keys stay held.
 pub async fn a_broken_lock_is_told_at_once(lab: &Lab) {
     let (holding, breaking) = (lab.registry().await, lab.registry().await);
     let guard = holding.obtain("orders:42").lock().await.expect("a free lock is had");
     let other = holding.obtain("orders:43").lock().await.expect("a free lock is had");
     broken(&breaking, "orders:42").await;
-    // With so long a lease no renewal comes in time.
+    // The lease is so long that no renewal finds the loss in time.
     let reason = timeout(lab.patience(), guard.lost()).await.expect("the loss is told at once");
     assert_eq!(reason, LostReason::Gone);
     assert!(other.is_held(), "told of another key");
     other.unlock().await.expect("a held lock is unlocked");
 }
 
-/// A holder that wants no renewals is told all the same.
+/// A store that reports losses also notifies the holder of a broken lock with `renew(false)`.
 pub async fn a_broken_lock_that_is_not_renewed_is_told_at_once(lab: &Lab) {
     let (holding, breaking) = (lab.registry().await, lab.registry().await);
     let fixed = LockOptions::new().renew(false);
@@ -92,12 +96,13 @@ pub async fn a_broken_lock_that_is_not_renewed_is_told_at_once(lab: &Lab) {
     assert_eq!(reason, LostReason::Gone);
 }
 
-/// One client may serve several registries, and each has its own holders.
+/// In a store that reports losses, each registry over one client is notified of the losses of its
+/// own locks.
 pub async fn every_registry_over_a_client_is_told_of_its_losses(lab: &Lab) {
     let client = lab.client().await;
     let open = || lab.builder(Arc::clone(&client)).build().expect("the registry is built");
     let (first, second, breaking) = (open(), open(), lab.registry().await);
-    // Whoever has come and gone before takes no news away from those who are there.
+    // A registry that was dropped must not end the notifications of the others.
     drop(open());
     for (registry, name) in [(&first, "orders:42"), (&second, "orders:43")] {
         let guard = registry.obtain(name).lock().await.expect("a free lock is had");
@@ -107,14 +112,16 @@ pub async fn every_registry_over_a_client_is_told_of_its_losses(lab: &Lab) {
     }
 }
 
-/// A store need not report to a client what that client did, so the engine verifies the claim.
+/// A holder is notified at once if its own registry breaks the lock. The key is then free, and
+/// locks of other keys stay held. A store need not report a client's own changes, so the engine
+/// verifies the claim.
 pub async fn a_lock_that_its_own_registry_breaks_is_lost_at_once(lab: &Lab) {
     let registry = lab.registry().await;
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
     let other = registry.obtain("orders:43").lock().await.expect("a free lock is had");
     sleep(PAST_FIRST_LOOK).await;
     broken(&registry, "orders:42").await;
-    // With so long a lease no renewal comes in time.
+    // The lease is so long that no renewal finds the loss in time.
     let reason = timeout(lab.patience(), guard.lost()).await.expect("the loss is told at once");
     assert_eq!(reason, LostReason::Gone);
     let next = registry.obtain("orders:42").try_lock_for(lab.patience()).await;
@@ -123,12 +130,12 @@ pub async fn a_lock_that_its_own_registry_breaks_is_lost_at_once(lab: &Lab) {
     other.unlock().await.expect("a held lock is unlocked");
 }
 
-/// The same for each registry over the client that breaks the lock.
+/// A holder is notified at once if another registry over the same client breaks the lock.
 pub async fn a_lock_that_a_registry_over_the_same_client_breaks_is_lost_at_once(lab: &Lab) {
     let client = lab.client().await;
     let open = || lab.builder(Arc::clone(&client)).build().expect("the registry is built");
     let (holding, breaking) = (open(), open());
-    // A registry that has come and gone takes no news away from the others.
+    // A registry that was dropped must not end the notifications of the others.
     drop(open());
     let guard = holding.obtain("orders:42").lock().await.expect("a free lock is had");
     sleep(PAST_FIRST_LOOK).await;
@@ -137,15 +144,16 @@ pub async fn a_lock_that_a_registry_over_the_same_client_breaks_is_lost_at_once(
     assert_eq!(reason, LostReason::Gone);
 }
 
-/// The look that some stores want soon after a grant would find the loss by itself.
+/// Longer than any store's `first_look`, which would find the loss without a notification.
 const PAST_FIRST_LOOK: Duration = Duration::from_millis(500);
 
 async fn broken(breaking: &Registry, name: &str) {
-    // A store with faults put in may do it and not tell.
+    // A store with injected faults may break the lock and still return an error.
     while breaking.force_release(name).await.is_err() {}
 }
 
-/// A store that is out of reach for a lease's length: the holder stops in time, by its own clock.
+/// During an outage that is longer than the lease, the lock is lost with `LostReason::Expired`, by
+/// the holder's own clock. Another process can then acquire it.
 pub async fn an_outage_longer_than_the_lease_is_a_loss(lab: &Lab) {
     let faulty = lab.faulty(Faults::none()).await;
     let registry = lab.registry_over(&faulty, lab.renewed());
@@ -158,7 +166,8 @@ pub async fn an_outage_longer_than_the_lease_is_a_loss(lab: &Lab) {
     lab.free_soon(&other, "orders:42").await;
 }
 
-/// A store that takes requests and never answers is no better.
+/// If the store accepts renewals and never answers them, the lock is lost with
+/// `LostReason::Expired`.
 pub async fn a_store_that_never_answers_is_a_loss(lab: &Lab) {
     let faulty = lab.faulty(Faults::none()).await;
     let registry = lab.registry_over(&faulty, lab.renewed());
@@ -168,13 +177,14 @@ pub async fn a_store_that_never_answers_is_a_loss(lab: &Lab) {
     let reason =
         timeout(lab.renewed() + lab.patience(), guard.lost()).await.expect("the loss is told");
     assert_eq!(reason, LostReason::Expired);
-    // Dropped like any other, without waiting for the store.
+    // Dropping the guard does not wait for the store.
     drop(guard);
     faulty.heal();
     lab.free_soon(&registry, "orders:42").await;
 }
 
-/// A lock that is not renewed is lost when its lease ends, and says so.
+/// A lock with `renew(false)` is lost with `LostReason::Expired` when its lease ends, and `unlock`
+/// returns this error.
 pub async fn an_unrenewed_lock_is_lost_when_its_lease_ends(lab: &Lab) {
     let registry = lab.registry().await;
     let options = LockOptions::new().lease(lab.short()).renew(false);
@@ -189,7 +199,8 @@ pub async fn an_unrenewed_lock_is_lost_when_its_lease_ends(lab: &Lab) {
     ));
 }
 
-/// A guard that is kept though its lock is lost does not keep the callers of its own process out.
+/// A guard whose lock is lost does not block other callers of its process: a waiter acquires the
+/// lock.
 pub async fn a_lost_lock_gives_up_its_turn_in_this_process(lab: &Lab) {
     let registry = lab.registry().await;
     let lock = registry.obtain("orders:42");
@@ -201,7 +212,7 @@ pub async fn a_lost_lock_gives_up_its_turn_in_this_process(lab: &Lab) {
     lab.free_soon(&registry, "orders:42").await;
 }
 
-/// Work that is protected ends where it is when the lock is lost.
+/// When the lock is lost, `protect` drops the work and returns `LockError::Lost`.
 pub async fn protected_work_stops_when_the_lock_is_lost(lab: &Lab) {
     let registry = lab.registry_of(lab.renewed()).await;
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
@@ -215,7 +226,7 @@ pub async fn protected_work_stops_when_the_lock_is_lost(lab: &Lab) {
     }
 }
 
-/// Work that is done in time gives what it gives, and the lock is still held.
+/// If the work ends before a loss, `protect` returns its output, and the lock stays held.
 pub async fn protected_work_gives_its_own_result(lab: &Lab) {
     let registry = lab.registry().await;
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
@@ -228,7 +239,7 @@ pub async fn protected_work_gives_its_own_result(lab: &Lab) {
     guard.unlock().await.expect("a held lock is unlocked");
 }
 
-/// Work never begins under a lock that is lost already.
+/// If the lock is already lost, `protect` returns `LockError::Lost` without polling the work.
 pub async fn work_does_not_begin_under_a_lost_lock(lab: &Lab) {
     let registry = lab.registry_of(lab.renewed()).await;
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
@@ -238,7 +249,8 @@ pub async fn work_does_not_begin_under_a_lost_lock(lab: &Lab) {
     assert!(matches!(guard.protect::<_>(work).await, Err::<(), _>(LockError::Lost { .. })));
 }
 
-/// The same for work that a registry runs.
+/// When the lock is lost, `execute_locked` drops the work and returns `LockError::Lost`. The key
+/// can then be acquired again.
 pub async fn executed_work_stops_when_the_lock_is_lost(lab: &Lab) {
     let registry = lab.registry_of(lab.renewed()).await;
     let work = registry.execute_locked("orders:42", async |guard| {
@@ -252,7 +264,8 @@ pub async fn executed_work_stops_when_the_lock_is_lost(lab: &Lab) {
     lab.free_soon(&registry, "orders:42").await;
 }
 
-/// A renewal by hand that finds nothing to renew says so, and the guard knows.
+/// If the store no longer has the claim, `renew` of the guard returns `LockError::Lost` with
+/// `LostReason::Gone`, and the guard is not held.
 pub async fn a_renewal_by_hand_finds_out_about_the_loss(lab: &Lab) {
     let registry = lab.registry().await;
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
@@ -262,7 +275,8 @@ pub async fn a_renewal_by_hand_finds_out_about_the_loss(lab: &Lab) {
     assert!(!guard.is_held());
 }
 
-/// Whoever unlocks what was taken away hears of it, even if nothing else told before.
+/// If the store no longer has the claim, `unlock` returns `LockError::Lost` with
+/// `LostReason::Gone`, even without an earlier notification.
 pub async fn unlocking_finds_out_about_the_loss(lab: &Lab) {
     let registry = lab.registry().await;
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
@@ -273,7 +287,8 @@ pub async fn unlocking_finds_out_about_the_loss(lab: &Lab) {
     }
 }
 
-/// A release that the store refused did nothing: that the next one finds nothing is a loss, not a success.
+/// If the store no longer has the claim and refuses the first release, `unlock` returns an error.
+/// The refused release freed nothing, so a repeated release that finds nothing is not a success.
 pub async fn a_refused_release_does_not_hide_the_loss(lab: &Lab) {
     let faulty = lab.faulty(Faults::none().at(Operation::Release, 1, Fault::Refuse)).await;
     let registry = lab.registry_over(&faulty, lab.long());

@@ -1,14 +1,15 @@
-//! The promises, one function each, named as statements. A function that returns has found its promise kept; one that
-//! panics has found it broken and says where.
+//! The clauses of the suite: one function per promise, named after it. The function returns if the
+//! promise holds, and panics at the failed check otherwise.
 //!
-//! A clause either talks to the [`LockBackend`](registry_core::LockBackend) itself, which shows what the store promises
-//! to the engine, or goes through [`Registry`](registry_core::Registry), which shows what users are promised over that
-//! store. Two clients of one store stand for two processes.
+//! A clause that calls the [`LockBackend`](registry_core::LockBackend) checks what the store
+//! promises to the engine. A clause that uses a [`Registry`](registry_core::Registry) checks what
+//! users are promised over that store. Two clients of one store stand for two processes.
 //!
-//! Backends run all of them with [`conformance!`](crate::conformance).
+//! Backends run all clauses with [`conformance!`](crate::conformance).
 //!
 //! # Cancel safety
-//! Clauses are run to their end. One that is dropped leaves its locks to the store's leases.
+//! Clauses run to completion. If the future of a clause is dropped, its locks end with their
+//! leases.
 #![expect(
     clippy::missing_panics_doc,
     reason = "a panic is how a clause says that its promise is broken"
@@ -16,25 +17,25 @@
 
 // The contract with the engine.
 pub mod spi;
-// One holder, told apart from those before it.
+// Mutual exclusion and fencing.
 pub mod exclusion;
 pub mod fencing;
-// Its time.
+// Leases.
 pub mod expiry;
 pub mod release;
 pub mod renewal;
-// Those who want the same.
+// Waiting.
 pub mod waiting;
-// What locks are called, and who tells of them.
+// Keys and holders.
 pub mod inspect;
 pub mod keys;
-// What users can ask for.
+// Options and re-entry.
 pub mod options;
 pub mod reentry;
-// What users must know.
+// Notification of losses.
 pub mod loss;
-// What goes on inside a process.
+// Hand-over inside a process.
 pub mod handoff;
-// Every end.
+// Closing, dropping and cancelling.
 pub mod close;
 pub mod drop_and_cancel;

@@ -1,4 +1,4 @@
-//! What a lock can be asked for is kept, and what it cannot be asked for is refused before the store hears of it.
+//! Lock options take effect, and invalid options are refused before any request to the store.
 
 use std::time::Duration;
 
@@ -10,7 +10,8 @@ use tokio::time::{Instant, sleep};
 use crate::faulty::Faults;
 use crate::lab::{Lab, key};
 
-/// A lease that no store takes is told to the caller, not to the store.
+/// A lease outside the store's limits returns an error from `lock_with`, before any request, and
+/// from the registry builder. The store's limits are within those of the engine.
 pub async fn a_lease_out_of_range_is_refused_before_any_request(lab: &Lab) {
     for lease in [Duration::ZERO, Duration::from_millis(1), HUNDRED_YEARS, Duration::MAX] {
         refused(lab, LockOptions::new().lease(lease), "lease").await;
@@ -25,7 +26,8 @@ pub async fn a_lease_out_of_range_is_refused_before_any_request(lab: &Lab) {
     assert!(capabilities.lease_max <= Capabilities::LEASE_MAX, "{capabilities:?}");
 }
 
-/// A wait that is meant as "for ever" says so by being left out.
+/// A wait of a hundred years returns `LockError::InvalidOption` before any request, and
+/// `LockOptions::WAIT_MAX` is accepted. A wait without limit is expressed by leaving out `wait`.
 pub async fn a_wait_of_a_hundred_years_is_refused_before_any_request(lab: &Lab) {
     for wait in [HUNDRED_YEARS, Duration::MAX] {
         refused(lab, LockOptions::new().wait(wait), "wait").await;
@@ -36,7 +38,8 @@ pub async fn a_wait_of_a_hundred_years_is_refused_before_any_request(lab: &Lab) 
     guard.expect("the lock is free").unlock().await.expect("a held lock is unlocked");
 }
 
-/// Holds that cannot be kept are refused.
+/// A `max_hold` of at most 1 ms, a `min_hold` of a hundred years, and a `min_hold` above `max_hold`
+/// return `LockError::InvalidOption` before any request.
 pub async fn holds_out_of_range_are_refused_before_any_request(lab: &Lab) {
     refused(lab, LockOptions::new().max_hold(Duration::ZERO), "max_hold").await;
     refused(lab, LockOptions::new().max_hold(Duration::from_millis(1)), "max_hold").await;
@@ -55,7 +58,7 @@ async fn refused(lab: &Lab, options: LockOptions, option: &str) {
     assert_eq!(faulty.requests(), 0, "the store heard of {options:?}");
 }
 
-/// A lock's own lease wins over the registry's.
+/// The lease in the lock's options replaces the lease of the registry.
 pub async fn a_lock_may_have_its_own_lease(lab: &Lab) {
     let registry = lab.registry().await;
     let options = LockOptions::new().lease(lab.renewed());
@@ -66,7 +69,8 @@ pub async fn a_lock_may_have_its_own_lease(lab: &Lab) {
     guard.unlock().await.expect("a held lock is unlocked");
 }
 
-/// A lock's own label wins over the registry's, and without one the registry's is seen.
+/// The label in the lock's options replaces the label of the registry. Without it, the holder has
+/// the label of the registry.
 pub async fn a_lock_may_have_its_own_label(lab: &Lab) {
     let client = lab.client().await;
     let registry =
@@ -83,14 +87,15 @@ pub async fn a_lock_may_have_its_own_label(lab: &Lab) {
     }
 }
 
-/// `max_hold` is the end of the lock, however well renewal works and however long the lease is.
+/// A lock is lost with `LostReason::MaxHold` at the end of its `max_hold`, whatever its lease and
+/// its renewals. The key is then free, even while the guard exists.
 pub async fn a_lock_ends_with_its_max_hold(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let options = LockOptions::new().max_hold(lab.renewed());
     let begun = Instant::now();
     let guard = here.obtain("orders:42").lock_with(options).await.expect("no trouble");
     let guard = guard.expect("without a wait there is always a guard");
-    // However far the lease was asked to reach.
+    // The renewal asks for more time than `max_hold` leaves.
     lab.renew_by_hand(&guard, lab.long()).await.expect("a held lock is renewed");
     assert!(guard.valid_for() <= lab.renewed(), "{guard:?}");
     assert_eq!(guard.lost().await, LostReason::MaxHold);
@@ -100,7 +105,7 @@ pub async fn a_lock_ends_with_its_max_hold(lab: &Lab) {
         begun.elapsed()
     );
     assert!(!guard.is_held());
-    // The guard is still there, the key is free all the same.
+    // The guard still exists, but the key is free.
     lab.free_soon(&there, "orders:42").await;
     assert!(matches!(
         guard.unlock().await,
@@ -108,7 +113,7 @@ pub async fn a_lock_ends_with_its_max_hold(lab: &Lab) {
     ));
 }
 
-/// A guard that is never dropped does no harm beyond its `max_hold`.
+/// A lock whose guard is never dropped is released at the end of its `max_hold`.
 pub async fn a_forgotten_guard_with_a_max_hold_is_freed(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let options = LockOptions::new().max_hold(lab.short());
@@ -118,9 +123,11 @@ pub async fn a_forgotten_guard_with_a_max_hold_is_freed(lab: &Lab) {
     lab.free_soon(&here, "orders:42").await;
 }
 
-/// ShedLock's `lockAtLeastFor`: work that is done in no time is not done twice.
+/// A key stays locked until its `min_hold` has passed since the grant, even if its guard is
+/// unlocked or dropped earlier. The `min_hold` may be longer than the lease. ShedLock calls this
+/// `lockAtLeastFor`.
 pub async fn a_key_stays_taken_for_its_min_hold(lab: &Lab) {
-    // Within the lease, and beyond it.
+    // First within the lease, then beyond it.
     for unlock in [true, false] {
         stays_taken(lab, lab.long(), lab.short(), unlock).await;
         stays_taken(lab, lab.renewed(), lab.renewed() + lab.short(), unlock).await;
@@ -131,7 +138,7 @@ async fn stays_taken(lab: &Lab, lease: Duration, min_hold: Duration, unlock: boo
     let (here, there) = (lab.registry().await, lab.registry().await);
     let options = LockOptions::new().lease(lease).min_hold(min_hold);
     let guard = here.obtain("orders:42").lock_with(options).await.expect("no trouble");
-    // Counted from after the grant, so that what is measured is less than what was asked for, never more.
+    // Counted from after the grant, so that the measured time never exceeds the real one.
     let held_since = Instant::now();
     let guard = guard.expect("without a wait there is always a guard");
     if unlock {
@@ -145,11 +152,12 @@ async fn stays_taken(lab: &Lab, lease: Duration, min_hold: Duration, unlock: boo
     next.expect("the min_hold is over").unlock().await.expect("a held lock is unlocked");
 }
 
-/// Breaking a lock ends its `min_hold`. If the process that kept the key breaks it, its own callers need not wait either.
+/// `force_release` ends the `min_hold` of an unlocked key. If the process that unlocked the key
+/// calls it, its own callers can acquire the lock too.
 pub async fn a_key_that_is_kept_for_its_min_hold_may_be_broken(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     for by_holder in [true, false] {
-        // Longer than anybody below waits.
+        // Longer than any wait below.
         let min_hold = lab.patience() * 4;
         let options = LockOptions::new().min_hold(min_hold).max_hold(min_hold);
         let guard = here.obtain("orders:42").lock_with(options).await.expect("no trouble");
@@ -165,7 +173,7 @@ pub async fn a_key_that_is_kept_for_its_min_hold_may_be_broken(lab: &Lab) {
     }
 }
 
-/// A lock that was held for longer than its `min_hold` is free at once.
+/// A lock that is unlocked after its `min_hold` is free at once.
 pub async fn a_min_hold_that_is_over_delays_nothing(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let min_hold = lab.short();
@@ -178,7 +186,8 @@ pub async fn a_min_hold_that_is_over_delays_nothing(lab: &Lab) {
     next.expect("the lock was unlocked").unlock().await.expect("a held lock is unlocked");
 }
 
-/// A renewal for a lease that no store takes changes nothing.
+/// `renew` with a lease outside the limits returns `LockError::InvalidOption` without a request to
+/// the store. The lock stays held.
 pub async fn a_renewal_out_of_range_is_refused_and_costs_nothing(lab: &Lab) {
     let faulty = lab.faulty(Faults::none()).await;
     let registry = lab.registry_over(&faulty, lab.long());
@@ -195,7 +204,7 @@ pub async fn a_renewal_out_of_range_is_refused_and_costs_nothing(lab: &Lab) {
     guard.unlock().await.expect("a held lock is unlocked");
 }
 
-/// Whoever chooses by capability asks the registry and hears the store.
+/// `capabilities` of a registry returns the capabilities of its store.
 pub async fn a_registry_tells_what_its_store_can(lab: &Lab) {
     assert_eq!(lab.registry().await.capabilities(), lab.client().await.capabilities());
 }

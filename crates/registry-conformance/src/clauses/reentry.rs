@@ -1,4 +1,5 @@
-//! Entering again is for owners who say who they are. It costs nothing and changes nothing.
+//! Re-entry requires an explicit owner, or a guard of the lock. It sends no request and does not
+//! change the lock.
 
 use std::pin::pin;
 use std::time::Duration;
@@ -10,7 +11,8 @@ use tokio::time::{Instant, timeout};
 use crate::faulty::Faults;
 use crate::lab::Lab;
 
-/// Tasks and threads mean nothing: without an owner the same caller waits for itself.
+/// A lock taken without an owner is busy for all other calls, including those of the same task and
+/// those with an owner.
 pub async fn a_lock_without_an_owner_is_not_reentrant(lab: &Lab) {
     let registry = lab.registry().await;
     let lock = registry.obtain("orders:42");
@@ -22,7 +24,8 @@ pub async fn a_lock_without_an_owner_is_not_reentrant(lab: &Lab) {
     guard.unlock().await.expect("a held lock is unlocked");
 }
 
-/// The same owner enters again, and another does not.
+/// An owner can acquire its own lock again. Another owner, and calls without an owner, return
+/// `Ok(None)`.
 pub async fn an_owner_enters_its_own_lock_again(lab: &Lab) {
     let registry = lab.registry().await;
     let lock = registry.obtain("orders:42");
@@ -40,7 +43,7 @@ pub async fn an_owner_enters_its_own_lock_again(lab: &Lab) {
     outer.unlock().await.expect("a held lock is unlocked");
 }
 
-/// An owner means nothing in another process.
+/// An owner cannot re-enter its lock from another process, where the lock is busy.
 pub async fn an_owner_does_not_enter_from_another_process(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let owner = Owner::new();
@@ -51,7 +54,8 @@ pub async fn an_owner_does_not_enter_from_another_process(lab: &Lab) {
     guard.expect("the lock is free").unlock().await.expect("a held lock is unlocked");
 }
 
-/// Entering again is a matter of this process.
+/// Re-entry through the owner or through a guard, and unlocking the inner guards, send no request
+/// to the store.
 pub async fn entering_again_asks_the_store_nothing(lab: &Lab) {
     let faulty = lab.faulty(Faults::none()).await;
     let registry = lab.registry_over(&faulty, lab.long());
@@ -69,7 +73,7 @@ pub async fn entering_again_asks_the_store_nothing(lab: &Lab) {
     outer.unlock().await.expect("a held lock is unlocked");
 }
 
-/// Whoever enters again is the same holder and has the same token.
+/// All guards of a re-entered lock have the same token.
 pub async fn entering_again_has_the_same_token(lab: &Lab) {
     let registry = lab.registry().await;
     let owner = Owner::new();
@@ -84,7 +88,7 @@ pub async fn entering_again_has_the_same_token(lab: &Lab) {
     assert_eq!(innermost.fencing_token(), outer.fencing_token());
 }
 
-/// An inner layer with a shorter lease must not cut the outer one's.
+/// Re-entry with a shorter lease and `renew(false)` does not shorten the lease of the lock.
 pub async fn entering_again_never_shortens_the_lease(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let owner = Owner::new();
@@ -101,7 +105,8 @@ pub async fn entering_again_never_shortens_the_lease(lab: &Lab) {
     outer.unlock().await.expect("a held lock is unlocked");
 }
 
-/// Entering again changes neither `min_hold` nor `max_hold`, which count from the grant and end with all guards.
+/// The `min_hold` and `max_hold` of the first guard count from the grant and apply to all guards.
+/// Those of inner guards are ignored.
 pub async fn holds_are_those_of_the_first_guard_of_a_lock(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let (lock, there) = (here.obtain("orders:42"), there.obtain("orders:42"));
@@ -112,14 +117,14 @@ pub async fn holds_are_those_of_the_first_guard_of_a_lock(lab: &Lab) {
         guard.expect("without a wait there is always a guard")
     };
 
-    // The inner `min_hold` keeps nothing.
+    // The inner `min_hold` is ignored.
     let outer = enter(own()).await;
     let inner = enter(own().min_hold(lab.patience() * 2).max_hold(lab.patience() * 2)).await;
     outer.unlock().await.expect("a held lock is unlocked");
     inner.unlock().await.expect("a held lock is unlocked");
     lab.free_soon(&here, "orders:42").await;
 
-    // The outer one keeps the key, whichever guard is the last.
+    // The outer `min_hold` applies, whichever guard is unlocked last.
     let min_hold = lab.short();
     let wanted_at = Instant::now();
     let outer = enter(own().min_hold(min_hold)).await;
@@ -131,7 +136,7 @@ pub async fn holds_are_those_of_the_first_guard_of_a_lock(lab: &Lab) {
     assert!(kept >= min_hold, "the key was taken for {kept:?} of {min_hold:?}");
     next.expect("the min_hold is over").unlock().await.expect("a held lock is unlocked");
 
-    // An inner `max_hold` neither ends the lock earlier nor makes it last longer.
+    // An inner `max_hold` neither shortens nor extends the hold.
     let max_hold = lab.renewed();
     let outer = enter(own().max_hold(max_hold)).await;
     let longer = enter(own().max_hold(max_hold * 20)).await;
@@ -146,7 +151,8 @@ pub async fn holds_are_those_of_the_first_guard_of_a_lock(lab: &Lab) {
     lab.free_soon(&here, "orders:42").await;
 }
 
-/// The lock is let go with the last guard, in whatever order they go, and not before.
+/// The lock is released when its last guard is unlocked or dropped, in whatever order, and not
+/// before.
 pub async fn a_lock_is_free_when_its_last_guard_is_gone(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let lock = here.obtain("orders:42");
@@ -165,7 +171,8 @@ pub async fn a_lock_is_free_when_its_last_guard_is_gone(lab: &Lab) {
     next.unlock().await.expect("a held lock is unlocked");
 }
 
-/// Nested calls inherit the owner of the scope they run in.
+/// Lock calls in an `Owner::scope`, also in a nested one, use the owner of the scope. A scope
+/// cannot enter a lock that was taken outside of it.
 pub async fn an_owner_scope_reaches_nested_calls(lab: &Lab) {
     let registry = lab.registry().await;
     let lock = registry.obtain("orders:42");
@@ -186,7 +193,7 @@ pub async fn an_owner_scope_reaches_nested_calls(lab: &Lab) {
     guard.unlock().await.expect("a held lock is unlocked");
 }
 
-/// An owner does not queue behind others for what it holds: that would be waiting for itself.
+/// An owner that re-enters does not queue behind waiters, because it would wait for itself.
 pub async fn an_owner_does_not_queue_behind_those_who_wait(lab: &Lab) {
     let registry = lab.registry().await;
     let lock = registry.obtain("orders:42");
@@ -208,7 +215,8 @@ pub async fn an_owner_does_not_queue_behind_those_who_wait(lab: &Lab) {
         .expect("a held lock is unlocked");
 }
 
-/// Two tasks of one owner that both wait get in together.
+/// If two calls of one owner wait for a lock, both acquire it at the next unlock, with the same
+/// token.
 pub async fn a_waiter_is_let_in_beside_its_own_owner(lab: &Lab) {
     let registry = lab.registry().await;
     let lock = registry.obtain("orders:42");
@@ -226,7 +234,8 @@ pub async fn a_waiter_is_let_in_beside_its_own_owner(lab: &Lab) {
     second.unlock().await.expect("a held lock is unlocked");
 }
 
-/// A loss is everybody's who entered.
+/// A loss is reported to all guards of a lock with the same reason. Their `reenter` and `unlock`
+/// return `LockError::Lost`.
 pub async fn a_loss_is_told_to_all_guards_of_a_lock(lab: &Lab) {
     let registry = lab.registry_of(lab.renewed()).await;
     let outer = registry.obtain("orders:42").lock().await.expect("a free lock is had");

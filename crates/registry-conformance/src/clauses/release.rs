@@ -1,4 +1,4 @@
-//! What is given back is free, at once and for good; and only its holder can give it back.
+//! A release frees a key at once, and only the claim that holds the key can release it.
 
 use registry_core::{
     Claim, LockError, LockOptions, LockRegistry as _, LockRegistryExt as _, Release,
@@ -7,7 +7,7 @@ use registry_core::{
 use crate::faulty::{Fault, Faults, Operation};
 use crate::lab::{Lab, busy, freed, granted, is_free, key, release};
 
-/// No remainder of a lease, no pause: what was released is free when the answer is there.
+/// Another client can acquire a released key as soon as the release is answered.
 pub async fn a_released_key_is_free_at_once(lab: &Lab) {
     let (first, second) = (lab.client().await, lab.client().await);
     for _ in 0..10 {
@@ -20,7 +20,8 @@ pub async fn a_released_key_is_free_at_once(lab: &Lab) {
     }
 }
 
-/// A release may be repeated at will, since its reply may have been lost.
+/// Releasing a claim again returns `NotHeld` and leaves the key free. The engine repeats a release
+/// whose reply was lost.
 pub async fn a_repeated_release_is_harmless(lab: &Lab) {
     let client = lab.client().await;
     let claim = Claim::new(key("orders:42"), lab.long());
@@ -32,8 +33,9 @@ pub async fn a_repeated_release_is_harmless(lab: &Lab) {
     assert!(is_free(&*client, claim.key()).await);
 }
 
-/// Of many releases at once no two did it. That one of them did is not promised: several stores that must agree may each have been
-/// reached by another one first.
+/// Of eight concurrent releases of one claim, at most one returns `Freed`, and the key is free
+/// afterwards. In a quorum of servers, it is possible that none returns `Freed`, because each
+/// server may process another release first.
 pub async fn repetitions_of_one_release_at_once_free_once(lab: &Lab) {
     let clients = [lab.client().await, lab.client().await];
     let claim = Claim::new(key("orders:42"), lab.long());
@@ -45,7 +47,8 @@ pub async fn repetitions_of_one_release_at_once_free_once(lab: &Lab) {
     assert!(is_free(&*clients[0], claim.key()).await);
 }
 
-/// A release may overtake its own acquire: it has to be answered without harm.
+/// Releasing a claim that was never granted returns `NotHeld`, and the claim can still be acquired.
+/// A release may overtake its own acquire.
 pub async fn releasing_what_was_never_granted_is_harmless(lab: &Lab) {
     let client = lab.client().await;
     let claim = Claim::new(key("orders:42"), lab.long());
@@ -54,7 +57,8 @@ pub async fn releasing_what_was_never_granted_is_harmless(lab: &Lab) {
     freed(&*client, &claim).await;
 }
 
-/// Release is by owner. A stranger's frees nothing.
+/// Releasing a claim that does not hold the key returns `NotHeld`, through each client, and leaves
+/// the key held.
 pub async fn releasing_anothers_grant_does_not_free_it(lab: &Lab) {
     let (first, second) = (lab.client().await, lab.client().await);
     let holder = Claim::new(key("orders:42"), lab.long());
@@ -66,7 +70,8 @@ pub async fn releasing_anothers_grant_does_not_free_it(lab: &Lab) {
     freed(&*first, &holder).await;
 }
 
-/// A release that arrives late must not hit whoever holds by then.
+/// Repeating the release of an old claim returns `NotHeld` and does not free the key of its
+/// successor.
 pub async fn a_late_release_does_not_free_the_successor(lab: &Lab) {
     let client = lab.client().await;
     let old = Claim::new(key("orders:42"), lab.long());
@@ -79,7 +84,7 @@ pub async fn a_late_release_does_not_free_the_successor(lab: &Lab) {
     freed(&*client, &new).await;
 }
 
-/// The same key, another key: a claim's id frees only under its own key.
+/// Releasing a claim's id under another key returns `NotHeld` and leaves the claim's own key held.
 pub async fn a_release_under_another_key_frees_nothing(lab: &Lab) {
     let client = lab.client().await;
     let claim = Claim::new(key("orders:42"), lab.long());
@@ -90,17 +95,19 @@ pub async fn a_release_under_another_key_frees_nothing(lab: &Lab) {
     freed(&*client, &claim).await;
 }
 
-/// Release needs the claim and nothing else: no connection, no memory of the acquire.
+/// A grant can be released through another client, with its key and claim id alone. The lease and
+/// the token block of the release may differ from those of the acquire.
 pub async fn a_grant_is_released_through_another_client(lab: &Lab) {
     let (first, second) = (lab.client().await, lab.client().await);
     let claim = Claim::new(key("orders:42"), lab.long());
     granted(&*first, &claim).await;
-    // What the engine knows when it cleans up is the claim as it was made, not what came of it.
+    // The engine's clean-up knows the claim as it was created, but not its grant.
     freed(&*second, &claim.clone().with_lease(lab.short()).with_token_block(7)).await;
     assert!(is_free(&*first, claim.key()).await);
 }
 
-/// An acquire that arrives after its own release is cleaned up by the same release, repeated.
+/// A claim that is granted again after its release can be released again. An acquire may arrive
+/// after its own release.
 pub async fn a_claim_that_was_granted_after_its_release_is_released_again(lab: &Lab) {
     let client = lab.client().await;
     let claim = Claim::new(key("orders:42"), lab.long());
@@ -111,7 +118,7 @@ pub async fn a_claim_that_was_granted_after_its_release_is_released_again(lab: &
     assert!(is_free(&*client, claim.key()).await);
 }
 
-/// Unlocking is over when it says so: nobody has to wait for anything after it.
+/// When `unlock` has returned, `try_lock` in another process returns a guard at once.
 pub async fn an_unlocked_lock_is_free_for_all_at_once(lab: &Lab) {
     let registries = [lab.registry().await, lab.registry().await];
     for n in 0..10 {
@@ -121,7 +128,8 @@ pub async fn an_unlocked_lock_is_free_for_all_at_once(lab: &Lab) {
     }
 }
 
-/// A store that was away for a moment gets the release a little later.
+/// The engine repeats a release that was refused or whose request was lost. The key is free long
+/// before its lease ends.
 pub async fn a_refused_release_is_made_again(lab: &Lab) {
     let faults = Faults::none().at(Operation::Release, 1, Fault::Refuse).at(
         Operation::Release,
@@ -132,12 +140,14 @@ pub async fn a_refused_release_is_made_again(lab: &Lab) {
     let registry = lab.registry_over(&faulty, lab.long());
     let other = lab.registry().await;
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
-    // Whether unlock bears the trouble or reports it, the key must become free long before its lease is over.
+    // `unlock` may retry successfully or return the store error. In both cases the key must be free
+    // long before its lease ends.
     drop(guard.unlock().await);
     lab.free_soon(&other, "orders:42").await;
 }
 
-/// A release whose reply was lost is repeated, and "not held any more" is then no loss.
+/// If the reply to a release is lost, `unlock` does not return `LockError::Lost`, although the
+/// repeated release finds the claim no longer held.
 pub async fn a_lost_release_reply_is_not_taken_for_a_lost_lock(lab: &Lab) {
     let faulty = lab.faulty(Faults::none().at(Operation::Release, 1, Fault::LoseReply)).await;
     let registry = lab.registry_over(&faulty, lab.long());
@@ -148,7 +158,8 @@ pub async fn a_lost_release_reply_is_not_taken_for_a_lost_lock(lab: &Lab) {
     lab.free_soon(&registry, "orders:42").await;
 }
 
-/// Unknown is never reported as success: as long as the store has not answered, the lock is not known to be free.
+/// `unlock` returns an error if no release reaches the store, because it is then unknown whether
+/// the lock is free.
 pub async fn an_unlock_that_never_reaches_the_store_is_an_error(lab: &Lab) {
     let faulty = lab.faulty(Faults::none().always(Operation::Release, Fault::LoseRequest)).await;
     let registry = lab.registry_over(&faulty, lab.renewed());
@@ -159,7 +170,7 @@ pub async fn an_unlock_that_never_reaches_the_store_is_an_error(lab: &Lab) {
     lab.free_soon(&registry, "orders:42").await;
 }
 
-/// The lock is held for exactly as long as the work lasts.
+/// `execute_locked` holds the lock while the work runs, and has released it when it returns.
 pub async fn execute_locked_holds_the_lock_during_the_work_only(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let done = here
@@ -177,7 +188,8 @@ pub async fn execute_locked_holds_the_lock_during_the_work_only(lab: &Lab) {
     guard.expect("the work is done").unlock().await.expect("a held lock is unlocked");
 }
 
-/// A busy lock means that the work did not run.
+/// `execute_locked_for` returns `Ok(None)` without running the work if the lock stays busy until
+/// the deadline.
 pub async fn execute_locked_for_gives_none_when_the_lock_is_busy(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let guard = there.obtain("orders:42").lock().await.expect("a free lock is had");
@@ -188,7 +200,7 @@ pub async fn execute_locked_for_gives_none_when_the_lock_is_busy(lab: &Lab) {
     guard.unlock().await.expect("a held lock is unlocked");
 }
 
-/// The work's result and the trouble of unlocking are both told.
+/// `execute_locked` returns both the output of the work and the error of a failed unlock.
 pub async fn a_failing_unlock_does_not_hide_the_result_of_the_work(lab: &Lab) {
     let faulty = lab.faulty(Faults::none().always(Operation::Release, Fault::Refuse)).await;
     let registry = lab.registry_over(&faulty, lab.renewed());
@@ -200,7 +212,8 @@ pub async fn a_failing_unlock_does_not_hide_the_result_of_the_work(lab: &Lab) {
     lab.free_soon(&registry, "orders:42").await;
 }
 
-/// What was lost cannot be unlocked, and whoever holds by then is left alone.
+/// Unlocking a lock whose lease has expired returns `LockError::Lost`, and the successor keeps the
+/// lock.
 pub async fn unlocking_an_expired_lock_is_an_error_and_leaves_the_successor_alone(lab: &Lab) {
     let (first, second) = (lab.registry().await, lab.registry().await);
     let third = lab.registry().await;
@@ -218,7 +231,7 @@ pub async fn unlocking_an_expired_lock_is_an_error_and_leaves_the_successor_alon
     new.unlock().await.expect("a held lock is unlocked");
 }
 
-/// The same when the expired guard is simply dropped.
+/// If the guard of an expired lock is dropped, the successor keeps the lock.
 pub async fn dropping_an_expired_guard_leaves_the_successor_alone(lab: &Lab) {
     let (first, second) = (lab.registry().await, lab.registry().await);
     let third = lab.registry().await;

@@ -1,4 +1,4 @@
-//! Renewal prolongs what is held, and nothing else.
+//! A renewal extends the lease of a held grant and has no other effect.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use tokio::time::{Instant, sleep};
 use crate::faulty::{Fault, Faults, Operation};
 use crate::lab::{Lab, busy, freed, granted, is_free, key, release, renew, renewed};
 
-/// What renewal is for.
+/// A renewal with a longer lease extends the grant beyond its first lease.
 pub async fn renewing_prolongs_a_grant(lab: &Lab) {
     let client = lab.client().await;
     let claim = Claim::new(key("orders:42"), lab.renewed());
@@ -20,7 +20,7 @@ pub async fn renewing_prolongs_a_grant(lab: &Lab) {
     freed(&*client, &claim).await;
 }
 
-/// A claim is known by its id alone, for renewal too.
+/// A grant can be renewed through another client, because the claim id alone identifies the claim.
 pub async fn a_grant_is_renewed_through_another_client(lab: &Lab) {
     let (first, second) = (lab.client().await, lab.client().await);
     let claim = Claim::new(key("orders:42"), lab.long());
@@ -29,7 +29,8 @@ pub async fn a_grant_is_renewed_through_another_client(lab: &Lab) {
     freed(&*first, &claim).await;
 }
 
-/// A renewal that was sent earlier and arrives later must not take back what a longer one gave.
+/// A renewal with a shorter lease does not shorten the current lease, because renewals may arrive
+/// out of order.
 pub async fn renewing_never_shortens_a_lease(lab: &Lab) {
     let client = lab.client().await;
     let claim = Claim::new(key("orders:42"), lab.long());
@@ -40,7 +41,8 @@ pub async fn renewing_never_shortens_a_lease(lab: &Lab) {
     freed(&*client, &claim).await;
 }
 
-/// Once over, always over: somebody else may have been let in and out again since.
+/// Renewing an expired grant returns `Gone` and leaves the key free. Another client may have held
+/// the key in the meantime.
 pub async fn renewing_does_not_bring_back_an_expired_grant(lab: &Lab) {
     let client = lab.client().await;
     let claim = Claim::new(key("orders:42"), lab.short());
@@ -50,7 +52,8 @@ pub async fn renewing_does_not_bring_back_an_expired_grant(lab: &Lab) {
     assert!(is_free(&*client, claim.key()).await, "the renewal made a new grant");
 }
 
-/// The same when the successor has come and gone.
+/// Renewing an expired grant returns `Gone` and leaves the key free, also after a successor has
+/// acquired and released the key.
 pub async fn renewing_does_not_bring_back_a_grant_that_was_followed_by_another(lab: &Lab) {
     let client = lab.client().await;
     let claim = Claim::new(key("orders:42"), lab.short());
@@ -62,7 +65,8 @@ pub async fn renewing_does_not_bring_back_a_grant_that_was_followed_by_another(l
     assert!(is_free(&*client, claim.key()).await, "the renewal made a new grant");
 }
 
-/// A renewal may arrive after the release of its own claim.
+/// Renewing a released grant returns `Gone` and leaves the key free. A renewal may arrive after the
+/// release of its own claim.
 pub async fn renewing_does_not_bring_back_a_released_grant(lab: &Lab) {
     let client = lab.client().await;
     let claim = Claim::new(key("orders:42"), lab.long());
@@ -72,7 +76,7 @@ pub async fn renewing_does_not_bring_back_a_released_grant(lab: &Lab) {
     assert!(is_free(&*client, claim.key()).await, "the renewal made a new grant");
 }
 
-/// Renewal is not another way to acquire.
+/// Renewing a claim that was never granted returns `Gone` and leaves the key free.
 pub async fn renewing_what_was_never_granted_grants_nothing(lab: &Lab) {
     let client = lab.client().await;
     let claim = Claim::new(key("orders:42"), lab.long());
@@ -80,20 +84,23 @@ pub async fn renewing_what_was_never_granted_grants_nothing(lab: &Lab) {
     assert!(is_free(&*client, claim.key()).await, "the renewal made a grant");
 }
 
-/// Renewal is by owner: a stranger's, or a predecessor's, neither helps nor harms the holder.
+/// Renewing a claim that does not hold the key returns `Gone` and does not extend the holder's
+/// lease.
 pub async fn renewing_anothers_grant_does_nothing_to_it(lab: &Lab) {
     let client = lab.client().await;
     let holder = Claim::new(key("orders:42"), lab.short());
     granted(&*client, &holder).await;
     let stranger = Claim::new(key("orders:42"), lab.long());
     assert_eq!(renew(&*client, &stranger).await, Renewal::Gone);
-    // Had it prolonged the holder's lease, the key would not be free before the stranger's lease is over.
+    // Had the renewal extended the holder's lease, the key would stay held for the stranger's
+    // lease.
     let next = Claim::new(key("orders:42"), lab.long());
     lab.granted_at_last(&*client, &next).await;
     freed(&*client, &next).await;
 }
 
-/// The engine matches answers to claims by position.
+/// A batch is answered with one answer per claim, in the order of the claims. Held claims are
+/// renewed. A released claim, and a claim whose key another claim holds, is `Gone`.
 pub async fn a_batch_is_answered_in_the_order_of_its_claims(lab: &Lab) {
     let client = lab.client().await;
     let claims: Vec<_> =
@@ -105,11 +112,11 @@ pub async fn a_batch_is_answered_in_the_order_of_its_claims(lab: &Lab) {
                 granted(&*client, claim).await;
                 freed(&*client, claim).await;
             }
-            // Held by somebody else.
+            // Held by another claim.
             _ => drop(granted(&*client, &Claim::new(claim.key().clone(), lab.long())).await),
         }
     }
-    // Not in the order in which they were granted, and not in the order of their keys.
+    // Neither in the order of the grants nor in the order of the keys.
     let mut batch = claims;
     batch.reverse();
     batch.swap(1, 8);
@@ -128,7 +135,7 @@ pub async fn a_batch_is_answered_in_the_order_of_its_claims(lab: &Lab) {
     }
 }
 
-/// One claim that is gone must not cost the others their leases.
+/// A released claim in a batch does not prevent the renewal of the others.
 pub async fn a_dead_claim_in_a_batch_does_not_stop_the_others(lab: &Lab) {
     let client = lab.client().await;
     let mut batch: Vec<_> =
@@ -147,7 +154,7 @@ pub async fn a_dead_claim_in_a_batch_does_not_stop_the_others(lab: &Lab) {
     assert!(is_free(&*client, batch[1].key()).await, "a released claim came back");
 }
 
-/// Each claim of a batch is renewed for its own lease, not for the first one's.
+/// Each claim of a batch is renewed for its own lease.
 pub async fn each_claim_of_a_batch_has_its_own_lease(lab: &Lab) {
     let client = lab.client().await;
     let long = Claim::new(key("long"), lab.renewed());
@@ -164,7 +171,8 @@ pub async fn each_claim_of_a_batch_has_its_own_lease(lab: &Lab) {
     freed(&*client, &next).await;
 }
 
-/// What a renewal tells is kept, like what a grant tells.
+/// A renewed grant lasts at least as long as the lease that the renewal returned, less 2 ms and 1
+/// %.
 pub async fn a_renewed_grant_does_not_end_before_it_was_told(lab: &Lab) {
     let client = lab.client().await;
     let claim = Claim::new(key("orders:42"), lab.renewed());
@@ -183,17 +191,18 @@ pub async fn a_renewed_grant_does_not_end_before_it_was_told(lab: &Lab) {
     freed(&*client, &heir).await;
 }
 
-/// Nothing is asked, nothing is answered.
+/// A renewal of an empty batch returns no answers.
 pub async fn an_empty_batch_has_no_answers(lab: &Lab) {
     assert!(lab.client().await.renew(&[]).await.is_empty());
 }
 
-/// A registry with very many locks is renewed in one go; stores have limits on a statement's parameters.
+/// A batch of 1,500 claims is answered completely and in order. Stores limit, for example, the
+/// parameters of a SQL statement.
 pub async fn a_large_batch_is_renewed_whole(lab: &Lab) {
     let client = lab.client().await;
     let claims: Vec<_> =
         (0..1_500).map(|n| Claim::new(key(&format!("orders:n{n}")), lab.long())).collect();
-    // Few are held, so that the clause is about the batch and not about 1,500 grants.
+    // Few are held, so that the clause tests the batch and not 1,500 grants.
     for claim in claims.iter().step_by(100) {
         granted(&*client, claim).await;
     }
@@ -208,7 +217,8 @@ pub async fn a_large_batch_is_renewed_whole(lab: &Lab) {
     }
 }
 
-/// What users see of renewal: nothing. The lock is simply held for as long as the guard lives.
+/// A lock stays held beyond its lease while its guard exists, because the lease renewer renews it.
+/// The token does not change.
 pub async fn a_held_lock_outlives_its_lease_by_renewal(lab: &Lab) {
     let registry = lab.registry_of(lab.renewed()).await;
     let other = lab.registry().await;
@@ -223,7 +233,7 @@ pub async fn a_held_lock_outlives_its_lease_by_renewal(lab: &Lab) {
     guard.unlock().await.expect("a held lock is unlocked");
 }
 
-/// Renewal by hand, for a step that is known to take long.
+/// `renew` with a longer lease extends the validity of the guard.
 pub async fn a_guard_renewed_by_hand_is_valid_for_longer(lab: &Lab) {
     let registry = lab.registry_of(lab.renewed()).await;
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
@@ -239,7 +249,7 @@ pub async fn a_guard_renewed_by_hand_is_valid_for_longer(lab: &Lab) {
     guard.unlock().await.expect("a held lock is unlocked");
 }
 
-/// Renewal by hand never takes time away.
+/// `renew` with a shorter lease does not shorten the guard's current lease.
 pub async fn a_guard_renewed_by_hand_never_loses_time(lab: &Lab) {
     let registry = lab.registry().await;
     let other = lab.registry().await;
@@ -253,7 +263,7 @@ pub async fn a_guard_renewed_by_hand_never_loses_time(lab: &Lab) {
     guard.unlock().await.expect("a held lock is unlocked");
 }
 
-/// A store that is away for less than a lease is nobody's loss.
+/// A lock stays held through an outage that is shorter than its lease.
 pub async fn renewal_survives_an_outage_shorter_than_the_lease(lab: &Lab) {
     let faulty = lab.faulty(Faults::none()).await;
     let registry = lab.registry_over(&faulty, lab.renewed());
@@ -266,7 +276,8 @@ pub async fn renewal_survives_an_outage_shorter_than_the_lease(lab: &Lab) {
     guard.unlock().await.expect("a held lock is unlocked");
 }
 
-/// Unknown is borne until the lease is over: a reply that is lost is not a lock that is lost.
+/// A lock stays held if the reply to its first renewal and the request of its third renewal are
+/// lost.
 pub async fn a_lost_renewal_reply_is_borne(lab: &Lab) {
     let faults = Faults::none().at(Operation::Renew, 1, Fault::LoseReply).at(
         Operation::Renew,
@@ -282,7 +293,7 @@ pub async fn a_lost_renewal_reply_is_borne(lab: &Lab) {
     guard.unlock().await.expect("a held lock is unlocked");
 }
 
-/// Renewal ends before the release begins: a key is never kept alive by a renewal that its holder forgot.
+/// No renewal reaches the store after `unlock` has returned.
 pub async fn nothing_is_renewed_after_unlock(lab: &Lab) {
     let faulty = lab.faulty(Faults::none()).await;
     let registry = lab.registry_over(&faulty, lab.renewed());
@@ -294,7 +305,8 @@ pub async fn nothing_is_renewed_after_unlock(lab: &Lab) {
     assert_eq!(faulty.calls(Operation::Renew), renewals, "renewal goes on without a holder");
 }
 
-/// The same when the release cannot reach the store: the lease must be left to end.
+/// A guard that is dropped while the store refuses all releases is no longer renewed, so that the
+/// lock ends with its lease.
 pub async fn nothing_is_renewed_after_an_unlock_that_failed(lab: &Lab) {
     let faulty = lab.faulty(Faults::none().always(Operation::Release, Fault::Refuse)).await;
     let registry = lab.registry_over(&faulty, lab.renewed());
@@ -309,7 +321,8 @@ pub async fn nothing_is_renewed_after_an_unlock_that_failed(lab: &Lab) {
     guard.expect("the lease was left to end").unlock().await.expect("a held lock is unlocked");
 }
 
-/// Redisson's `leaseTime`: the caller wants the lease to be the limit.
+/// A lock with `renew(false)` is not renewed and ends with its lease, as with Redisson's
+/// `leaseTime`.
 pub async fn a_lock_that_is_not_to_be_renewed_is_not_renewed(lab: &Lab) {
     let faulty = lab.faulty(Faults::none()).await;
     let registry = lab.registry_over(&faulty, lab.long());
@@ -317,7 +330,7 @@ pub async fn a_lock_that_is_not_to_be_renewed_is_not_renewed(lab: &Lab) {
     let guard = registry.obtain("orders:42").lock_with(options).await.expect("no trouble");
     let guard = guard.expect("without a wait there is always a guard");
     let until = guard.valid_until();
-    // The look by which some stores learn whom to tell of losses asks for no more time.
+    // This early check is a renewal too, but it does not extend the lease.
     let looks = u64::from(faulty.first_look().is_some());
     while guard.is_held() {
         assert!(guard.valid_until() < until + lab.short() / 4);
@@ -328,7 +341,7 @@ pub async fn a_lock_that_is_not_to_be_renewed_is_not_renewed(lab: &Lab) {
     drop(guard);
 }
 
-/// The keeper serves many locks: the loss of one is not the loss of the rest.
+/// The loss of one lock does not stop the renewal of other locks of the registry.
 pub async fn one_lost_lock_does_not_stop_the_renewal_of_others(lab: &Lab) {
     let registry = lab.registry_of(lab.renewed()).await;
     let mut guards = Vec::new();

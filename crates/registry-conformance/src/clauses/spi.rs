@@ -1,4 +1,4 @@
-//! The contract between a backend and the engine, sentence by sentence, as far as it is not about time, tokens or keys.
+//! Clauses of the `LockBackend` contract that belong to no other module.
 
 use std::time::Duration;
 
@@ -7,7 +7,8 @@ use registry_core::{Attempt, Claim, Release, Renewal};
 
 use crate::lab::{Lab, attempt, busy, freed, granted, is_free, key, release};
 
-/// The reply may have been lost, so the engine asks again and must hear the same.
+/// Repeating the acquire of a granted claim returns `Granted`, and one release frees the key. The
+/// engine repeats a request whose reply was lost.
 pub async fn a_granted_claim_is_granted_again(lab: &Lab) {
     let client = lab.client().await;
     let claim = Claim::new(key("orders:42"), lab.long());
@@ -17,7 +18,8 @@ pub async fn a_granted_claim_is_granted_again(lab: &Lab) {
     assert!(is_free(&*client, claim.key()).await, "two grants of one claim are one hold");
 }
 
-/// A claim is known by its id alone: the request may be repeated over another connection.
+/// A second client can repeat the acquire of a granted claim, because the claim id alone identifies
+/// the claim. One release through the second client frees the key.
 pub async fn a_granted_claim_is_granted_again_through_another_client(lab: &Lab) {
     let (first, second) = (lab.client().await, lab.client().await);
     let claim = Claim::new(key("orders:42"), lab.long());
@@ -27,7 +29,8 @@ pub async fn a_granted_claim_is_granted_again_through_another_client(lab: &Lab) 
     assert!(is_free(&*first, claim.key()).await, "two grants of one claim are one hold");
 }
 
-/// A repeated request is the same request, even while the first one is still being worked on.
+/// Eight concurrent acquires of one claim are all granted with the same token. One release frees
+/// the key.
 pub async fn repetitions_of_one_acquire_at_once_are_one_grant(lab: &Lab) {
     let first = lab.client().await;
     let second = lab.another_client(&first).await;
@@ -40,7 +43,7 @@ pub async fn repetitions_of_one_acquire_at_once_are_one_grant(lab: &Lab) {
     assert!(is_free(&*clients[1], claim.key()).await, "eight grants of one claim are one hold");
 }
 
-/// The holder's lease must not suffer from its own repeated request.
+/// Repeating the acquire of a granted claim with a shorter lease does not shorten its lease.
 pub async fn a_repeated_acquire_does_not_shorten_the_lease(lab: &Lab) {
     let client = lab.client().await;
     let claim = Claim::new(key("orders:42"), lab.long());
@@ -51,7 +54,8 @@ pub async fn a_repeated_acquire_does_not_shorten_the_lease(lab: &Lab) {
     freed(&*client, &claim).await;
 }
 
-/// The engine trusts what it is told for as long as it is told.
+/// A grant states a lease that is longer than zero and at most as long as requested. The engine
+/// treats the lock as held for this time.
 pub async fn a_grant_tells_how_long_it_lasts(lab: &Lab) {
     let client = lab.client().await;
     let claim = Claim::new(key("orders:42"), lab.long());
@@ -60,7 +64,8 @@ pub async fn a_grant_tells_how_long_it_lasts(lab: &Lab) {
     freed(&*client, &claim).await;
 }
 
-/// A store that says which leases it takes has to take them.
+/// Claims with the shortest and with the longest lease of the store's capabilities are granted.
+/// After a release, their key is free. `lease_min` is at most `lease_max`.
 pub async fn the_shortest_and_the_longest_lease_are_granted(lab: &Lab) {
     let client = lab.client().await;
     let capabilities = lab.capabilities();
@@ -68,18 +73,20 @@ pub async fn the_shortest_and_the_longest_lease_are_granted(lab: &Lab) {
     for lease in [capabilities.lease_min, capabilities.lease_max] {
         let claim = Claim::new(key("orders:42"), lease);
         granted(&*client, &claim).await;
-        // The shortest may be over before it is given back.
+        // The shortest lease may have expired before the release.
         release(&*client, &claim).await;
         assert!(is_free(&*client, claim.key()).await, "a lease of {lease:?} was given back");
     }
 }
 
-/// What is promised is a property of the store, not of the connection.
+/// Two clients of one store return equal capabilities. Capabilities belong to the store, not to a
+/// connection.
 pub async fn every_client_of_a_store_has_the_same_capabilities(lab: &Lab) {
     assert_eq!(lab.client().await.capabilities(), lab.client().await.capabilities());
 }
 
-/// The engine batches by shard; a claim that changed its shard would be renewed in the wrong place.
+/// Two clients compute the same shard for a claim. The engine groups renewals by shard, so a claim
+/// with two shards would be renewed in the wrong one.
 pub async fn a_claim_has_the_same_shard_in_every_client(lab: &Lab) {
     let (first, second) = (lab.client().await, lab.client().await);
     for n in 0..64 {
@@ -88,7 +95,7 @@ pub async fn a_claim_has_the_same_shard_in_every_client(lab: &Lab) {
     }
 }
 
-/// What one client did is there for all others as soon as it is answered.
+/// A grant or release through one client is effective for another client as soon as it is answered.
 pub async fn a_client_sees_at_once_what_another_did(lab: &Lab) {
     let (first, second) = (lab.client().await, lab.client().await);
     for _ in 0..20 {
@@ -102,7 +109,8 @@ pub async fn a_client_sees_at_once_what_another_did(lab: &Lab) {
     }
 }
 
-/// Trouble of one key or a busy answer must not leave the client unfit for the next request.
+/// A client still answers correctly after a thousand requests, among them busy answers and releases
+/// of claims that hold nothing.
 pub async fn a_thousand_requests_leave_a_client_as_good_as_new(lab: &Lab) {
     let client = lab.client().await;
     let holder = Claim::new(key("held"), lab.long());
@@ -117,7 +125,8 @@ pub async fn a_thousand_requests_leave_a_client_as_good_as_new(lab: &Lab) {
     freed(&*client, &holder).await;
 }
 
-/// Requests of many tasks share a client and must not wait for each other for ever, whatever its pool's size.
+/// 64 concurrent acquires, one renewal of all 64 claims, and 64 concurrent releases through one
+/// client all succeed, whatever the size of its connection pool.
 pub async fn many_requests_at_once_through_one_client_are_all_answered(lab: &Lab) {
     let client = lab.client().await;
     let claims: Vec<_> =
@@ -129,7 +138,8 @@ pub async fn many_requests_at_once_through_one_client_are_all_answered(lab: &Lab
     join_all(claims.iter().map(|claim| freed(&*client, claim))).await;
 }
 
-/// Only a store that queues may keep a claim that was refused, and a release must take it out again.
+/// Releasing a refused claim that the store may have queued returns `NotHeld` and removes the claim
+/// from the queue. After the holder's release, the next claim is granted.
 pub async fn a_busy_claim_is_not_kept_beyond_its_release(lab: &Lab) {
     let client = lab.client().await;
     let holder = Claim::new(key("orders:42"), lab.long());
@@ -143,7 +153,8 @@ pub async fn a_busy_claim_is_not_kept_beyond_its_release(lab: &Lab) {
     freed(&*client, &next).await;
 }
 
-/// A busy answer is an answer; a claim that does not queue may simply be dropped.
+/// Refused claims that do not queue leave no record in the store. After the holder's release, the
+/// key is free.
 pub async fn a_busy_claim_leaves_nothing_behind(lab: &Lab) {
     let client = lab.client().await;
     let holder = Claim::new(key("orders:42"), lab.long());
@@ -155,7 +166,8 @@ pub async fn a_busy_claim_leaves_nothing_behind(lab: &Lab) {
     assert!(is_free(&*client, holder.key()).await, "those who were refused hold nothing");
 }
 
-/// A store that queues grants in the order of arrival, whichever client the claims came through.
+/// A store with a queue grants queued claims in the order of their first attempts, whichever client
+/// sent them.
 pub async fn queued_claims_are_granted_in_the_order_of_their_arrival(lab: &Lab) {
     let clients = [lab.client().await, lab.client().await];
     let claims: Vec<_> =
@@ -165,7 +177,8 @@ pub async fn queued_claims_are_granted_in_the_order_of_their_arrival(lab: &Lab) 
         busy(&*clients[n % 2], claim).await;
     }
     for first in 0..claims.len() {
-        // Whoever asks out of order is still behind those who came before.
+        // Attempts in reverse order: a repeated attempt does not change a claim's place in the
+        // queue.
         for (n, claim) in claims.iter().enumerate().skip(first + 1).rev() {
             busy(&*clients[n % 2], claim).await;
         }
@@ -174,7 +187,8 @@ pub async fn queued_claims_are_granted_in_the_order_of_their_arrival(lab: &Lab) 
     }
 }
 
-/// One that leaves the store's queue does not block those behind it.
+/// Releasing a queued claim removes it from the queue, so that the claim behind it is granted. The
+/// released claim can be acquired again afterwards.
 pub async fn a_queued_claim_that_is_released_lets_the_next_one_pass(lab: &Lab) {
     let client = lab.client().await;
     let claims: Vec<_> =
@@ -193,7 +207,7 @@ pub async fn a_queued_claim_that_is_released_lets_the_next_one_pass(lab: &Lab) {
     freed(&*client, &claims[1]).await;
 }
 
-/// `doctor` asks a store that works; it must not be the thing that fails.
+/// `diagnose` succeeds on a reachable store and locks nothing.
 pub async fn a_store_that_works_can_be_diagnosed(lab: &Lab) {
     let client = lab.client().await;
     client.diagnose().await.expect("a store that can be reached is diagnosed");

@@ -1,4 +1,5 @@
-//! Waiting ends: with the lock, at the deadline, or with an error; in order, and without bothering the store.
+//! A wait ends with the lock, at its deadline, or with an error. Local waiters are served in order
+//! and share their store requests.
 
 use std::pin::pin;
 use std::sync::Arc;
@@ -14,16 +15,17 @@ use crate::faulty::{Fault, Faults, FaultyBackend, Operation};
 use crate::harness::RemoteLock;
 use crate::lab::{Lab, busy, freed, granted, is_free, key};
 
-/// A store that wakes tells a waiter when the holder is gone.
+/// In a store with wake-ups, a release ends the `wait` of another claim of the same client.
 pub async fn a_store_that_wakes_ends_the_wait_when_the_holder_releases(lab: &Lab) {
     let client = lab.client().await;
     wakes(lab, &*client, &*client).await;
 }
 
-/// It tells the waiters of other clients too.
+/// In a store with wake-ups, a release ends the `wait` of a claim of another client.
 pub async fn a_store_that_wakes_ends_the_waits_of_other_clients(lab: &Lab) {
     let (first, second) = (lab.client().await, lab.client().await);
-    // Twice, for what is set up at the first wait.
+    // The first direction runs twice, because the first wait of a client may set up its
+    // subscription.
     wakes(lab, &*first, &*second).await;
     wakes(lab, &*second, &*first).await;
     wakes(lab, &*first, &*second).await;
@@ -45,7 +47,8 @@ async fn wakes(lab: &Lab, holding: &dyn LockBackend, waiting: &dyn LockBackend) 
     freed(waiting, &waiter).await;
 }
 
-/// The gap between "busy" and the wait is where wake-ups get lost.
+/// In a store with wake-ups, a release between the busy answer and the call of `wait` ends the
+/// `wait`.
 pub async fn a_release_between_busy_and_wait_is_not_missed(lab: &Lab) {
     let (first, second) = (lab.client().await, lab.client().await);
     for _ in 0..5 {
@@ -59,7 +62,8 @@ pub async fn a_release_between_busy_and_wait_is_not_missed(lab: &Lab) {
     }
 }
 
-/// One release may free several waiters' keys in one client; none must be forgotten.
+/// In a store with wake-ups, one client waits for five keys, and each `wait` ends with the release
+/// of its key.
 pub async fn waits_of_many_keys_end_each_with_its_own_release(lab: &Lab) {
     let (first, second) = (lab.client().await, lab.client().await);
     let holders: Vec<_> =
@@ -83,7 +87,8 @@ pub async fn waits_of_many_keys_end_each_with_its_own_release(lab: &Lab) {
     join(waits, releases).await;
 }
 
-/// Only waits are dropped in the middle; that must not cost anybody anything.
+/// Dropping a `wait` future at any time leaves nothing behind: after the holder's release, the key
+/// is free. The engine drops no other future of a backend.
 pub async fn a_wait_may_be_dropped_at_any_time(lab: &Lab) {
     let client = lab.client().await;
     let holder = Claim::new(key("orders:42"), lab.long());
@@ -97,13 +102,13 @@ pub async fn a_wait_may_be_dropped_at_any_time(lab: &Lab) {
     assert!(is_free(&*client, holder.key()).await, "a dropped wait holds something");
 }
 
-/// Waiting is by push inside a process: no poll is needed.
+/// A waiter acquires the lock after another caller of the same process unlocks it.
 pub async fn a_waiter_gets_the_lock_when_this_process_unlocks_it(lab: &Lab) {
     let registry = lab.registry().await;
     handed_from_to(&registry, &registry).await;
 }
 
-/// Waiting for another process.
+/// A waiter acquires the lock after another process unlocks it.
 pub async fn a_waiter_gets_the_lock_when_another_process_unlocks_it(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     handed_from_to(&there, &here).await;
@@ -124,7 +129,7 @@ async fn handed_from_to(from: &Registry, to: &Registry) {
     next.expect("the waiter gets the lock").unlock().await.expect("a held lock is unlocked");
 }
 
-/// A first attempt is always made.
+/// `try_lock_for` with a wait of zero makes one attempt and acquires a free lock.
 pub async fn a_wait_of_zero_still_gets_a_free_lock(lab: &Lab) {
     let registry = lab.registry().await;
     let guard =
@@ -132,7 +137,8 @@ pub async fn a_wait_of_zero_still_gets_a_free_lock(lab: &Lab) {
     guard.expect("the lock is free").unlock().await.expect("a held lock is unlocked");
 }
 
-/// Zero is zero, not "for ever".
+/// `try_lock_for` with a wait of zero or one nanosecond returns `Ok(None)` for a held lock, in the
+/// holder's process and in another. It does not wait without limit.
 pub async fn a_wait_of_zero_does_not_wait(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let guard = there.obtain("orders:42").lock().await.expect("a free lock is had");
@@ -146,13 +152,15 @@ pub async fn a_wait_of_zero_does_not_wait(lab: &Lab) {
     guard.unlock().await.expect("a held lock is unlocked");
 }
 
-/// One deadline, whether those in front are in this process …
+/// If this process holds the lock, `try_lock_for` returns `Ok(None)` at its deadline and not
+/// before.
 pub async fn a_wait_for_this_process_ends_with_none_at_its_deadline(lab: &Lab) {
     let registry = lab.registry().await;
     ends_at_its_deadline(lab, &registry, &registry).await;
 }
 
-/// … or in another.
+/// If another process holds the lock, `try_lock_for` returns `Ok(None)` at its deadline and not
+/// before.
 pub async fn a_wait_for_another_process_ends_with_none_at_its_deadline(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     ends_at_its_deadline(lab, &there, &here).await;
@@ -170,19 +178,20 @@ async fn ends_at_its_deadline(lab: &Lab, holding: &Registry, waiting: &Registry)
     guard.unlock().await.expect("a held lock is unlocked");
 }
 
-/// First come, first served, inside a process.
+/// Callers of one process acquire the lock in the order of their arrival.
 pub async fn callers_of_one_process_are_served_in_the_order_of_their_arrival(lab: &Lab) {
     let registry = lab.registry().await;
     assert_eq!(served(&registry, 6, &[]).await, [0, 1, 2, 3, 4, 5]);
 }
 
-/// Those who give up leave the order of the others as it was.
+/// Waiters that give up do not change the order of the other waiters.
 pub async fn a_caller_that_gives_up_leaves_the_others_in_order(lab: &Lab) {
     let registry = lab.registry().await;
     assert_eq!(served(&registry, 6, &[0, 3, 5]).await, [1, 2, 4]);
 }
 
-/// Queues `callers` behind a guard, sends some of them away, and tells in which order the rest is served.
+/// Queues `callers` behind a guard, drops those in `gone`, and returns the order in which the
+/// others acquire the lock.
 async fn served(registry: &Registry, callers: usize, gone: &[usize]) -> Vec<usize> {
     let guard = registry.obtain("orders:42").lock().await.expect("a free lock is had");
     let order = tokio::sync::Mutex::new(Vec::new());
@@ -194,7 +203,7 @@ async fn served(registry: &Registry, callers: usize, gone: &[usize]) -> Vec<usiz
             order.lock().await.push(n);
             guard.unlock().await.expect("a held lock is unlocked");
         });
-        // The first poll is the arrival.
+        // The first poll queues the caller.
         assert!(poll!(caller.as_mut()).is_pending(), "two guards of one key");
         waiting.push(Some(caller));
     }
@@ -206,7 +215,8 @@ async fn served(registry: &Registry, callers: usize, gone: &[usize]) -> Vec<usiz
     order.into_inner()
 }
 
-/// One unlock is for one waiter. The other one goes on waiting and is not sent away.
+/// One unlock ends the wait of one of two processes. The other process continues to wait and
+/// acquires the lock at the next unlock.
 pub async fn one_unlock_lets_one_of_two_processes_in(lab: &Lab) {
     let holder = lab.registry().await;
     let waiters = [lab.registry().await, lab.registry().await];
@@ -222,21 +232,23 @@ pub async fn one_unlock_lets_one_of_two_processes_in(lab: &Lab) {
     for _ in 0..2 {
         let next = tasks.join_next().await.expect("two wait").expect("no panic");
         let next = next.expect("no trouble").expect("its turn comes while it waits");
-        // While the first has it the second must not be back, with or without the lock.
+        // While one process holds the lock, the wait of the other must not end, neither with the
+        // lock nor without.
         let other = timeout(Duration::from_millis(100), tasks.join_next()).await;
         assert!(!matches!(other, Ok(Some(_))), "the other one is back: {other:?}");
         next.unlock().await.expect("a held lock is unlocked");
     }
 }
 
-/// Pushes get lost. A waiter looks by itself now and then.
+/// A waiter whose wake-ups are lost acquires the lock, because it also polls.
 pub async fn a_lost_wake_up_costs_no_more_than_a_poll(lab: &Lab) {
     let faulty = lab.faulty(Faults::none().always(Operation::Wait, Fault::LoseWake)).await;
     let (here, there) = (lab.registry_over(&faulty, lab.long()), lab.registry().await);
     handed_from_to(&there, &here).await;
 }
 
-/// Pushes come for nothing. A waiter looks, and goes on waiting.
+/// A premature wake-up neither ends the wait nor grants the lock. The waiter tries to acquire, and
+/// then continues to wait.
 pub async fn a_wake_up_for_nothing_neither_ends_the_wait_nor_grants(lab: &Lab) {
     let early = Fault::WakeEarly(Duration::from_millis(20));
     let faulty = lab.faulty(Faults::none().always(Operation::Wait, early)).await;
@@ -245,7 +257,8 @@ pub async fn a_wake_up_for_nothing_neither_ends_the_wait_nor_grants(lab: &Lab) {
     handed_from_to(&there, &here).await;
 }
 
-/// A store that stumbles does not send waiters away.
+/// A waiter retries after a refused request, a lost request and a lost reply, and acquires the
+/// lock.
 pub async fn a_waiter_bears_passing_trouble_of_the_store(lab: &Lab) {
     let faults = Faults::none()
         .at(Operation::Acquire, 1, Fault::Refuse)
@@ -259,7 +272,8 @@ pub async fn a_waiter_bears_passing_trouble_of_the_store(lab: &Lab) {
     lab.free_soon(&registry, "orders:42").await;
 }
 
-/// A store that is away for the whole wait was not busy.
+/// `try_lock_for` returns `LockError::Backend`, not `Ok(None)`, if the store is unreachable for the
+/// whole wait.
 pub async fn an_outage_for_the_whole_wait_is_an_error(lab: &Lab) {
     let faulty = lab.faulty(Faults::outage()).await;
     let registry = lab.registry_over(&faulty, lab.long());
@@ -269,7 +283,7 @@ pub async fn an_outage_for_the_whole_wait_is_an_error(lab: &Lab) {
     }
 }
 
-/// What cannot pass is not waited for.
+/// A store error that is not retryable ends the wait at once, after one attempt.
 pub async fn lasting_trouble_ends_the_wait_at_once(lab: &Lab) {
     let faulty = lab.faulty(Faults::none().always(Operation::Acquire, Fault::Deny)).await;
     let registry = lab.registry_over(&faulty, lab.long());
@@ -281,7 +295,8 @@ pub async fn lasting_trouble_ends_the_wait_at_once(lab: &Lab) {
     assert_eq!(faulty.calls(Operation::Acquire), 1, "it asks again and again");
 }
 
-/// However many wait in a process, the store hears one of them.
+/// Fifty waiters of one process send about as many requests to the store as one: at most two
+/// attempts per poll interval, plus five.
 pub async fn many_waiters_of_one_process_ask_the_store_as_rarely_as_one(lab: &Lab) {
     let there = lab.registry().await;
     let guard = there.obtain("orders:42").lock().await.expect("a free lock is had");
@@ -300,7 +315,7 @@ pub async fn many_waiters_of_one_process_ask_the_store_as_rarely_as_one(lab: &La
     }
     sleep(poll * 10).await;
     let asked = faulty.calls(Operation::Acquire);
-    // Jitter may halve the interval, and a store may wake for nothing now and then.
+    // Jitter can halve the interval, and the store can send a few premature wake-ups.
     let polls = begun.elapsed().as_millis() / poll.as_millis();
     assert!(u128::from(asked) <= 2 * polls + 5, "{asked} attempts in {polls} poll intervals");
     assert!(asked > 0, "nobody asks");
@@ -308,7 +323,7 @@ pub async fn many_waiters_of_one_process_ask_the_store_as_rarely_as_one(lab: &La
     assert_eq!(tasks.join_all().await.len(), 50, "all get their turn");
 }
 
-/// Waiting for one key costs the callers of another nothing.
+/// Twenty waiters of one key do not delay callers of other keys in the same process.
 pub async fn waiters_of_one_key_do_not_hold_up_another(lab: &Lab) {
     let (here, there) = (lab.registry().await, lab.registry().await);
     let guard = there.obtain("held").lock().await.expect("a free lock is had");
@@ -328,7 +343,7 @@ pub async fn waiters_of_one_key_do_not_hold_up_another(lab: &Lab) {
     guard.unlock().await.expect("a held lock is unlocked");
 }
 
-/// A real other process gives the lock up.
+/// A waiter here acquires the lock after a separate operating-system process unlocks it.
 pub async fn a_waiter_gets_the_lock_when_a_real_process_unlocks_it(lab: &Lab) {
     let mut there = lab.remote(lab.long()).await;
     let here = lab.registry().await;
@@ -345,7 +360,7 @@ pub async fn a_waiter_gets_the_lock_when_a_real_process_unlocks_it(lab: &Lab) {
     guard.unlock().await.expect("a held lock is unlocked");
 }
 
-/// A real other process waits for us.
+/// A waiter in a separate operating-system process acquires the lock after it is unlocked here.
 pub async fn a_real_process_gets_the_lock_when_it_is_unlocked_here(lab: &Lab) {
     let mut there = lab.remote(lab.long()).await;
     let here = Arc::new(lab.registry().await);

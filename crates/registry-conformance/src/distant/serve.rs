@@ -1,4 +1,4 @@
-//! The inside of the other process: carries out what it is asked on its standard input.
+//! The server in the other process: executes the requests from its standard input.
 
 use std::collections::HashMap;
 use std::io::{self, BufRead, Write};
@@ -10,16 +10,16 @@ use tokio::task::{AbortHandle, JoinSet};
 
 use super::wire::{self, Reply, Request};
 
-/// Carries out through `backend` what a [`DistantBackend`](super::DistantBackend) asks on this process's standard input,
-/// until that ends or asks to close.
+/// Executes through `backend` the requests of a [`DistantBackend`](super::DistantBackend) on this
+/// process's standard input, until the input ends or a request to close arrives.
 ///
 /// # Cancel safety
-/// Dropping the future drops the requests that are being carried out; the input is read no more.
+/// Dropping the future drops the requests in execution. No further input is read.
 pub async fn serve(backend: Arc<dyn LockBackend>) {
     let mut requests = listen();
     let mut tasks = JoinSet::new();
     let mut running: HashMap<u64, AbortHandle> = HashMap::new();
-    // A test program may have begun a line of its own.
+    // A test program may have printed the start of a line.
     say("\n");
     answer(wire::READY, &Reply::Done);
     while let Some((number, request)) = requests.recv().await {
@@ -27,7 +27,8 @@ pub async fn serve(backend: Arc<dyn LockBackend>) {
         running.retain(|_, task| !task.is_finished());
         match request {
             Request::Cancel => {
-                // Only waits may be dropped; everything else is carried out whoever has gone away.
+                // Only waits may be dropped. All other requests are executed even if their caller
+                // was dropped.
                 if let Some(task) = running.remove(&number) {
                     task.abort();
                 }
@@ -74,7 +75,8 @@ async fn carry_out(backend: &dyn LockBackend, request: Request) -> Reply {
     reply.unwrap_or_else(Reply::Failed)
 }
 
-/// A thread reads the input: a task that waits for it would keep the runtime from shutting down.
+/// Reads the input on a thread, because a task that waits for input would keep the runtime from
+/// shutting down.
 fn listen() -> mpsc::UnboundedReceiver<(u64, Request)> {
     let (heard, requests) = mpsc::unbounded_channel();
     std::thread::spawn(move || {
@@ -94,7 +96,7 @@ fn answer(number: u64, reply: &Reply) {
 }
 
 fn say(text: &str) {
-    // One write for a line. Whoever listened may be gone; then nobody misses it.
+    // One write per line. A failure has no effect, because it means that the reader has ended.
     let mut stdout = io::stdout().lock();
     let _ = stdout.write_all(text.as_bytes()).and_then(|()| stdout.flush());
 }

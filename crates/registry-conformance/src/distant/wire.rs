@@ -1,5 +1,6 @@
-//! What is said between a distant backend and its other process: one line for each request and each reply, fields
-//! separated by spaces, texts in hexadecimal digits. Both ends are always of one build, so nothing is versioned.
+//! The protocol between a distant backend and its other process. Each request and each reply is one
+//! line. Fields are separated by spaces, and texts are written as hexadecimal digits. Both sides
+//! come from one build, so the protocol has no version.
 
 use std::fmt::Write as _;
 use std::str::SplitWhitespace;
@@ -22,7 +23,7 @@ pub(super) enum Request {
     ForceRelease(Key),
     Diagnose,
     Close,
-    /// Whoever asked this has gone away.
+    /// The caller of the request with this number was dropped.
     Cancel,
 }
 
@@ -37,10 +38,10 @@ pub(super) enum Reply {
     Done,
 }
 
-/// Begins every reply, to tell it from what a test program prints.
+/// Starts every reply, to distinguish it from the other output of a test program.
 const MARK: &str = "@reply";
 
-/// The number of the reply that says that the other process serves. No request has it.
+/// The number of the reply that reports that the other process serves. No request has this number.
 pub(super) const READY: u64 = 0;
 
 pub(super) fn write_request(request: &Request) -> String {
@@ -133,7 +134,7 @@ pub(super) fn read_reply(line: &str) -> Option<(u64, Reply)> {
     Some((number, reply))
 }
 
-/// A line being written.
+/// A line that is being written.
 #[derive(Default)]
 struct Line(String);
 
@@ -161,7 +162,7 @@ impl Line {
         self.number(nanos(time))
     }
 
-    /// A leading `=` keeps an empty text from vanishing.
+    /// A leading `=` keeps the field of an empty text from vanishing.
     fn text(&mut self, text: &str) -> &mut Self {
         self.word("=");
         for byte in text.bytes() {
@@ -225,7 +226,7 @@ impl Line {
     }
 }
 
-/// A line being read. `None` is a line that the other end did not write.
+/// A line that is being read. Methods return `None` for a line that the other side did not write.
 struct Words<'a>(SplitWhitespace<'a>);
 
 impl<'a> Words<'a> {
@@ -377,7 +378,7 @@ mod tests {
         ] {
             let line = write_reply(7, &reply);
             let (number, read) = read_reply(&line).unwrap();
-            // Times beyond five centuries are cut; nothing here lives that long.
+            // Times beyond five centuries are truncated, which no test needs.
             let again = write_reply(number, &read);
             assert_eq!((number, again), (7, line));
         }

@@ -1,4 +1,5 @@
-//! Which fault hits which call: by probability and seed, or by the call's number.
+//! Decides which fault applies to which call: by probability and seed, or by the number of the
+//! call.
 
 use std::time::Duration;
 
@@ -42,31 +43,35 @@ impl Operation {
     }
 }
 
-/// What may befall a call. Several faults may befall one call, unless one of them keeps it from the store.
+/// A fault of a call. Several faults can apply to one call, unless one of them keeps it from the
+/// store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Fault {
-    /// The store does nothing, and the caller is told so.
+    /// The store does not execute the request, and the caller's error says so.
     Refuse,
-    /// The store does nothing, and says that it never will.
+    /// The store does not execute the request, and the caller's error says that a retry cannot
+    /// succeed.
     Deny,
-    /// The store does nothing, and the caller cannot know that.
+    /// The store does not execute the request, but the caller's error leaves this unknown.
     LoseRequest,
-    /// The store does what was asked, and the caller cannot know that.
+    /// The store executes the request, but the caller's error leaves this unknown.
     LoseReply,
-    /// The request takes this long to the store; when random, at most this long.
+    /// Delays the request by this time. A fault of [`Faults::sometimes`] delays it by a random part
+    /// of this time.
     DelayRequest(Duration),
-    /// The reply takes this long from the store; when random, at most this long.
+    /// Delays the reply by this time. A fault of [`Faults::sometimes`] delays it by a random part
+    /// of this time.
     DelayReply(Duration),
-    /// The store executes the request twice in a row. The caller gets the first reply.
+    /// The store executes the request twice in succession. The caller receives the first reply.
     Repeat,
-    /// The store executes the request a second time this much later, whatever has happened since; when random, at
-    /// most this much later.
+    /// The store executes the request a second time after this time, whatever has happened since. A
+    /// fault of [`Faults::sometimes`] repeats it after a random part of this time.
     RepeatLate(Duration),
-    /// The store's wake-up never arrives. Only for [`Operation::Wait`].
+    /// Suppresses the store's wake-up. Only for [`Operation::Wait`].
     LoseWake,
-    /// A wake-up arrives after this time though nothing has happened; when random, at most this long. Only for
-    /// [`Operation::Wait`].
+    /// Sends a wake-up after this time without a release. A fault of [`Faults::sometimes`] sends it
+    /// after a random part of this time. Only for [`Operation::Wait`].
     WakeEarly(Duration),
 }
 
@@ -98,29 +103,30 @@ enum When {
 }
 
 impl Faults {
-    /// No faults.
+    /// Creates a plan without faults.
     #[must_use]
     pub const fn none() -> Self {
         Self::seeded(0)
     }
 
-    /// No faults yet; chance follows from `seed`.
+    /// Creates a plan without faults, whose random faults will follow from `seed`.
     #[must_use]
     pub const fn seeded(seed: u64) -> Self {
         Self { seed, rules: Vec::new() }
     }
 
-    /// No request reaches the store, and callers are told so: all operations but [`Operation::Wait`] are refused.
+    /// Creates a plan in which no request reaches the store and every caller receives an error: all
+    /// operations except [`Operation::Wait`] are refused.
     #[must_use]
     pub fn outage() -> Self {
         let operations = Operation::ALL.into_iter().filter(|op| *op != Operation::Wait);
         operations.fold(Self::none(), |faults, op| faults.always(op, Fault::Refuse))
     }
 
-    /// Each call of `operation` meets `fault` with this `probability`.
+    /// Applies `fault` to each call of `operation` with this `probability`.
     ///
     /// # Panics
-    /// When `probability` is not within `0.0..=1.0`.
+    /// If `probability` is not within `0.0..=1.0`.
     #[must_use]
     pub fn sometimes(mut self, operation: Operation, probability: f64, fault: Fault) -> Self {
         assert!((0.0..=1.0).contains(&probability), "{probability} is a probability");
@@ -128,28 +134,28 @@ impl Faults {
         self
     }
 
-    /// Call number `call` of `operation` meets `fault`. The first call is number 1.
+    /// Applies `fault` to call number `call` of `operation`. The first call has number 1.
     #[must_use]
     pub fn at(mut self, operation: Operation, call: u64, fault: Fault) -> Self {
         self.rules.push((operation, When::At(call), fault));
         self
     }
 
-    /// Call number `call` of `operation` and all after it meet `fault`.
+    /// Applies `fault` to call number `call` of `operation` and to all later ones.
     #[must_use]
     pub fn from(mut self, operation: Operation, call: u64, fault: Fault) -> Self {
         self.rules.push((operation, When::From(call), fault));
         self
     }
 
-    /// Every call of `operation` meets `fault`.
+    /// Applies `fault` to every call of `operation`.
     #[must_use]
     pub fn always(self, operation: Operation, fault: Fault) -> Self {
         self.from(operation, 1, fault)
     }
 }
 
-/// What befalls one call.
+/// The faults of one call.
 #[derive(Debug, Default)]
 pub(super) struct Verdict {
     pub(super) refuse: bool,
@@ -164,14 +170,14 @@ pub(super) struct Verdict {
     pub(super) wake_early: Option<Duration>,
 }
 
-/// A plan being carried out.
+/// A plan in use, with its random generator and its counters.
 #[derive(Debug)]
 pub(super) struct Plan {
     faults: Faults,
     random: fastrand::Rng,
     /// Calls under this plan, by operation.
     calls: [u64; Operation::ALL.len()],
-    /// Calls under the plans before it.
+    /// Calls under earlier plans, by operation.
     calls_before: [u64; Operation::ALL.len()],
     hits: u64,
 }
@@ -200,15 +206,15 @@ impl Plan {
         self.hits
     }
 
-    /// Counts a call of `operation` and decides what befalls it.
+    /// Counts a call of `operation` and returns its faults.
     pub(super) fn verdict(&mut self, operation: Operation) -> Verdict {
         let call = &mut self.calls[operation.index()];
         *call += 1;
         let call = *call;
         let mut verdict = Verdict::default();
         for (_, when, fault) in self.faults.rules.iter().filter(|rule| rule.0 == operation) {
-            // The die is thrown for every rule of every call, so that one rule more does not change the others' luck
-            // more than it must.
+            // Each probabilistic rule draws a number for every call. An added rule then changes the
+            // random results of the other rules as little as possible.
             let (hit, exact) = match when {
                 When::Sometimes(probability) => (self.random.f64() < *probability, false),
                 When::At(number) => (call == *number, true),

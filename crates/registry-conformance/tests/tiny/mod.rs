@@ -1,4 +1,5 @@
-//! A small store with one bug at a time, to show that the suite finds it. Without a bug it is a right store.
+//! A small store with one bug at a time, to show that the suite detects it. Without a bug, the
+//! store is correct.
 #![expect(clippy::unwrap_used, reason = "a helper of tests, which may")]
 
 use std::cmp::Reverse;
@@ -15,7 +16,7 @@ use registry_core::{
 use tokio::sync::watch;
 use tokio::time::Instant;
 
-/// What is wrong with the store.
+/// The bug of the store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(dead_code, reason = "each test file uses some")]
 pub(crate) enum Bug {

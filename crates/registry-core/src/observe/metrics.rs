@@ -1,11 +1,11 @@
-//! Lock events as metrics.
+//! Exports lock events as metrics.
 
 use metrics::{counter, histogram};
 
 use crate::error::LostReason;
 use crate::event::{LockEvent, Observer};
 
-/// Counts events with the `metrics` facade. Keys are not used as labels: there may be any number of them.
+/// Counts events with the `metrics` facade. Keys are not labels, because their number has no limit.
 ///
 /// | metric | kind | labels |
 /// |---|---|---|
@@ -24,7 +24,7 @@ pub struct MetricsObserver {
 }
 
 impl MetricsObserver {
-    /// An observer that labels everything with this name of the store.
+    /// Creates an observer that labels every metric with this store name.
     #[must_use]
     pub const fn new(store: &'static str) -> Self {
         Self { store }

@@ -1,18 +1,24 @@
-//! Lock events as `tracing` events.
+//! Logs lock events with `tracing`.
 
 use tracing::{debug, info, trace, warn};
 
 use crate::error::BackendError;
 use crate::event::{LockEvent, Observer};
 
-/// Reports every event with `tracing`, target `lock_registry`: warnings for locks lost or given up to their lease, debug for
-/// grants and releases, trace for attempts.
+/// Logs every event with `tracing`, target `lock_registry`.
+///
+/// | level | events |
+/// |---|---|
+/// | warn | lost locks, failed renewals, claims left to their lease |
+/// | info | start and end of closing |
+/// | debug | grants, releases, failed attempts and releases, expired waits |
+/// | trace | local waits, busy responses, renewals |
 #[derive(Debug, Clone, Copy, Default)]
 #[non_exhaustive]
 pub struct TracingObserver;
 
 impl TracingObserver {
-    /// An observer that reports to the current subscriber.
+    /// Creates an observer that logs to the current subscriber.
     #[must_use]
     pub const fn new() -> Self {
         Self

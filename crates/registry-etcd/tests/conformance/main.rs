@@ -1,7 +1,8 @@
-//! The promises of lock-registry over one member and over a cluster.
+//! The conformance suite over one member and over a cluster.
 //!
-//! Over one member each clause is a test with a server of its own. Elsewhere the clauses share one set of servers, each in a namespace of its
-//! own; only those that restart the servers get their own.
+//! Over one member, each clause is a test with its own server. Otherwise the clauses share one set
+//! of servers, each clause in its own namespace. Only clauses that restart the servers get their
+//! own set.
 #![expect(clippy::unwrap_used, reason = "a helper of tests, which may")]
 
 mod shared;
@@ -97,7 +98,7 @@ fn a_cluster_keeps_all_promises() {
     keeps_its_promises::<EtcdCluster>(216, 16);
 }
 
-/// A member where locks are named as `etcdctl` names them.
+/// A member with locks in the etcdctl layout.
 #[derive(Debug)]
 struct AsEtcdctl(EtcdServer);
 
@@ -122,7 +123,7 @@ fn locks_of_etcdctls_layout_keep_all_promises() {
     keeps_its_promises::<AsEtcdctl>(216, 16);
 }
 
-/// A member that is reached by encrypted connections only, asks each client for a certificate, and lets in only users.
+/// A member that requires TLS, a client certificate and a login.
 #[cfg(feature = "tls")]
 #[derive(Debug)]
 struct Guarded {

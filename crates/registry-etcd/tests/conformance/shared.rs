@@ -11,10 +11,10 @@ use registry_core::LockBackend;
 use registry_etcd::{EtcdBackend, EtcdConfig};
 use tokio::sync::RwLock;
 
-/// How many clauses run at a time: they mostly wait.
+/// The number of clauses that run concurrently; they mostly wait.
 const AT_ONCE: usize = 8;
 
-/// Some kind of servers.
+/// A set of servers of one kind.
 #[async_trait]
 pub(crate) trait Servers: Debug + Send + Sync + Sized + 'static {
     async fn begin() -> Self;
@@ -22,10 +22,11 @@ pub(crate) trait Servers: Debug + Send + Sync + Sized + 'static {
     async fn restart(&mut self);
 }
 
-/// Runs all clauses that the servers can keep: `runs` and `skips` count them, so that none is forgotten.
+/// Runs all clauses that the servers support. Asserts that `runs` clauses run and `skips` clauses
+/// are skipped.
 ///
 /// # Panics
-/// With the names of the clauses that were not kept.
+/// Panics with the names of the clauses that failed.
 pub(crate) fn keeps_its_promises<S: Servers>(runs: usize, skips: usize) {
     let runtime = tokio::runtime::Runtime::new().unwrap();
     let servers = Arc::new(RwLock::new(runtime.block_on(S::begin())));
@@ -68,7 +69,7 @@ async fn open<S: Servers>(servers: &RwLock<S>, namespace: &str) -> Arc<dyn LockB
     Arc::new(EtcdBackend::open(config).await.unwrap())
 }
 
-/// Servers for one clause.
+/// The servers of one clause.
 #[derive(Debug)]
 struct SharedServers<S> {
     servers: Arc<RwLock<S>>,

@@ -1,11 +1,13 @@
-//! A cluster of three. It bears the loss of any one member, and nobody but those who ask that one notices.
+//! A cluster of three members. It tolerates the loss of any one member, and only the clients of
+//! that member are affected.
 
-use registry_core::LostReason;
+use registry_core::{LockRegistry as _, LostReason};
 use registry_etcd::EtcdConfig;
 use registry_testkit::etcd::EtcdCluster;
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 
-use crate::contest::{Contest, Keys, LEASE, millis, secs};
+use crate::contest::{Contest, Keys, LEASE, millis, registry, secs};
+use crate::one::of;
 
 async fn cluster() -> (EtcdCluster, EtcdConfig) {
     let cluster = EtcdCluster::start(3).await.unwrap();
@@ -50,7 +52,7 @@ async fn a_leader_that_stands_still_for_longer_than_a_lease_misleads_no_writer()
         cluster.member(leader).resume().unwrap();
     }
     contest.goes_on().await;
-    // Servers of this version may end leases of live holders when it goes on (etcd issue 15247).
+    // When it resumes, servers of this version may end leases of live holders (etcd issue 15247).
     contest.end(cluster.member(0)).await.assert_flawless_but_for_members_behind();
 }
 
@@ -58,7 +60,7 @@ async fn a_leader_that_stands_still_for_longer_than_a_lease_misleads_no_writer()
 async fn a_leader_that_stands_still_for_about_a_lease_misleads_no_writer() {
     let (cluster, config) = cluster().await;
     let contest = Contest::begin(&config).await;
-    // What it says when it goes on, before it knows that it leads nobody any more, must mislead nobody.
+    // A resumed leader sends outdated answers until it learns that it is no longer the leader.
     for part in [3, 4, 5, 6] {
         contest.goes_on().await;
         let leader = cluster.leader().await.unwrap();
@@ -67,7 +69,7 @@ async fn a_leader_that_stands_still_for_about_a_lease_misleads_no_writer() {
         cluster.member(leader).resume().unwrap();
     }
     contest.goes_on().await;
-    // Servers of this version may end leases of live holders when it goes on (etcd issue 15247).
+    // When it resumes, servers of this version may end leases of live holders (etcd issue 15247).
     contest.end(cluster.member(0)).await.assert_flawless_but_for_members_behind();
 }
 
@@ -97,4 +99,21 @@ async fn without_a_majority_nobody_is_granted_anything_and_with_it_all_goes_on()
     let losses = outcome.steady_losses();
     assert!(losses.iter().all(|reason| *reason == LostReason::Expired), "{losses:?}");
     outcome.assert_flawless();
+}
+
+/// A member without a leader ends each keep-alive stream without an answer. The client pauses
+/// before it opens the next one.
+#[tokio::test]
+async fn a_member_without_a_leader_gets_few_keep_alive_streams() {
+    let (mut cluster, _) = cluster().await;
+    let member = (cluster.leader().await.unwrap() + 1) % 3;
+    let registry = registry(&of(cluster.member(member).addr()), secs(20)).await;
+    let guard = registry.obtain("k").lock().await.unwrap();
+    for other in (0..3).filter(|other| *other != member) {
+        cluster.member_mut(other).kill();
+    }
+    timeout(secs(60), guard.lost()).await.expect("no renewal succeeds without a majority");
+    let label = "grpc_method=\"LeaseKeepAlive\"";
+    let streams = cluster.member(member).figure("grpc_server_started_total", label).await.unwrap();
+    assert!(streams < 200, "{streams} streams in the 20 s of a lease");
 }

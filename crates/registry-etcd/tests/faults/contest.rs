@@ -1,5 +1,5 @@
-//! Clients that contend for a few keys while something goes wrong, and a verdict on what they lived through. Knows no fault: the tests
-//! make those.
+//! A workload of clients that contend for a few keys while a test injects faults, and the recording
+//! of their operations. This module injects no faults.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -19,15 +19,15 @@ use tokio::time::{Instant, sleep, sleep_until};
 
 use crate::verdict::Outcome;
 
-/// Long enough for any machine; reached only by a test that fails.
+/// Sufficient on any machine; reached only by a failing test.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
-/// Short, so that a test of a lease that ends does not take long.
+/// Short, so that tests of expiring leases stay fast.
 pub(crate) const LEASE: Duration = Duration::from_secs(3);
-/// How long a question may stay unanswered. So short a lease has no time for the engine's own three.
+/// The response timeout. So short a lease does not permit the engine's default of three seconds.
 const ANSWER_LIMIT: Duration = Duration::from_secs(1);
-/// How many clients there are unless a test says otherwise.
+/// The default number of clients.
 const CLIENTS: usize = 3;
-/// How often a holder looks at its guard and writes.
+/// How often a holder checks its guard and writes.
 const LOOK_EACH: Duration = Duration::from_millis(25);
 
 pub(crate) const fn secs(secs: u64) -> Duration {
@@ -38,7 +38,7 @@ pub(crate) const fn millis(millis: u64) -> Duration {
     Duration::from_millis(millis)
 }
 
-/// A registry with connections of its own, as another process would have them.
+/// Returns a registry with its own connections, like another process.
 pub(crate) async fn registry(config: &EtcdConfig, lease: Duration) -> Registry {
     let config = config.clone().with_response_timeout(ANSWER_LIMIT);
     let backend = EtcdBackend::open(config).await.unwrap();
@@ -46,12 +46,12 @@ pub(crate) async fn registry(config: &EtcdConfig, lease: Duration) -> Registry {
     builder.timeout(ANSWER_LIMIT).build().unwrap()
 }
 
-/// A resource that remembers, for each key, the newest token that it was written to with, and refuses older ones.
+/// A resource that stores the newest token of each key and refuses writes with older ones.
 #[derive(Debug, Default)]
 pub(crate) struct Resource(Mutex<HashMap<String, FencingToken>>);
 
 impl Resource {
-    /// Writes, and records it. Tells whether the write was taken.
+    /// Writes and records the write. Returns whether the resource accepted it.
     pub(crate) fn write(
         &self,
         recorder: &Recorder,
@@ -73,14 +73,15 @@ impl Resource {
     }
 }
 
-/// A hold that ended against its holder's will.
+/// A hold that ended without a release.
 #[derive(Debug, Clone)]
 pub(crate) struct Loss {
     pub(crate) key: String,
     pub(crate) reason: LostReason,
 }
 
-/// Clients that contend. Some keys are taken for moments by all; others are held for good by one, whom another one envies.
+/// A workload. All clients acquire the contested keys for short times. Each steady key is held
+/// permanently by one client, and another client waits for it.
 pub(crate) struct Contest {
     ring: Arc<Ring>,
     config: EtcdConfig,
@@ -90,15 +91,15 @@ pub(crate) struct Contest {
     stop: watch::Sender<bool>,
 }
 
-/// What all clients share.
+/// The state that all clients share.
 struct Ring {
     recorder: Recorder,
     resource: Resource,
     contested: Vec<String>,
     steady: Vec<String>,
-    /// How many times each key was granted.
+    /// The number of grants of each key.
     granted: watch::Sender<BTreeMap<String, u64>>,
-    /// The keys that are held for good just now.
+    /// The steady keys that are held now.
     held: watch::Sender<BTreeSet<String>>,
     losses: watch::Sender<Vec<Loss>>,
     errors: Mutex<Vec<String>>,
@@ -106,7 +107,7 @@ struct Ring {
     wrong: Mutex<Vec<String>>,
 }
 
-/// Of which keys a contest is.
+/// The keys of a workload.
 #[derive(Debug, Clone)]
 pub(crate) struct Keys {
     pub(crate) contested: Vec<String>,
@@ -121,12 +122,13 @@ impl Default for Keys {
 }
 
 impl Contest {
-    /// Begins, and returns when all keys were granted.
+    /// Starts the workload and waits until each key was granted.
     pub(crate) async fn begin(config: &EtcdConfig) -> Self {
         Self::begin_with(&vec![config.clone(); CLIENTS], config, Keys::default(), LEASE).await
     }
 
-    /// As [`begin`](Self::begin), with these ways to the server, one for each client; `direct` is one that is always open.
+    /// Like [`begin`](Self::begin), with one configuration per client. `direct` reaches the members
+    /// without a proxy.
     pub(crate) async fn begin_with(
         ways: &[EtcdConfig],
         direct: &EtcdConfig,
@@ -157,7 +159,7 @@ impl Contest {
             lock: registries[number % ways.len()].obtain(key),
             stop: stop.subscribe(),
         };
-        // Nobody envies those who hold nothing yet.
+        // A second client contends for a steady key only after its first grant.
         for (role, key) in ring.steady.iter().enumerate() {
             workers.spawn(client(role, 50 + role, key).holds());
         }
@@ -175,24 +177,24 @@ impl Contest {
         Self { ring, config: direct.clone(), lease, registries, workers, stop }
     }
 
-    /// Returns when each of the contested keys was granted some more times.
+    /// Waits until each contested key was granted three more times.
     pub(crate) async fn goes_on(&self) {
         self.goes_on_with(&self.ring.contested.iter().collect::<Vec<_>>()).await;
     }
 
-    /// The same for some of the keys.
+    /// Waits until each of these keys was granted three more times.
     pub(crate) async fn goes_on_with(&self, keys: &[&String]) {
         self.ring.granted(keys, 3).await;
     }
 
-    /// Returns when all those hold their keys who mean to hold them for good.
+    /// Waits until all steady keys are held.
     pub(crate) async fn steady(&self) {
         let mut held = self.ring.held.subscribe();
         let all = held.wait_for(|held| self.ring.steady.iter().all(|key| held.contains(key)));
         drop(within(LONG, all).await);
     }
 
-    /// Returns when so many holds were lost by those who meant to hold for good, since the contest began.
+    /// Waits until steady keys were lost `holds` times since the start of the workload.
     pub(crate) async fn loses_steadily(&self, holds: usize) {
         let mut losses = self.ring.losses.subscribe();
         let steady = |loss: &&Loss| loss.key.starts_with("steady");
@@ -200,23 +202,25 @@ impl Contest {
         drop(within(LONG, all).await);
     }
 
-    /// Writes to the resource as somebody who does not take part, and tells whether the write was taken.
+    /// Writes to the resource as a client outside the workload. Returns whether the write was
+    /// accepted.
     pub(crate) fn write_as(&self, client: u32, key: &str, token: FencingToken) -> bool {
         self.ring.resource.write(&self.ring.recorder, client, key, token)
     }
 
-    /// Where others can record what they do to the same keys.
+    /// Returns the recorder, for other clients of the same keys.
     pub(crate) fn recorder(&self) -> &Recorder {
         &self.ring.recorder
     }
 
-    /// Ends the contest when all is well again, and sees to it that nothing is left: a newcomer gets every key within a lease,
-    /// everything is given back, and `server`, a member, has no lock any more.
+    /// Stops the workload after all faults have ended. Asserts that a new client acquires every key
+    /// within a lease, that all locks are released, and that the cluster of `server` holds no lock
+    /// any more.
     pub(crate) async fn end(self, server: &EtcdServer) -> Outcome {
         self.end_with(server, Vec::new()).await
     }
 
-    /// The same, with what other processes have recorded.
+    /// Like [`end`](Self::end), with the records of other processes.
     pub(crate) async fn end_with(
         mut self,
         server: &EtcdServer,
@@ -259,7 +263,7 @@ impl Contest {
     }
 }
 
-/// Why the cluster of this member is not free of locks.
+/// Returns an error with the keys that remain in the cluster of this member.
 async fn left_over(server: &EtcdServer) -> Result<(), String> {
     let names = server.ctl(&["get", "lock-registry/", "--prefix", "--keys-only"]).await;
     let names = names.map_err(|error| error.to_string())?;
@@ -267,7 +271,7 @@ async fn left_over(server: &EtcdServer) -> Result<(), String> {
 }
 
 impl Ring {
-    /// Returns when each of the keys was granted so many more times.
+    /// Waits until each of the keys was granted `times` more times.
     async fn granted(&self, keys: &[&String], times: u64) {
         let mut granted = self.granted.subscribe();
         let before = granted.borrow().clone();
@@ -296,7 +300,7 @@ impl Ring {
     fn note_error(&self, doing: &str, error: &LockError) {
         let text = format!("{doing}: {}", error_text(error));
         let expected = match error {
-            // Told by the guard already, or found out by its release.
+            // The guard has reported the loss already, or the release detects it.
             LockError::Lost { .. } => return,
             LockError::Backend { source, .. } => source.kind() == BackendErrorKind::Transient,
             _ => false,
@@ -317,7 +321,7 @@ struct Client {
 }
 
 impl Client {
-    /// Takes the key for moments, again and again.
+    /// Repeatedly acquires the key for a short time.
     async fn contends(mut self, pause: Duration) {
         while !*self.stop.borrow() {
             let wait = millis(rand::random_range(100..1_500));
@@ -332,7 +336,7 @@ impl Client {
         }
     }
 
-    /// Holds the key as long as it can, and takes it again when it is lost.
+    /// Holds the key as long as possible and reacquires it after a loss.
     async fn holds(mut self) {
         while !*self.stop.borrow() {
             if let Some(guard) = self.take(secs(2)).await {
@@ -362,7 +366,7 @@ impl Client {
         }
     }
 
-    /// Works under the lock until `hold` is over, the lock is lost, or the contest ends.
+    /// Writes under the lock until `hold` is over, the lock is lost, or the workload ends.
     async fn keep(&mut self, guard: WitnessedGuard, hold: Duration) {
         let until = Instant::now() + hold;
         let lost = guard.lost();
@@ -376,7 +380,7 @@ impl Client {
                 reason = &mut lost => {
                     guard.note();
                     self.ring.note_loss(self.lock.key(), reason);
-                    // What a holder does who does not listen.
+                    // Simulates a holder that ignores the loss notification.
                     self.ring.write(self.number, &guard);
                     break;
                 }

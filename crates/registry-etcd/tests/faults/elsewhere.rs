@@ -1,4 +1,4 @@
-//! Clients in other processes, which can be stopped in their tracks.
+//! Clients in other processes, which a test can suspend.
 
 use std::env;
 use std::io::Write as _;
@@ -10,14 +10,14 @@ use registry_testkit::holder::{HolderOptions, LockHolder, serve};
 
 use crate::contest::{LEASE, registry};
 
-/// Names the members to the other process.
+/// Passes the members' URL to the other process.
 const URL_VARIABLE: &str = "LOCK_REGISTRY_TEST_URL";
 
 #[test]
 #[ignore = "started by the other tests, as another process"]
 fn the_other_process() {
     let Ok(url) = env::var(URL_VARIABLE) else { return };
-    // Whatever the test harness has written so far ends here.
+    // Ends the line that the test harness has begun.
     _ = writeln!(std::io::stdout());
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
     runtime.block_on(async {
@@ -25,11 +25,11 @@ fn the_other_process() {
         let registry = Arc::new(registry(&config, LEASE).await);
         serve(registry, &HolderOptions::new("etcd").history()).await;
     });
-    // At once: the test program has nothing more to say, and nobody to say it to.
+    // Exits at once, so that the test harness prints nothing more.
     std::process::exit(0);
 }
 
-/// Starts a client in a process of its own.
+/// Starts a client in its own process.
 pub(crate) async fn client(url: &str) -> LockHolder {
     let mut program = Command::new(env::current_exe().unwrap());
     program.args(["elsewhere::the_other_process", "--exact", "--ignored", "--nocapture"]);

@@ -1,4 +1,4 @@
-//! Clients that reach only a follower, which asks the leader for each renewal.
+//! Clients that reach only a follower, which forwards each `LeaseKeepAlive` to the leader.
 
 use std::sync::Arc;
 
@@ -11,7 +11,8 @@ use tokio::time::sleep;
 
 use crate::contest::{millis, secs};
 
-/// 125 renewals a second, of which one stream carries 25 at most: each takes a round trip of 40 ms between the members.
+/// The locks need 125 renewals per second. One stream carries at most 25, because each takes a
+/// round trip of 40 ms between the members.
 #[tokio::test(flavor = "multi_thread")]
 async fn five_hundred_locks_are_renewed_by_a_follower_that_is_far_from_the_leader() {
     let options = EtcdOptions::new().peer_delay(millis(20));
@@ -28,10 +29,10 @@ async fn five_hundred_locks_are_renewed_by_a_follower_that_is_far_from_the_leade
         guards.extend(granted.into_iter().map(Result::unwrap));
     }
     let lost = || guards.iter().filter(|guard| !guard.is_held()).count();
-    // Long enough for a lease that is not renewed to end.
+    // Long enough for a lease without renewals to end.
     sleep(LEASE * 2).await;
     assert_eq!(lost(), 0, "each round is renewed in time");
-    // All locks are checked at once on the new connection.
+    // After a reconnection, all claims are verified at once.
     proxy.cut_all().await;
     sleep(LEASE).await;
     assert_eq!(lost(), 0, "the connection is replaced in time");

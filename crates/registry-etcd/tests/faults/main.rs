@@ -1,7 +1,9 @@
-//! What the locks in etcd are worth while members stand still, crash and lose each other, leases are ended by others and connections break:
-//! clients contend meanwhile, all that happens to them is recorded, and the checks of the testkit decide.
+//! The guarantees of locks in etcd while members stall, crash and are partitioned, operators end
+//! leases, and connections break. Clients contend meanwhile, a recorder logs all their operations,
+//! and the checkers of the testkit verify the history.
 //!
-//! No fault here costs exclusion: never are two guards of one key valid at once, tokens grow and fenced writes are safe.
+//! No fault here breaks exclusion: two guards of one key are never valid at the same time, tokens
+//! grow, and fenced writes are safe.
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "a helper of tests, which may")]
 #![expect(clippy::print_stdout, reason = "figures are printed for those who ask for them")]

@@ -1,4 +1,4 @@
-//! One member, and what others do to it, to leases, to connections and to clients.
+//! Faults of one member, of leases, of connections and of clients.
 
 use registry_core::{LockError, LockOptions, LockRegistry as _, LostReason};
 use registry_etcd::EtcdConfig;
@@ -71,7 +71,7 @@ async fn crashes_of_the_member_break_no_promise() {
     contest.end(&server).await.assert_flawless();
 }
 
-/// The lease of whoever is first in the queue of `key`.
+/// Returns the lease of the first entry in the queue of `key`.
 pub(crate) async fn lease_of(server: &EtcdServer, key: &str) -> Option<String> {
     let queue = format!("lock-registry/{key}/");
     let args = ["get", &queue, "--prefix", "--sort-by", "CREATE", "--limit", "1", "--keys-only"];
@@ -99,13 +99,14 @@ async fn a_lease_that_somebody_else_ends_is_told_to_its_holder_at_once() {
     outcome.assert_flawless();
 }
 
-/// All that is left of locks: what stands in queues, and beside them.
+/// Returns all keys of locks: queue entries and tombstones.
 pub(crate) async fn left(server: &EtcdServer) -> Vec<String> {
     let names = server.ctl(&["get", "lock-registry/", "--prefix", "--keys-only"]).await.unwrap();
     names.lines().filter(|line| !line.is_empty()).map(str::to_owned).collect()
 }
 
-/// Nobody stands behind the holder, whom the next one would have to wait for.
+/// The queue behind the holder is empty, so only its tombstone reveals that it may not know of its
+/// loss.
 #[tokio::test]
 async fn who_comes_after_a_holder_that_did_not_let_go_comes_when_that_one_has_heard_of_it() {
     let (server, config) = server().await;
@@ -114,7 +115,7 @@ async fn who_comes_after_a_holder_that_did_not_let_go_comes_when_that_one_has_he
     for round in 0..6 {
         let guard = lock.lock().await.unwrap();
         if round == 0 {
-            // Longer than the lease of any trace lasts unless it is kept alive.
+            // Longer than a tombstone's lease lasts without a keep-alive.
             sleep(LEASE * 5).await;
         }
         let stand = left(&server).await;
@@ -130,7 +131,7 @@ async fn who_comes_after_a_holder_that_did_not_let_go_comes_when_that_one_has_he
         let taken = taken.unwrap().expect("nobody stands there");
         assert!(!guard.is_held(), "it has not heard of it");
         taken.unlock().await.unwrap();
-        // Whoever comes next need not wait.
+        // The tombstone is erased, so the next claim need not wait.
         eventually(LONG, async || match left(&server).await {
             left if left.is_empty() => Ok(()),
             left => Err(format!("{left:?}")),
@@ -140,7 +141,7 @@ async fn who_comes_after_a_holder_that_did_not_let_go_comes_when_that_one_has_he
     }
 }
 
-/// Nobody can know whether it has heard, so it is given the time.
+/// The store cannot know whether the holder was notified, so it waits.
 #[tokio::test]
 async fn who_comes_after_a_holder_that_does_not_say_that_it_heard_gives_it_time() {
     let (server, config) = server().await;
@@ -157,7 +158,7 @@ async fn who_comes_after_a_holder_that_does_not_say_that_it_heard_gives_it_time(
     taken.unlock().await.unwrap();
 }
 
-/// In one process, which goes on and has other locks: so nothing ends with it.
+/// The process continues with other locks, so nothing is cleaned up by its end.
 #[tokio::test]
 async fn a_loss_leaves_nothing_behind() {
     let (server, config) = server().await;
@@ -221,7 +222,7 @@ async fn replies_that_are_lost_cut_or_late_break_no_promise() {
         if fault == Mode::Refuse {
             proxy.cut_all().await;
         }
-        // The others go on meanwhile.
+        // The other clients continue meanwhile.
         sleep(LEASE / 2).await;
         contest.goes_on().await;
         proxy.set_mode(Mode::Pass).await.unwrap();
@@ -234,18 +235,18 @@ async fn replies_that_are_lost_cut_or_late_break_no_promise() {
 async fn a_grant_whose_reply_was_lost_is_taken_up_or_given_back() {
     let (server, config) = server().await;
     let proxy = FaultProxy::start(server.addr()).unwrap();
-    // So long that only giving back can free the key in time.
+    // So long that only a release can free the key in time.
     let lease = secs(600);
     let theirs = registry(&config, lease).await;
     for round in 0..10 {
         let key = format!("reply-{round}");
         let ours = registry(&of(proxy.addr()), lease).await;
-        // From here on there are a connection and a lease.
+        // From now on a connection and a lease exist.
         ours.obtain("before").lock().await.unwrap().unlock().await.unwrap();
         proxy.set_mode(Mode::DropReplies).await.unwrap();
         let lock = ours.obtain(&key);
         let taking = tokio::spawn(async move { lock.lock().await });
-        // The member has granted it, and nobody was told.
+        // The member has granted the lock, but the response was lost.
         let granted = async || match lease_of(&server, &key).await {
             Some(_) => Ok(()),
             None => Err("nobody stands there".to_owned()),
@@ -282,7 +283,7 @@ async fn a_login_that_grows_old_is_renewed() {
     outcome.assert_flawless();
 }
 
-/// Nobody asks for anything for so long that the login is over, and then somebody is waited for.
+/// The login expires during an idle time, then a caller waits for a lock.
 #[tokio::test]
 async fn a_waiter_whose_login_grew_old_is_woken_all_the_same() {
     let options = EtcdOptions::new().login("worker", "opensesame").args(&["--auth-token-ttl", "2"]);
@@ -303,7 +304,7 @@ async fn a_stopped_holder_is_replaced_and_knows_it() {
     let (server, config) = server().await;
     let url = format!("etcd://{}", server.addr());
     let ways = vec![config.clone(); 3];
-    // Of the others none must end for another reason than that it was stopped.
+    // Longer leases, so that a busy machine ends no hold of the clients that are not suspended.
     let contest = Contest::begin_with(&ways, &config, Keys::default(), LEASE * 3).await;
     let ours = registry(&config, LEASE).await;
     let witness = Witness::new(contest.recorder(), 7_000);
@@ -330,7 +331,8 @@ async fn a_stopped_holder_is_replaced_and_knows_it() {
     outcome.assert_flawless();
 }
 
-/// The hole in the recipe: whoever waited for longer than its own lease lasted must not take the lock that somebody else got meanwhile.
+/// The gap in etcdctl's recipe: a waiter that was suspended beyond its lease must not hold a lock
+/// that was granted to another client meanwhile.
 #[tokio::test]
 async fn a_waiter_that_was_stopped_beyond_its_lease_does_not_hold_the_lock_when_it_goes_on() {
     let (server, config) = server().await;
@@ -340,7 +342,7 @@ async fn a_waiter_that_was_stopped_beyond_its_lease_does_not_hold_the_lock_when_
     for _ in 0..2 {
         let guard = first.obtain("key").lock().await.unwrap();
         assert!(waiter.try_lock("key", LONG).await.unwrap().is_none());
-        // It queues, and is stopped in the queue until nobody keeps its place alive.
+        // The client joins the queue and is then suspended until its entry has expired.
         let queued = async || match places(&server, "key").await {
             2 => Ok(()),
             other => Err(format!("{other} stand there")),
@@ -356,7 +358,7 @@ async fn a_waiter_that_was_stopped_beyond_its_lease_does_not_hold_the_lock_when_
         guard.unlock().await.unwrap();
         let next = third.obtain("key").lock().await.unwrap();
         waiter.process().resume().unwrap();
-        // It stands behind the third one, in a new place.
+        // The client has a new entry behind the third one.
         eventually(LONG, queued).await;
         assert!(next.is_held());
         next.unlock().await.unwrap();
@@ -372,7 +374,7 @@ async fn places(server: &EtcdServer, key: &str) -> usize {
     names.lines().filter(|line| !line.is_empty()).count()
 }
 
-/// What the members are asked for more than they have room for is no answer of "busy".
+/// A request that exceeds the members' space must not return `Busy`.
 #[tokio::test]
 async fn a_member_without_space_is_trouble_and_nothing_is_granted() {
     let options = EtcdOptions::new().args(&["--quota-backend-bytes", "200000"]);

@@ -1,4 +1,4 @@
-//! What stands beside queues: that it is there as long as it is needed, and no longer.
+//! Tombstones exist as long as they are needed, and no longer.
 
 use std::sync::Arc;
 
@@ -13,11 +13,11 @@ use tokio::time::Instant;
 use crate::contest::{LEASE, LONG, millis, registry, secs};
 use crate::one::{lease_of, left, of, server};
 
-/// Ends all leases but that of the place of `key`.
+/// Revokes all leases except that of the entry of `key`.
 async fn end_leases_of_traces(server: &EtcdServer, key: &str) {
     let place = lease_of(server, key).await.unwrap();
     let all = server.ctl(&["lease", "list"]).await.unwrap();
-    // With zeros in front, other than in names.
+    // Unlike key names, this list pads lease numbers with zeros.
     for lease in all.lines().skip(1).filter(|lease| lease.trim_start_matches('0') != place) {
         server.ctl(&["lease", "revoke", lease]).await.unwrap();
     }
@@ -32,7 +32,7 @@ async fn stand(server: &EtcdServer, count: usize) {
     .await;
 }
 
-/// So that whoever comes next is careful, whatever somebody has ended.
+/// A new tombstone keeps the next claim cautious, even if another client has ended the old one.
 #[tokio::test]
 async fn a_holder_whose_trace_somebody_else_has_ended_leaves_another_one() {
     let (server, config) = server().await;
@@ -49,7 +49,8 @@ async fn a_holder_whose_trace_somebody_else_has_ended_leaves_another_one() {
             stand(&server, 4).await;
             let waiter = left(&server).await;
             let place = lease_of(&server, "key").await.unwrap();
-            // That of the waiter stays: it is the only lease of its length that has another's trace.
+            // Revokes only the holder's tombstone lease. The waiter's tombstone has a different
+            // lease.
             let all = server.ctl(&["lease", "list"]).await.unwrap();
             for lease in all.lines().skip(1) {
                 let keys = server.ctl(&["lease", "timetolive", lease, "--keys"]).await.unwrap();
@@ -80,7 +81,7 @@ async fn a_holder_whose_trace_somebody_else_has_ended_leaves_another_one() {
     }
 }
 
-/// Nobody gives these back, and the process goes on.
+/// No call releases this lock, and the process continues.
 #[tokio::test]
 async fn a_lock_that_is_left_to_its_lease_leaves_nothing_behind() {
     let (server, config) = server().await;
@@ -99,7 +100,7 @@ async fn a_lock_that_is_left_to_its_lease_leaves_nothing_behind() {
     assert_eq!(goes_on.close(secs(10)).await.lost, 0);
 }
 
-/// One is enough for all that begin at once.
+/// Concurrent callers share one lease request.
 #[tokio::test]
 async fn those_who_come_at_once_share_one_lease_for_their_traces() {
     let (server, config) = server().await;
@@ -118,7 +119,8 @@ async fn those_who_come_at_once_share_one_lease_for_their_traces() {
     stand(&server, 0).await;
 }
 
-/// Nor when the lease of the one before is in the queue again, behind: each of the two takes the same lease each time.
+/// The delay also does not occur if the previous holder's lease is in the queue again. Each of the
+/// two clients reuses the same lease every time.
 #[tokio::test]
 async fn nobody_waits_for_those_who_let_go() {
     const TURNS: u32 = 200;

@@ -1,4 +1,4 @@
-//! What is to be said of a contest: the checks of the testkit, and how much of a violation the fault explains.
+//! The verdict on a workload: the checkers of the testkit, and which violations the fault explains.
 
 use std::time::Duration;
 
@@ -8,25 +8,25 @@ use registry_testkit::history::{Ending, Grant, History, WriteAnswer};
 
 use crate::contest::Loss;
 
-/// How late a holder may hear of the end of its lease on a machine that has other things to do.
+/// How late a holder may be notified of the end of its lease on a busy machine, in nanoseconds.
 const LATE: u64 = 2_000_000_000;
 
-/// What a contest has left.
+/// The result of a workload.
 pub(crate) struct Outcome {
     pub(crate) history: History,
-    /// Holds that ended against their holders' will, in the order in which these heard of it.
+    /// Holds that ended without a release, in the order of their loss notifications.
     pub(crate) losses: Vec<Loss>,
-    /// What callers were told of the trouble.
+    /// The errors that callers received.
     pub(crate) errors: Vec<String>,
-    /// How long a newcomer took to take all keys, one after the other.
+    /// How long a new client took to acquire all keys, one after the other.
     pub(crate) taken_after: Duration,
 }
 
 impl Outcome {
-    /// All promises were kept.
+    /// Asserts that all promises were kept.
     ///
     /// # Panics
-    /// With the first that was not.
+    /// Panics with the first broken promise.
     pub(crate) fn assert_flawless(&self) -> Checked {
         self.losses_were_told();
         self.writes_were_refused_with_reason();
@@ -42,12 +42,15 @@ impl Outcome {
         checked
     }
 
-    /// All promises were kept, but that the servers themselves may have ended leases of live holders, some of whom asked a member that lags behind
-    /// the others: then the next holder may come before the one before has heard of it, which must be soon, or has found out by its
-    /// release. Tokens and fenced writes are as safe as ever.
+    /// Asserts that all promises were kept, except that the members may have ended leases of live
+    /// holders.
+    ///
+    /// A holder that reaches a lagging member learns of that late, so the next grant may come
+    /// first. The holder must learn of its loss within [`LATE`], or by its release. Tokens and
+    /// fenced writes must be safe.
     ///
     /// # Panics
-    /// With the first promise that was not kept.
+    /// Panics with the first broken promise.
     pub(crate) fn assert_flawless_but_for_members_behind(mut self) -> Checked {
         let grants = self.history.grants.clone();
         for grant in &mut self.history.grants {
@@ -72,7 +75,7 @@ impl Outcome {
         self.assert_flawless()
     }
 
-    /// Whoever lost a lock heard of it, by the end of its lease at the latest.
+    /// Asserts that every loss was reported, at the latest at the end of the lease.
     fn losses_were_told(&self) {
         for grant in &self.history.grants {
             let until = grant.valid_until.expect("etcd has leases").saturating_add(LATE);
@@ -82,7 +85,7 @@ impl Outcome {
         }
     }
 
-    /// Nobody was refused but for somebody newer.
+    /// Asserts that a write was refused only if a newer token existed.
     fn writes_were_refused_with_reason(&self) {
         for write in &self.history.writes {
             let newer = |grant: &Grant| {
@@ -97,7 +100,7 @@ impl Outcome {
         }
     }
 
-    /// The losses of holders that meant to hold for good.
+    /// Returns the reasons of the losses of steady keys.
     pub(crate) fn steady_losses(&self) -> Vec<LostReason> {
         let steady = self.losses.iter().filter(|loss| loss.key.starts_with("steady"));
         steady.map(|loss| loss.reason).collect()

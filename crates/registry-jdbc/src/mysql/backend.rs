@@ -1,4 +1,5 @@
-//! What is asked of a lock's row. Says nothing of SQL, see `sql`, and reads no clock: the server's counts.
+//! Implements `LockBackend` on the rows of locks. The SQL is in `sql`. Uses only the server's
+//! clock.
 
 use std::fmt;
 use std::sync::Arc;
@@ -23,22 +24,26 @@ use super::statement::{Statements, span};
 use super::wake::Wakes;
 use crate::server::{Errand, RecentRows};
 
-/// Locks in a MariaDB or MySQL database: they exclude all who reach it. MariaDB 10.6, MySQL 8.0, or newer; tables of InnoDB.
+/// Locks in a MariaDB or MySQL database. They exclude all clients of the database. Requires MariaDB
+/// 10.6, MySQL 8.0, or newer, and InnoDB tables.
 ///
-/// A grant lives until its lease is over on the server's clock. Tokens are that clock's microseconds, or one more than the last of the key
-/// where that is larger: they grow over release, expiry, restart, failover and purge. A grant and a renewal are on the server's disk when
-/// they are answered, if the server is set up so (`innodb_flush_log_at_trx_commit`).
+/// A grant lives until its lease expires on the server's clock. A token is that clock's time in
+/// microseconds, or the key's last token plus one if that is larger. Tokens grow across release,
+/// expiry, restart, failover and purge. Grants and renewals are on the server's disk before the
+/// response, if the server is configured so (`innodb_flush_log_at_trx_commit`).
 ///
-/// These servers tell nobody of changes, so those who wait look: all that are awaited here together, with one small statement, milliseconds
-/// after a wait began and less often as it grows old.
+/// These servers send no notifications, so the backend polls all awaited keys with one small
+/// statement. Polling starts milliseconds after a wait began, and slows down with its length.
 ///
-/// A replica that is promoted has what it had got until then: the last grants may be missing, and their keys are free. Tokens grow even
-/// then, unless its clock is behind by more than the promotion took; so fenced writes stay safe.
+/// A promoted replica has only what it had received until then: the last grants may be missing, and
+/// their keys are free. Tokens grow even then, unless the replica's clock is behind by more than
+/// the promotion took. So fenced writes stay safe.
 ///
-/// A server that is set `read_only` grants and renews nothing, not even for users who may write to it.
+/// A server that is set `read_only` grants and renews nothing, even for users that may write to it.
 ///
-/// The connections are its own: no transaction of the application is ever joined. At most as many as
-/// [configured](MySqlConfig::with_connections) are opened, and two more, however many locks are held or awaited.
+/// The backend opens its own connections and never joins a transaction of the application. It opens
+/// at most as many as [configured](MySqlConfig::with_connections), plus two, for any number of held
+/// or awaited locks.
 ///
 /// # Examples
 /// ```no_run
@@ -65,15 +70,18 @@ pub struct MySqlBackend {
 }
 
 impl MySqlBackend {
-    /// Connects to the server, and makes the tables if they are absent.
+    /// Connects to the server, and creates the tables if they are missing.
     ///
     /// # Errors
-    /// [`BackendError`] with a message that says what to do: `Misconfigured` for what cannot work (no such database, missing or newer
-    /// tables, an old server, a name that is none), `Denied` for a wrong user or password or a missing right, `Transient` when the
-    /// server cannot be reached.
+    /// [`BackendError`] with a message that says what to do:
+    /// - `Misconfigured` for an unusable setup: no such database, missing or newer tables, an old
+    ///   server, an invalid name.
+    /// - `Denied` for a wrong user or password, or a missing privilege.
+    /// - `Transient` when the server cannot be reached.
     ///
     /// # Cancel safety
-    /// Dropping the future may leave some of the tables behind; the next one who opens the store makes the others.
+    /// Dropping the future may leave some of the tables behind. The next open of the store creates
+    /// the others.
     pub async fn open(config: MySqlConfig) -> Result<Self, BackendError> {
         let link = Arc::new(Link::new(&config));
         let Opened { texts, store } = open::open(&config, &link).await?;
@@ -82,31 +90,33 @@ impl MySqlBackend {
         Ok(Self { config, store, link, statements, wakes, let_go: RecentRows::default() })
     }
 
-    /// The statements that make the tables of this store, for those who let nobody else make tables.
+    /// Returns the SQL that creates the tables of this store, for databases where only an
+    /// administrator may create tables.
     #[must_use]
     pub const fn schema() -> &'static str {
         sql::SCHEMA
     }
 
-    /// The namespace that this backend's locks live in.
+    /// Returns the namespace of this backend's locks.
     #[must_use]
     pub fn namespace(&self) -> &str {
         &self.config.namespace
     }
 
-    /// The statement that finds the claim's grant and keeps it as it is.
+    /// Returns the statement that finds the claim's grant and locks its row.
     pub(super) fn fence_statement(&self, claim: &Claim, token: FencingToken) -> RawSql {
         self.statements.fence(claim, token)
     }
 
-    /// One statement: grants the key if it is free.
+    /// Grants the key if it is free, in one statement.
     async fn take(&self, claim: &Claim) -> Result<Option<FencingToken>, BackendError> {
-        // A first request may be carried out after the release of a second one: only the engine repeats it.
+        // Never repeated here: a delayed first request could be executed after the release of the
+        // second one. Only the engine retries.
         let done = if self.let_go.take(self.statements.row(claim.key())) {
             let make = || self.statements.take_again(claim);
             match self.link.change(Errand::Acquire, Repeat::Never, make).await {
                 Err(error) if error::tells_of_locked_row(&error) => {
-                    // By a fence of somebody who has it meanwhile, perhaps; then it is busy.
+                    // Possibly locked by a fence of a new holder. Then the key is busy.
                     let held = self
                         .look(claim.key(), Errand::Acquire)
                         .await
@@ -126,10 +136,11 @@ impl MySqlBackend {
         }
     }
 
-    /// Waits a moment for the end of a transaction that this claim has fenced, which keeps its row from being changed.
+    /// Waits for the end of a transaction that this claim has fenced, which locks the row. Gives up
+    /// after the sum of [`UNLOCK_PAUSES`].
     async fn wait_for_fence(&self, claim: &Claim) -> Result<(), BackendError> {
         for pause in UNLOCK_PAUSES.into_iter().map(Some).chain([None]) {
-            // Nothing was released if this fails.
+            // If this fails, nothing was released.
             let is_open = self.has_open_fence(claim).await.map_err(BackendError::as_refused)?;
             if !is_open {
                 return Ok(());
@@ -145,12 +156,12 @@ impl MySqlBackend {
         if !self.is_locked(claim.key(), Errand::Release).await? {
             return Ok(false);
         }
-        // There may be no such row.
+        // An empty result also means that there is no row.
         let held = self.look(claim.key(), Errand::Release).await?;
         Ok(held.is_some_and(|held| held.claim == claim.id().to_bytes()))
     }
 
-    /// Who has the key.
+    /// Returns the current grant of the key.
     async fn look(&self, key: &Key, errand: Errand) -> Result<Option<Held>, BackendError> {
         let make = || self.statements.look(key);
         let rows = self.link.rows(errand, make).await?;
@@ -165,14 +176,14 @@ impl MySqlBackend {
         Ok(Held { claim: self.column(row, 1)?, token, lease_left, holder })
     }
 
-    /// The key in the first column.
+    /// Returns the key in the first column.
     pub(super) fn key_in(&self, row: &MySqlRow) -> Result<Key, BackendError> {
         let key = String::from_utf8(self.column(row, 0)?).ok();
         let key = key.and_then(|key| Key::new(&key).ok());
         key.ok_or_else(|| self.damaged("a row's key is not one that can be locked"))
     }
 
-    /// Reads token, label and times, which stand side by side from column `first` on.
+    /// Reads token, label and times from the columns that start at `first`.
     pub(super) fn told_of(
         &self,
         key: Key,
@@ -202,14 +213,15 @@ impl MySqlBackend {
         error::damaged(self.link.place(), says)
     }
 
-    /// Reads the row of all, when nothing was granted although nobody has the key: without that row nothing ever is, nor at a replica.
+    /// Reads the meta row after an attempt failed although the key is free. Without that row, or on
+    /// a replica, nothing is ever granted.
     async fn check_meta(&self) -> Result<(), BackendError> {
         let rows = self.link.rows(Errand::Acquire, || self.statements.meta()).await?;
         let row = rows
             .first()
             .ok_or_else(|| self.damaged("the meta table has lost its row").as_refused())?;
         if self.column::<i64>(row, 2)? == 0 {
-            // Connections that are made anew may lead to its successor.
+            // New connections may lead to the server's successor.
             self.link.forget();
             return Err(error::read_only(self.link.place()));
         }
@@ -217,7 +229,7 @@ impl MySqlBackend {
     }
 }
 
-/// A grant as a row tells it.
+/// A grant as stored in a row.
 #[derive(Debug)]
 struct Held {
     claim: Vec<u8>,
@@ -237,14 +249,15 @@ impl LockBackend for MySqlBackend {
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        // Between a refusal and the look at who is there the key may come free, and again. Whoever is that unlucky
-        // is told "busy" without a name and comes back at once.
+        // Between the failed attempt and the query the key may come free. After this many
+        // repetitions, the attempt returns `Busy` without a holder and is retried at once.
         const TRIES_MAX: u32 = 3;
         for _ in 0..TRIES_MAX {
             if let Some(token) = self.take(claim).await? {
                 return Ok(Attempt::Granted(Grant::new(Some(token), claim.lease())));
             }
-            // What was refused may be the repetition of an attempt that was granted on a connection that broke.
+            // The failed statement may be a repetition of one that was executed on a connection
+            // that broke.
             let held = self.look(claim.key(), Errand::Acquire).await;
             let Some(held) = held.map_err(BackendError::as_unknown)? else {
                 continue;
@@ -276,7 +289,8 @@ impl LockBackend for MySqlBackend {
         if claim.is_fenced() {
             self.wait_for_fence(claim).await?;
         }
-        // Asked twice, it would say that the claim held nothing. Who repeats it must know that.
+        // Not repeated: the second result would be that the claim held nothing. The caller decides
+        // about a retry.
         let make = || self.statements.release(claim);
         let done = self.link.change(Errand::Release, Repeat::Never, make).await?;
         let released = freed(&done);
@@ -289,7 +303,7 @@ impl LockBackend for MySqlBackend {
     }
 
     fn wakes_confirmed(&self, _claim: &Claim, busy: &Busy) -> bool {
-        // The task looks at rows, which do not show the end of a session that holds the key.
+        // The task polls rows, which do not show the end of a session that holds the key.
         busy.retry_after.is_some() && self.wakes.are_confirmed()
     }
 

@@ -1,4 +1,4 @@
-//! What must be known to reach a MariaDB or MySQL server, and where the locks are in it.
+//! Configuration of a MariaDB or MySQL store: how to reach the server, and where the locks are.
 
 use std::fmt;
 use std::path::Path;
@@ -10,7 +10,7 @@ use sqlx::mysql::{MySqlConnectOptions, MySqlSslMode};
 
 use crate::server::{Encryption, PURGE_AFTER_MIN, ROW_LOCKS};
 
-/// Where the locks of a [`MySqlBackend`](crate::MySqlBackend) live.
+/// The server, the tables and the time limits of a [`MySqlBackend`](crate::MySqlBackend).
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct MySqlConfig {
@@ -28,22 +28,25 @@ pub struct MySqlConfig {
 }
 
 impl MySqlConfig {
-    /// Locks in this database of the server at `host`, which is a name or an address; in the namespace `default`.
+    /// Returns a configuration for this database of the server at `host`, a name or an address. The
+    /// namespace is `default`.
     #[must_use]
     pub fn new(host: &str, port: u16, database: &str) -> Self {
         Self::of(MySqlConnectOptions::new().host(host).port(port).database(database))
     }
 
-    /// Locks in this database of the server with this socket.
+    /// Returns a configuration for this database of the server with this Unix socket.
     #[must_use]
     pub fn unix(socket: impl AsRef<Path>, database: &str) -> Self {
         Self::of(MySqlConnectOptions::new().socket(socket).database(database))
     }
 
-    /// Locks at `mysql://[USER[:PASSWORD]@]HOST[:PORT]/DATABASE`, or `mariadb://…`. The user is `root` and the port 3306 unless named.
+    /// Parses `mysql://[USER[:PASSWORD]@]HOST[:PORT]/DATABASE`, or `mariadb://…`. The default user
+    /// is `root`, the default port 3306.
     ///
     /// # Errors
-    /// `Misconfigured` if the URL cannot be read. It is not repeated: it may hold a password.
+    /// `Misconfigured` if the URL is invalid. The error does not contain the URL, which may hold a
+    /// password.
     pub fn from_url(url: &str) -> Result<Self, BackendError> {
         read_url(url).map(Self::of).ok_or_else(|| {
             unusable(
@@ -69,16 +72,17 @@ impl MySqlConfig {
         }
     }
 
-    /// How long a statement may stay unanswered, unless it is set: above the engine's own time-out.
+    /// The default of [`with_response_timeout`](Self::with_response_timeout), above the engine's
+    /// own timeout.
     pub const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
 
-    /// How long rows of free keys are kept, unless it is set.
+    /// The default of [`with_purge_after`](Self::with_purge_after).
     pub const PURGE_AFTER: Duration = Duration::from_secs(60 * 60);
 
-    /// How long a statement waits for a row, unless it is set.
+    /// The default of [`with_busy_timeout`](Self::with_busy_timeout).
     pub const BUSY_TIMEOUT: Duration = Duration::from_secs(1);
 
-    /// The same as this user, with this password if one is asked for.
+    /// Sets the user, and the password if there is one.
     #[must_use]
     pub fn with_login(mut self, user: &str, password: Option<&str>) -> Self {
         self.server = self.server.username(user);
@@ -88,10 +92,10 @@ impl MySqlConfig {
         self
     }
 
-    /// The same with connections that are encrypted in this way. [`Encryption::Preferred`] unless set.
+    /// Sets how connections are encrypted. Default: [`Encryption::Preferred`].
     ///
-    /// The usual login of MySQL 8 sends the password itself at first, and so needs an encrypted connection, or a server that has
-    /// let the user in since it was started.
+    /// The default authentication of MySQL 8 sends the password itself at first. It needs an
+    /// encrypted connection, or a server that has authenticated the user since it was started.
     #[must_use]
     pub fn with_encryption(mut self, encryption: Encryption) -> Self {
         self.encryption = encryption;
@@ -106,8 +110,9 @@ impl MySqlConfig {
         self
     }
 
-    /// The same with servers that are verified against these certificates (PEM) beside the host's authorities, and made out to the
-    /// host's name unless [`with_encryption`](Self::with_encryption) says otherwise afterwards. Feature `tls`.
+    /// Trusts these certificate authorities (PEM) in addition to the host's. Also verifies that the
+    /// server's certificate names the host, unless [`with_encryption`](Self::with_encryption) is
+    /// called afterwards. Feature `tls`.
     #[cfg(feature = "tls")]
     #[must_use]
     pub fn with_certificate_authority(mut self, certificates: impl Into<Vec<u8>>) -> Self {
@@ -115,7 +120,7 @@ impl MySqlConfig {
         self.with_encryption(Encryption::VerifyHost)
     }
 
-    /// The same with this certificate (PEM), which tells the server who we are; `key` (PEM) is its private key. Feature `tls`.
+    /// Sets the client certificate (PEM) and its private key `key` (PEM). Feature `tls`.
     #[cfg(feature = "tls")]
     #[must_use]
     pub fn with_client_certificate(
@@ -128,78 +133,81 @@ impl MySqlConfig {
         self
     }
 
-    /// The same with this namespace. Locks of different namespaces never meet, even if their keys are equal. `default` unless set.
+    /// Sets the namespace. Equal keys in different namespaces are different locks. Default:
+    /// `default`.
     #[must_use]
     pub fn with_namespace(mut self, namespace: impl Into<String>) -> Self {
         self.namespace = namespace.into();
         self
     }
 
-    /// The same with tables whose names begin with this. `lock_registry` unless set.
+    /// Sets the prefix of the tables' names. Default: `lock_registry`.
     #[must_use]
     pub fn with_table_prefix(mut self, prefix: impl Into<String>) -> Self {
         self.table_prefix = prefix.into();
         self
     }
 
-    /// The same with tables that are made if they are missing (or not). They are made unless set.
+    /// Sets whether missing tables are created. Default: `true`.
     #[must_use]
     pub fn with_create_schema(mut self, create: bool) -> Self {
         self.create_schema = create;
         self
     }
 
-    /// The same with at most this many connections. 4 unless set. Two more are opened when they are needed: one each for renewals
-    /// and releases that find all of these at work. Connections that do not answer are replaced before they are given up: as many again, and two,
-    /// may be open meanwhile.
+    /// Sets the maximum number of connections. Default: 4. If all are in use, one more is opened
+    /// for renewals and one for releases. Connections that do not answer are replaced before they
+    /// are closed, so the number can briefly double.
     #[must_use]
     pub fn with_connections(mut self, connections: u32) -> Self {
         self.connections = connections;
         self
     }
 
-    /// The same with at most this many locks of a [`MySqlRowBackend`](crate::MySqlRowBackend) held at once, each of which takes a connection more. 16
-    /// unless set.
+    /// Sets the maximum number of locks that a [`MySqlRowBackend`](crate::MySqlRowBackend) holds at
+    /// once. Each takes one more connection. Default: 16.
     #[must_use]
     pub fn with_row_locks(mut self, row_locks: u32) -> Self {
         self.row_locks = row_locks;
         self
     }
 
-    /// The same with this time to connect. 2 s unless set.
+    /// Sets the time limit for connecting. Default: 2 s.
     #[must_use]
     pub fn with_connect_timeout(mut self, connect_timeout: Duration) -> Self {
         self.connect_timeout = connect_timeout;
         self
     }
 
-    /// The same with this patience with unanswered statements, after which the connection counts as dead. 10 s unless set, which is
-    /// above the engine's own time-out.
+    /// Sets how long a statement may stay unanswered, after which its connection is closed.
+    /// Default: 10 s, which is above the engine's own timeout.
     #[must_use]
     pub fn with_response_timeout(mut self, response_timeout: Duration) -> Self {
         self.response_timeout = response_timeout;
         self
     }
 
-    /// The same with this patience with rows that other transactions have locked, after which a statement gives up with an error that may
-    /// pass. 1 s unless set; the server counts whole seconds, so it is rounded up. A transaction with a [fence](crate::Fence) keeps others
-    /// waiting in this way.
+    /// Sets how long a statement waits for a row that another transaction has locked. After that it
+    /// returns a retryable error. Default: 1 s. The server counts whole seconds, so the value is
+    /// rounded up. A transaction with a [fence](crate::Fence) locks rows in this way.
     #[must_use]
     pub fn with_busy_timeout(mut self, busy_timeout: Duration) -> Self {
         self.busy_timeout = busy_timeout;
         self
     }
 
-    /// The same with rows of free keys kept for this long. One hour unless set, one minute and twice
-    /// [`response_timeout`](Self::with_response_timeout) at least: a statement that began before a key was locked and let go,
-    /// and its row deleted, must be over by then, or its token could be the smaller one.
+    /// Sets how long rows of free keys are kept. Default: one hour. The minimum is one minute, and
+    /// twice [`response_timeout`](Self::with_response_timeout).
+    ///
+    /// A statement may begin before a key is locked and released and its row deleted. It must end
+    /// within this time, or its token could be smaller than the released one.
     #[must_use]
     pub fn with_purge_after(mut self, purge_after: Duration) -> Self {
         self.purge_after = purge_after;
         self
     }
 
-    /// Host and port, or the socket, for messages.
+    /// Returns host and port, or the socket, for messages.
     pub(super) fn place(&self) -> String {
         match self.server.get_socket() {
             Some(socket) => socket.display().to_string(),
@@ -207,10 +215,10 @@ impl MySqlConfig {
         }
     }
 
-    /// Refuses what cannot work, without I/O. Opening a store asks this first.
+    /// Validates the configuration without I/O. Opening a store calls this first.
     ///
     /// # Errors
-    /// [`BackendError`], `Misconfigured`, for the first thing that is wrong.
+    /// [`BackendError`], `Misconfigured`, for the first invalid value.
     pub fn check(&self) -> Result<(), BackendError> {
         if self.server.get_database().is_none_or(str::is_empty) {
             return Err(unusable("no database is named; write mysql://HOST/DATABASE"));
@@ -265,14 +273,14 @@ fn is_identifier(name: &str) -> bool {
 }
 
 fn read_url(url: &str) -> Option<MySqlConnectOptions> {
-    // The client would take options out of it that weaken what is set here.
+    // The client would read options from the URL that weaken the settings here.
     if url.contains(['?', '#']) || !(url.starts_with("mysql://") || url.starts_with("mariadb://")) {
         return None;
     }
     url.parse().ok()
 }
 
-/// What sessions are told is told by `link`, once, and in one go.
+/// Turns off the session settings of the client: `link` sends all of them in one statement.
 fn quiet(server: MySqlConnectOptions) -> MySqlConnectOptions {
     server
         .pipes_as_concat(false)
@@ -287,12 +295,12 @@ pub(super) fn unusable(says: &str) -> BackendError {
 }
 
 const NAMESPACE_BYTES_MAX: usize = 255;
-/// A table's name has at most 64.
+/// A table's name has at most 64 bytes.
 const PREFIX_BYTES_MAX: usize = 50;
 const TIME_MIN: Duration = Duration::from_millis(10);
 const TIME_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);
 
-// By hand: the client's options hold a password, and print it.
+// Implemented manually: the derived output of the client's options would include the password.
 impl fmt::Debug for MySqlConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("MySqlConfig")

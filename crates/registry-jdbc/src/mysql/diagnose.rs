@@ -1,4 +1,4 @@
-//! What `doctor` says about a MariaDB or MySQL store. Looks, repairs nothing.
+//! The findings of `doctor` about a MariaDB or MySQL store. Reads only, repairs nothing.
 
 use std::collections::HashMap;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -10,10 +10,10 @@ use super::backend::MySqlBackend;
 use super::link::Link;
 use crate::server::Errand;
 
-/// A server's clock that differs by more than this is worth a note.
+/// A larger difference between the server's clock and this host's is reported.
 const CLOCK_DISTANCE_MAX: Duration = Duration::from_secs(1);
 
-/// A variable that a server does not have is simply not among them.
+/// The result omits variables that the server does not have.
 const VARIABLES: &str = "\
     SHOW GLOBAL VARIABLES WHERE Variable_name IN ('version', 'version_comment', 'innodb_flush_log_at_trx_commit', 'sync_binlog', \
         'log_bin', 'read_only', 'super_read_only', 'binlog_format', 'wsrep_on', 'innodb_doublewrite', 'innodb_flush_method')";
@@ -23,13 +23,13 @@ const ROOM: &str = "SELECT CAST(@@global.max_connections AS SIGNED)";
 const CLOCK: &str = "SELECT TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))";
 
 impl MySqlBackend {
-    /// Everything that [`diagnose`](registry_core::LockBackend::diagnose) finds.
+    /// Returns the findings of [`diagnose`](registry_core::LockBackend::diagnose).
     pub(super) async fn look_for_trouble(&self) -> Result<Vec<Finding>, BackendError> {
         look_around(&self.link).await
     }
 }
 
-/// What is wrong with a server that this link leads to.
+/// Returns the findings about the server of this link.
 pub(super) async fn look_around(link: &Link) -> Result<Vec<Finding>, BackendError> {
     let explain = |error| link.explain(error);
     let rows = link.rows(Errand::Acquire, || sqlx::query(VARIABLES)).await?;
@@ -56,7 +56,7 @@ pub(super) async fn look_around(link: &Link) -> Result<Vec<Finding>, BackendErro
 }
 
 impl MySqlBackend {
-    /// Whether the server has room for so many row locks.
+    /// Returns a finding if the server's connection limit is too low for `row_locks`.
     pub(super) async fn look_for_room(&self, row_locks: u32) -> Result<Vec<Finding>, BackendError> {
         let rows = self.link.rows(Errand::Acquire, || sqlx::query(ROOM)).await?;
         let room: Option<i64> = rows.first().map(|row| self.column(row, 0)).transpose()?;
@@ -71,7 +71,7 @@ impl MySqlBackend {
     }
 }
 
-/// What a server's settings mean for locks.
+/// Returns what the server's settings mean for locks.
 fn findings(variables: &HashMap<String, String>) -> Vec<Finding> {
     let value = |name: &str| variables.get(name).map_or("", String::as_str);
     let is_on = |name: &str| matches!(value(name), "ON" | "1");
@@ -125,7 +125,7 @@ fn findings(variables: &HashMap<String, String>) -> Vec<Finding> {
     findings
 }
 
-/// The clock of this host: only good for being compared.
+/// Returns this host's clock, only for comparison with the server's.
 fn now() -> i64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     i64::try_from(now.as_micros()).unwrap_or(i64::MAX)
@@ -135,7 +135,7 @@ fn now() -> i64 {
 mod tests {
     use super::*;
 
-    /// What is told of a durable server with these differences.
+    /// Returns the findings about a durable server with these differences.
     fn told(differences: &[(&str, &str)]) -> Vec<String> {
         let sound = [
             ("version", "10.11.0"),

@@ -1,7 +1,8 @@
-//! What the errors of server and client mean for a lock: one decision per number, none by wrapper.
+//! Maps errors of the server and the client to `BackendError`: each number has its own decision.
 //!
-//! The numbers are those of <https://mariadb.com/kb/en/mariadb-error-codes/> and of MySQL's error reference. Every statement is a transaction of
-//! its own, so one that ends in an error has done nothing; where the connection ends with it the outcome is open.
+//! The numbers are those of <https://mariadb.com/kb/en/mariadb-error-codes/> and of MySQL's error
+//! reference. Every statement is a transaction of its own, so a statement that returned an error
+//! did nothing. If the connection ends with the error, the outcome is unknown.
 
 use std::time::Duration;
 
@@ -12,18 +13,19 @@ use crate::server::Refusal;
 
 use BackendErrorKind::{Denied, Misconfigured, Protocol, Transient};
 
-/// What becomes of a statement that failed, and of its connection.
+/// What a failed statement means for a retry and for its connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Fate {
-    /// The server undid it because of others. It may be sent again at once, by the same connection.
+    /// The server rolled the statement back because of a conflict. It may be sent again at once, on
+    /// the same connection.
     Undone,
-    /// The server said no. The connection lives.
+    /// The server returned an error. The connection is usable.
     Answered,
-    /// The connection is of no use any more.
+    /// The connection is unusable.
     Broken,
 }
 
-/// What to do after an error.
+/// Returns what to do after an error.
 pub(super) fn fate(error: &sqlx::Error) -> Fate {
     match number_of(error) {
         Some(DEADLOCK | CHECK_READ) => Fate::Undone,
@@ -33,7 +35,7 @@ pub(super) fn fate(error: &sqlx::Error) -> Fate {
     }
 }
 
-/// Sorts an error of sqlx and says what to do about it.
+/// Converts an error of sqlx to a `BackendError` with advice.
 pub(super) fn explain(error: sqlx::Error, place: &str) -> BackendError {
     let (kind, says, refused) = match &error {
         sqlx::Error::Database(_) => {
@@ -62,7 +64,8 @@ pub(super) fn explain(error: sqlx::Error, place: &str) -> BackendError {
         sqlx::Error::Protocol(_) => {
             (Protocol, "the server answered what neither MariaDB nor MySQL answers", false)
         }
-        // What sqlx may add, and what it does not raise here: the outcome is open and a repetition promises nothing.
+        // Variants that sqlx may add, or does not return here. The outcome is unknown and a retry
+        // may not help.
         _ => (Protocol, "the database client failed", false),
     };
     let error = BackendError::new(kind, format!("mysql at {place}: {says}")).with_source(error);
@@ -71,10 +74,10 @@ pub(super) fn explain(error: sqlx::Error, place: &str) -> BackendError {
 
 const NOT_ENCRYPTED: &str = "the connection cannot be encrypted: the server does not encrypt, or its certificate is not trusted";
 
-/// Why there is no connection. Nothing was sent, so nothing was done.
+/// Converts the reason for a missing connection. Nothing was sent, so the error is refused.
 pub(super) fn not_connected(refusal: Refusal, place: &str) -> BackendError {
     let says = match refusal {
-        // So the client tells of certificates.
+        // The client reports certificate errors in this way.
         Refusal::Sqlx(sqlx::Error::Io(io)) if io.kind() == std::io::ErrorKind::InvalidData => {
             return BackendError::new(Misconfigured, format!("mysql at {place}: {NOT_ENCRYPTED}"))
                 .with_source(io)
@@ -87,12 +90,12 @@ pub(super) fn not_connected(refusal: Refusal, place: &str) -> BackendError {
     BackendError::transient(format!("mysql at {place}: {says}")).as_refused()
 }
 
-/// No answer in time.
+/// Returns the error for a server that did not answer in time.
 pub(super) fn silent(place: &str, limit: Duration) -> BackendError {
     BackendError::transient(format!("mysql at {place}: the server did not answer within {limit:?}"))
 }
 
-/// A session's connection had other statements to send for too long.
+/// Returns the error for an acquisition that a session's connection did not send in time.
 pub(super) fn overdue(place: &str) -> BackendError {
     BackendError::transient(format!(
         "mysql at {place}: the connection of the session was at work for too long, so the lock was not asked for"
@@ -100,7 +103,7 @@ pub(super) fn overdue(place: &str) -> BackendError {
     .as_refused()
 }
 
-/// A grant that could not be renewed this time.
+/// Returns the error for a grant whose row was locked, so that this renewal skipped it.
 pub(super) fn row_is_locked(place: &str) -> BackendError {
     BackendError::transient(format!(
         "mysql at {place}: a transaction keeps the lock's row to itself; is it a fence that is open for long, or the server a replica?"
@@ -108,7 +111,7 @@ pub(super) fn row_is_locked(place: &str) -> BackendError {
     .as_refused()
 }
 
-/// What a release finds whose claim has fenced a transaction that is still open.
+/// Returns the error for a release whose claim has fenced a transaction that is still open.
 pub(super) fn is_fenced(place: &str) -> BackendError {
     BackendError::transient(format!(
         "mysql at {place}: a transaction that this lock fences is still open, and the key is free only after its end; commit or roll back first, then unlock"
@@ -116,7 +119,7 @@ pub(super) fn is_fenced(place: &str) -> BackendError {
     .as_blocked()
 }
 
-/// Why the connection of somebody who has a row locked was not ended.
+/// Returns why the connection that has a row locked was not ended.
 pub(super) fn not_ended(error: BackendError, place: &str) -> BackendError {
     if number_behind(&error) != Some(KILL_DENIED) {
         return error;
@@ -127,12 +130,12 @@ pub(super) fn not_ended(error: BackendError, place: &str) -> BackendError {
     BackendError::new(Denied, says).with_source(error).as_refused()
 }
 
-/// Whether a connection that was to be ended is not there.
+/// Returns whether the connection to be ended no longer exists.
 pub(super) fn tells_of_no_such_connection(error: &BackendError) -> bool {
     number_behind(error) == Some(NO_SUCH_THREAD)
 }
 
-/// Whether the server has no named locks: nodes of some clusters have none.
+/// Returns whether the server has no named locks. Nodes of some clusters have none.
 pub(super) fn tells_of_no_named_locks(error: &BackendError) -> bool {
     matches!(number_behind(error), Some(NOT_SUPPORTED_YET | UNKNOWN_ERROR))
 }
@@ -141,14 +144,15 @@ fn number_behind(error: &BackendError) -> Option<u16> {
     std::error::Error::source(error).and_then(|source| source.downcast_ref()).and_then(number_of)
 }
 
-/// A connection was told to end, and has not yet.
+/// Returns the error for a connection that received a `KILL` and has not ended yet.
 pub(super) fn still_there(place: &str) -> BackendError {
     BackendError::transient(format!(
         "mysql at {place}: the server was told to end the connection that holds the key, and has not done so yet"
     ))
 }
 
-/// What nobody but its owner ends.
+/// Returns the error for a key whose holder is a caller's transaction, which only the caller can
+/// end.
 pub(super) fn is_a_callers(place: &str) -> BackendError {
     BackendError::transient(format!(
         "mysql at {place}: the key is held by a transaction of an application, and is free when that ends; it cannot be broken from here"
@@ -156,14 +160,15 @@ pub(super) fn is_a_callers(place: &str) -> BackendError {
     .as_refused()
 }
 
-/// A server that would write for this user, and should not. What was asked of its predecessor may have been done there.
+/// Returns the error for a read-only server that would still write for this user. Not refused: a
+/// statement may have been executed on its predecessor.
 pub(super) fn read_only(place: &str) -> BackendError {
     BackendError::transient(format!("mysql at {place}: {READ_ONLY}"))
 }
 
 const READ_ONLY: &str = "the server does not take writes; it is a replica, or about to be one";
 
-/// What is found makes no sense.
+/// Returns the error for inconsistent data.
 pub(super) fn damaged(place: &str, says: &str) -> BackendError {
     BackendError::new(
         Protocol,
@@ -171,23 +176,23 @@ pub(super) fn damaged(place: &str, says: &str) -> BackendError {
     )
 }
 
-/// Whether a table is missing or made for something else.
+/// Returns whether a table is missing or belongs to something else.
 pub(super) fn is_no_such_table(error: &sqlx::Error) -> bool {
     matches!(number_of(error), Some(NO_SUCH_TABLE | BAD_FIELD | BAD_DB))
 }
 
-/// Whether another transaction was in the way, so that a transaction can be begun again.
+/// Returns whether another transaction conflicted, so that a new transaction may succeed.
 pub(super) fn is_busy(error: &sqlx::Error) -> bool {
     matches!(number_of(error), Some(DEADLOCK | CHECK_READ | LOCK_WAIT_TIMEOUT))
 }
 
-/// Whether somebody else had the row locked for longer than the statement waits.
+/// Returns whether another transaction had the row locked for longer than the statement waits.
 pub(super) fn tells_of_locked_row(error: &BackendError) -> bool {
     let source = std::error::Error::source(error).and_then(|source| source.downcast_ref());
     source.is_some_and(|error| number_of(error) == Some(LOCK_WAIT_TIMEOUT))
 }
 
-/// Whether the server refuses for want of a right.
+/// Returns whether the server refused because of a missing privilege.
 pub(super) fn is_denied(error: &sqlx::Error) -> bool {
     number_of(error).is_some_and(|number| judge(number).kind == Denied)
 }
@@ -197,12 +202,12 @@ fn number_of(error: &sqlx::Error) -> Option<u16> {
     Some(database.try_downcast_ref::<MySqlDatabaseError>().map_or(0, MySqlDatabaseError::number))
 }
 
-/// What is to be told of one number.
+/// The kind and message for one error number.
 #[derive(Debug, PartialEq, Eq)]
 struct Verdict {
     kind: BackendErrorKind,
     says: &'static str,
-    /// So the outcome is open, unless nothing had been sent.
+    /// If so, the outcome is unknown, unless nothing had been sent.
     ends_connection: bool,
 }
 
@@ -227,22 +232,22 @@ fn judge(number: u16) -> Verdict {
             "another transaction kept the lock's row to itself for too long; is it a fence that is open for long?",
             false,
         ),
-        // Too many connections: of all, of this user, of this user in an hour.
+        // Connection limits: of the server, of this user, of this user per hour.
         1040 | 1203 | 1226 => (Transient, "the server takes no more connections", false),
-        // Of the host; not of this process alone.
+        // Memory of the host, not of this process alone.
         1037 | 1038 | 1041 | 1135 | 1206 => (Transient, "the server lacks memory", false),
-        // Written to a server that does not write: most likely it has, or is about to have, a successor.
+        // A write to a read-only server: most likely it has, or is about to have, a successor.
         1290 | 1792 | 1836 => (Transient, READ_ONLY, true),
-        // A group of servers could not agree on the transaction.
+        // A replication group could not agree on the transaction.
         3100 | 3101 => (Transient, "the group of servers undid the statement", false),
         3032 => (Transient, "the server is set off-line", true),
         1637 => (Transient, "the server has too many transactions", false),
-        // Statement time-outs of MariaDB and MySQL, and KILL QUERY.
+        // Statement timeouts of MariaDB and MySQL, and KILL QUERY.
         1969 | 3024 | 1317 => (Transient, "somebody, or a limit, broke the statement off", false),
         1053 => (Transient, "the server shuts down", true),
-        // KILL CONNECTION, an idle limit, and broken connections as the server tells of them.
+        // KILL CONNECTION, an idle limit, and broken connections as the server reports them.
         1927 | 4031 | 1152..=1161 | 1184 => (Transient, "the server ended the connection", true),
-        // A node of a Galera cluster that has no part in it just now.
+        // A node that is currently not a member of its Galera cluster.
         1047 => (Transient, "this node of the cluster is not ready", true),
         1412 => (Transient, "the lock tables were changed just now", false),
         1615 | 1243 => (Transient, "the server has forgotten a prepared statement", true),
@@ -288,7 +293,7 @@ fn judge(number: u16) -> Verdict {
         1030 | 1034 | 1035 | 1194 | 1195 => {
             (Protocol, "the server's storage failed; see its log", false)
         }
-        // What there may be besides: a fault in a program, which repetition does not cure.
+        // Any other number is a program fault, which a retry does not fix.
         _ => (Protocol, "the server failed in a way that is not expected", false),
     };
     Verdict { kind, says, ends_connection }

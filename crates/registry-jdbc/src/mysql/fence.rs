@@ -31,25 +31,27 @@ impl Fence<MySql> for LockGuard {
             return Err(why_not_found(self, meta, store, transaction).await);
         };
         if found.try_get::<i64, _>(0).map_err(sort)? == 0 {
-            // It began to read before the lock was granted. What it reads behind the fence would be what the holder before has overwritten.
+            // The snapshot is older than the grant: reads after the fence would return rows that
+            // the previous holder has overwritten.
             return Err(FenceError::Busy { source: None });
         }
-        // From here on nobody else can be granted the lock. But while the statement waited for its turn the guard may have been
-        // told of its loss, and a holder that knows must not write.
+        // From here on no other claim can be granted the lock. But the guard may have been notified
+        // of its loss while the statement waited, and such a holder must not write.
         if self.is_held() { Ok(()) } else { Err(FenceError::lost(self)) }
     }
 }
 
-/// What is asked in the caller's transaction, and who answers.
+/// The queries in the caller's transaction, and the id of the expected store.
 pub(super) struct Fenced<'a> {
-    /// Finds the grant, and keeps it as it is.
+    /// Finds the grant and locks its row.
     pub(super) statement: RawSql,
     pub(super) meta: RawSql,
     /// The id of the tables.
     pub(super) store: &'a [u8],
 }
 
-/// Of the layout that the guard's lock is in, if it is in a MariaDB or MySQL store.
+/// Returns the statements for the layout of the guard's lock. `None` if the lock is not in a
+/// MariaDB or MySQL store.
 fn fenced<'a>(guard: &'a LockGuard, claim: &Claim, token: FencingToken) -> Option<Fenced<'a>> {
     let native = guard.backend::<MySqlBackend>().map(|backend| Fenced {
         statement: backend.fence_statement(claim, token),
@@ -69,7 +71,8 @@ fn fenced<'a>(guard: &'a LockGuard, claim: &Claim, token: FencingToken) -> Optio
     native.or_else(|| spring().map(|backend| backend.fenced(claim, token)))
 }
 
-/// The row is not there: because the lock was lost, or because this is another database with lock tables.
+/// Returns why the row was not found: the lock was lost, or this is another database with lock
+/// tables.
 async fn why_not_found(
     guard: &LockGuard,
     meta: RawSql,
@@ -88,7 +91,8 @@ async fn why_not_found(
     }
 }
 
-/// A release looks so often, with these pauses, whether the row of a fenced claim is unlocked. Others lock it for less than that, to look at it.
+/// The pauses between a release's checks whether the row of a fenced claim is unlocked. Other
+/// readers lock the row for less than their sum.
 pub(super) const UNLOCK_PAUSES: [Duration; 4] = [
     Duration::from_millis(1),
     Duration::from_millis(4),

@@ -1,4 +1,5 @@
-//! Who holds what, and ending it. A key may be held by a lease, by a row that a connection of the store has locked, or by a transaction of a caller.
+//! Lists holders and releases locks by force. A key's holder is a lease, a row lock of one of the
+//! store's connections, or a caller's transaction.
 
 use std::time::Duration;
 
@@ -14,9 +15,9 @@ use super::statement::{By, Statement};
 use crate::server::Errand;
 
 impl MySqlBackend {
-    /// Who holds `key`. Of a caller's transaction nothing is known but that it is there.
+    /// Returns the holder of `key`. For a caller's transaction, only the key is known.
     pub(super) async fn holder(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
-        // Between the two looks the key may go from one to another, or come free.
+        // Between the two queries the key may pass to another holder, or come free.
         const TRIES_MAX: u32 = 3;
         for _ in 0..TRIES_MAX {
             let rows = self.ask(|by| self.statements.holder(key, by)).await?;
@@ -30,13 +31,15 @@ impl MySqlBackend {
         Ok(Some(Holder::new(key.clone())))
     }
 
-    /// Who holds the keys of the namespace. Keys that callers' transactions hold are not among them: to find those, each row would have to be locked for a moment.
+    /// Returns the holders of the namespace's keys, without those of callers' transactions. Finding
+    /// them would require briefly locking each row.
     pub(super) async fn holders(&self) -> Result<Vec<Holder>, BackendError> {
         let rows = self.ask(|by| self.statements.list(by)).await?;
         rows.iter().map(|row| self.told_of(self.key_in(row)?, row, 1)).collect()
     }
 
-    /// Frees `key`, whoever holds it: ends a lease, or the connection that has the row locked for a claim.
+    /// Releases `key` by force: ends the lease, or the connection that has the row locked for a
+    /// claim.
     pub(super) async fn free_by_force(&self, key: &Key) -> Result<Release, BackendError> {
         let released = match self.holding(key).await? {
             Some(holding) => self.end_connection(key, &holding).await?,
@@ -47,7 +50,8 @@ impl MySqlBackend {
     }
 
     async fn end_lease(&self, key: &Key) -> Result<Release, BackendError> {
-        // Looked at first: a change waits for whoever has the row locked, although there may be nothing to be changed.
+        // Queried first: an update would wait for a transaction that has the row locked, even if
+        // there is nothing to update.
         if self.ask(|by| self.statements.holder(key, by)).await?.is_empty() {
             if self.is_kept_by_a_transaction(key).await? {
                 return Err(error::is_a_callers(self.link.place()));
@@ -62,13 +66,13 @@ impl MySqlBackend {
     async fn end_connection(&self, key: &Key, holding: &Holding) -> Result<Release, BackendError> {
         let kill = || query("KILL CONNECTION ?").bind(holding.connection).persistent(false);
         let killed = self.link.change(Errand::Release, Repeat::Never, kill).await;
-        // One that has just gone is no trouble.
+        // A connection that has ended meanwhile is not an error.
         if let Err(error) = killed
             && !error::tells_of_no_such_connection(&error)
         {
             return Err(error::not_ended(error, self.link.place()));
         }
-        // The server only tells the connection to end.
+        // KILL returns before the connection has ended.
         let began = Instant::now();
         while self.holding(key).await?.as_ref() == Some(holding) {
             if began.elapsed() > END_WAIT {
@@ -79,7 +83,7 @@ impl MySqlBackend {
         Ok(Release::Freed)
     }
 
-    /// Where there are no named locks, of leases alone.
+    /// Runs a query for all holders, or for leases alone if the server has no named locks.
     async fn ask(
         &self,
         question: impl Fn(By) -> Statement + Send + Sync,
@@ -92,7 +96,7 @@ impl MySqlBackend {
         }
     }
 
-    /// Which connection has the row locked for a claim.
+    /// Returns the connection that has the row locked for a claim.
     async fn holding(&self, key: &Key) -> Result<Option<Holding>, BackendError> {
         let look = || self.statements.holding(key);
         let rows = match self.link.rows(Errand::Release, look).await {
@@ -105,7 +109,7 @@ impl MySqlBackend {
         Ok(connection.map(|connection| Holding { claim, connection }))
     }
 
-    /// Whether the row is locked for longer than those lock it who merely look.
+    /// Returns whether the row stays locked for longer than the checks of other clients lock it.
     async fn is_kept_by_a_transaction(&self, key: &Key) -> Result<bool, BackendError> {
         for pause in LOOK_PAUSES {
             let unlocked = || self.statements.lock_row(key);
@@ -121,17 +125,18 @@ impl MySqlBackend {
     }
 }
 
-/// Who has a row locked.
+/// The connection that has a row locked, and its claim.
 #[derive(Debug, PartialEq, Eq)]
 struct Holding {
     claim: Vec<u8>,
     connection: i64,
 }
 
-/// What is locked for longer than these together is somebody's.
+/// A row that is locked for longer than their sum has a holder.
 const LOOK_PAUSES: [Duration; 4] =
     [Duration::from_millis(1), Duration::from_millis(2), Duration::from_millis(4), Duration::ZERO];
 
-/// How long one waits until a connection that was told to end has ended, and how often one looks.
+/// How long `KILL` waits until the connection has ended. [`END_PAUSE`] is the interval of the
+/// checks.
 const END_WAIT: Duration = Duration::from_secs(1);
 const END_PAUSE: Duration = Duration::from_millis(2);

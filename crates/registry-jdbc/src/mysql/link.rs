@@ -1,5 +1,7 @@
-//! The way to the server: a statement out, its answer back. Repeats what the server undid because of others, and what a connection that had
-//! died in silence did not deliver.
+//! Sends a statement to the server and returns its response.
+//!
+//! Retries a statement that the server rolled back because of a conflict, and one that was sent on
+//! an idle connection that had broken unnoticed.
 
 use std::fmt;
 use std::time::Duration;
@@ -17,9 +19,10 @@ use super::sql;
 use super::statement::Statement;
 use crate::server::{Errand, Failure, Pool, PoolLimits, Refusal, Seat};
 
-/// How often a statement is sent that the server undoes because of others.
+/// The maximum number of attempts for a statement that the server rolls back because of conflicts.
 const CONFLICTS_MAX: u32 = 5;
-/// How long one waits before it is sent again, at most; half of it at least. Doubles each time.
+/// The maximum pause before the second attempt. It doubles with each attempt; the minimum is half
+/// of it.
 const CONFLICT_PAUSE: Duration = Duration::from_millis(4);
 
 pub(super) struct Link {
@@ -29,19 +32,20 @@ pub(super) struct Link {
     place: String,
 }
 
-/// Whether a statement may be sent once more when the connection breaks, although it may have been done.
+/// Whether a statement may be sent again when the connection breaks, although it may have been
+/// executed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Repeat {
     Harmless,
     Never,
 }
 
-/// Sends a statement and takes in the answer.
+/// Sends a statement and receives the response.
 type Ask<T> =
     for<'c> fn(Statement, &'c mut MySqlConnection) -> BoxFuture<'c, Result<T, sqlx::Error>>;
 
 impl Link {
-    /// Connects to nothing yet.
+    /// Creates the link without connecting.
     pub(super) fn new(config: &MySqlConfig) -> Self {
         let limits = PoolLimits {
             connections: config.connections,
@@ -61,7 +65,7 @@ impl Link {
         Self { pool, response_timeout: config.response_timeout, place: config.place() }
     }
 
-    /// Sends a statement that changes something.
+    /// Sends a statement that changes rows.
     pub(super) async fn change(
         &self,
         errand: Errand,
@@ -74,7 +78,7 @@ impl Link {
         .await
     }
 
-    /// Sends a statement that answers with rows.
+    /// Sends a statement that returns rows.
     pub(super) async fn rows(
         &self,
         errand: Errand,
@@ -92,7 +96,8 @@ impl Link {
         ask: Ask<T>,
     ) -> Result<T, BackendError> {
         let (mut conflicts, mut anew) = (0, false);
-        // Once a try may have got through, the outcome is open, whatever is known of later ones.
+        // Once an attempt may have been executed, the outcome is unknown, whatever later attempts
+        // return.
         let mut is_open = false;
         let told = |error: BackendError, is_open| if is_open { error.as_unknown() } else { error };
         loop {
@@ -110,10 +115,11 @@ impl Link {
                     return Ok(answer);
                 }
                 Some(Err(error)) => error,
-                // The connection is closed, so nobody meets the late answer.
+                // Dropping the seat closes the connection, so no later statement receives the late
+                // response.
                 None => {
                     drop(seat);
-                    // A server that has moved away may swallow all that is sent to it.
+                    // After a failover, the old address may silently drop all packets.
                     self.pool.close_idle();
                     return Err(error::silent(&self.place, self.response_timeout));
                 }
@@ -134,13 +140,13 @@ impl Link {
                 }
                 Fate::Broken => {
                     drop(seat);
-                    // It broke while nobody used it, as all do when the server is started anew.
+                    // The connection broke while it was idle, as all do when the server restarts.
                     let error = self.explain(error);
                     if !was_idle || anew || repeat == Repeat::Never {
-                        // What one connection has met, the others would.
+                        // The other idle connections are probably broken too.
                         self.pool.close_idle();
                         let error = told(error, is_open);
-                        // The request may still arrive, so its caller decides.
+                        // The request may still be executed, so the caller decides about a retry.
                         let is_stale = was_idle && !anew;
                         return Err(if is_stale { error.on_stale_connection() } else { error });
                     }
@@ -151,10 +157,11 @@ impl Link {
         }
     }
 
-    /// Sends several statements that are one transaction in one packet, and returns the rows of the queries after it.
+    /// Sends several statements as one transaction in one packet. Returns the rows of the queries
+    /// after it.
     ///
-    /// A conflict is repeated: the server has rolled the transaction back. After any error the connection is closed, and
-    /// the transaction ends with it.
+    /// Retries after a conflict: the server has rolled the transaction back. After any error the
+    /// connection is closed, which ends the transaction.
     pub(super) async fn transaction(
         &self,
         errand: Errand,
@@ -194,7 +201,7 @@ impl Link {
         }
     }
 
-    /// A connection that is nobody else's, for what is more than a statement.
+    /// Returns an exclusively used connection, for more than one statement.
     pub(super) async fn seat(&self) -> Result<Seat<'_, MySqlConnection>, BackendError> {
         self.pool.enter(Errand::Acquire).await.map_err(|refusal| self.refused(refusal))
     }
@@ -207,7 +214,7 @@ impl Link {
         error::not_connected(refusal, &self.place)
     }
 
-    /// What it means for a session that it was told this outside of a transaction.
+    /// Returns what an error outside of a transaction means for a session.
     pub(super) fn failure(&self, error: sqlx::Error) -> Failure {
         match error::fate(&error) {
             Fate::Broken => Failure::Broken(self.explain(error)),
@@ -215,7 +222,7 @@ impl Link {
         }
     }
 
-    /// Reads what a session was answered. What cannot be read is its end.
+    /// Reads a column of a session's response. An unreadable column ends the session.
     pub(super) fn read<'r, T>(&self, row: &'r MySqlRow, index: usize) -> Result<T, Failure>
     where
         T: sqlx::Decode<'r, MySql> + sqlx::Type<MySql>,
@@ -223,7 +230,7 @@ impl Link {
         row.try_get(index).map_err(|error| Failure::Broken(self.explain(error)))
     }
 
-    /// Nobody takes care of a session any more.
+    /// Returns the error for a session whose connection actor has ended.
     pub(super) fn closed(&self) -> BackendError {
         let place = self.place();
         BackendError::transient(format!("mysql at {place}: the store was closed meanwhile"))
@@ -233,7 +240,7 @@ impl Link {
         &self.place
     }
 
-    /// Closes the connections that are not at work. More are made if somebody asks.
+    /// Closes the idle connections. New ones are opened on demand.
     pub(super) fn forget(&self) {
         self.pool.close_idle();
     }

@@ -1,10 +1,12 @@
-//! Locks in the caller's own transaction: its row, by the caller.
+//! Locks a key's row in the caller's own transaction.
 //!
-//! InnoDB keeps whatever row a transaction has locked until it ends, savepoint or not, and has no limit for a wait that would be the statement's
-//! own. So the row is made, and looked at, by the store's own connections; the caller's only ever locks it when it looks free, and never waits.
+//! InnoDB keeps the row locks of a transaction until it ends, even after a rollback to a savepoint.
+//! It has no lock timeout for a single statement. So connections of the store create and check the
+//! row. The caller's connection only locks a row that looks free, and never waits.
 //!
-//! The caller's statements up to that lock open no snapshot: with `REPEATABLE READ` the transaction would go on reading what was there before it had
-//! the lock. One that has a snapshot from before is refused.
+//! The caller's statements before that lock open no snapshot. With `REPEATABLE READ`, the
+//! transaction would otherwise read rows as they were before it had the lock. A transaction with an
+//! older snapshot is refused.
 
 use std::time::Duration;
 
@@ -47,7 +49,8 @@ impl LockIn<MySql> for Registry {
         };
         let key = Key::new(key).map_err(|source| LockInError::InvalidKey { source })?;
         let patience = Patience::of(wait);
-        // A transaction that has the lock already must not wait for a local caller that waits for this transaction.
+        // A transaction that already has the lock must not wait for a local caller that waits for
+        // this transaction.
         let at_once = attempts(backend, transaction, &key, Patience::of(Duration::ZERO)).await?;
         if at_once.is_some() || wait.is_zero() {
             return Ok(at_once);
@@ -75,13 +78,14 @@ async fn attempts(
     }
 }
 
-/// `None` if somebody else has the lock. Then the transaction has locked nothing.
+/// Attempts once. Returns `None` if the lock is held; the transaction has locked nothing then.
 async fn attempt(
     backend: &MySqlBackend,
     connection: &mut MySqlConnection,
     key: &Key,
 ) -> Result<Option<FencingToken>, LockInError> {
-    // Where all looks free at home but not in the transaction, that is elsewhere, or somebody just came or went. The second time it is asked.
+    // If the row is free for the store but not in the transaction, the transaction is on another
+    // database, or the holder changed meanwhile. After a second such round, the store's id decides.
     for _ in 0..2 {
         if !backend.make_free(key).await.map_err(|source| LockInError::backend(key, source))? {
             return Ok(None);
@@ -94,7 +98,8 @@ async fn attempt(
             return Ok(None);
         }
     }
-    // A plain read would open the snapshot that the caller reads from when the lock is its own, and not see what is written until then.
+    // A plain read would open the caller's snapshot before the lock is granted. The transaction
+    // would then not see writes up to the grant.
     let meta = connection.fetch_optional(backend.statements.meta_now_there()).await;
     let meta = meta.map_err(|error| sort(key, error))?;
     check_store(backend, meta.as_ref(), 1, key)?;
@@ -109,20 +114,22 @@ async fn take(
     let sort = |error| sort(key, error);
     let lock = connection.fetch_optional(backend.statements.lock_row_there(key));
     let Some(row) = lock.await.map_err(sort)? else { return Ok(None) };
-    // Since the look at it. Its holder cannot renew until this transaction ends, so better at once.
+    // A lease was granted since the check. Its holder cannot renew until this transaction ends, so
+    // fail at once.
     if row.try_get::<i64, _>(0).map_err(sort)? != 0 {
         return Err(LockInError::conflict(key, None));
     }
     let claim: Option<Vec<u8>> = row.try_get(2).map_err(sort)?;
     if claim.is_some() {
-        // Somebody had the key since the look at it, and the row does not tell when that ended.
+        // The key was held since the check, and the row does not show when that ended.
         return Err(LockInError::conflict(key, None));
     }
     let seen = backend.statements.row_seen_there(key, claim, row.try_get(3).map_err(sort)?);
     let seen = connection.fetch_optional(seen).await.map_err(sort)?;
     check_store(backend, seen.as_ref(), 0, key)?;
     if seen.is_some_and(|seen| seen.try_get::<i64, _>(1).is_ok_and(|is_seen| is_seen == 0)) {
-        // It began to read before the key was granted last, and would go on reading what whoever had it has overwritten.
+        // The snapshot is older than the last grant: the transaction would read rows that its
+        // holder has overwritten.
         return Err(LockInError::conflict(key, None));
     }
     let token: i64 = row.try_get(1).map_err(sort)?;
@@ -132,7 +139,8 @@ async fn take(
     Ok(Some(written))
 }
 
-/// Refuses the transaction if it is not where the store is, whose id is in this column of what it reads.
+/// Returns an error if the transaction is not on the store's database. The store's id is in this
+/// column of `row`.
 fn check_store(
     backend: &MySqlBackend,
     row: Option<&MySqlRow>,
@@ -158,7 +166,8 @@ fn sort(key: &Key, source: sqlx::Error) -> LockInError {
 }
 
 impl MySqlBackend {
-    /// Whether nobody holds a lease on the key. Afterwards there is a row for it, which has changed since the last holder ended.
+    /// Returns whether there is no lease on the key. If so, the key has a row that has changed
+    /// since the last holder ended.
     async fn make_free(&self, key: &Key) -> Result<bool, registry_core::BackendError> {
         let look = || self.statements.is_free(key);
         let rows = self.link.rows(Errand::Acquire, look).await?;
@@ -177,7 +186,7 @@ impl MySqlBackend {
         Ok(true)
     }
 
-    /// Whether a transaction has locked the key's row, in this very moment.
+    /// Returns whether a transaction currently has the key's row locked.
     pub(super) async fn is_locked(
         &self,
         key: &Key,
@@ -188,6 +197,6 @@ impl MySqlBackend {
     }
 }
 
-/// The longest pause between two attempts of a waiting transaction. Guards of a busy process leave the row free for milliseconds, which a
-/// longer pause would miss again and again.
+/// The longest pause between two attempts of a waiting transaction. Guards of a busy process leave
+/// the row free for milliseconds, which a longer pause would miss.
 const PAUSE_MAX: Duration = Duration::from_millis(10);

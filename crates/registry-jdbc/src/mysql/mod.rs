@@ -1,31 +1,32 @@
 //! The MariaDB and MySQL store.
 //!
-//! The modules are listed in the order in which one acquisition runs through them; what comes after its release is last.
+//! The modules are listed in the order in which one acquisition uses them. Modules for what follows
+//! a release are last.
 
-// Before the first one.
+// Before the first acquisition.
 mod config;
 mod open;
-// What is asked of a lock's row, and how it is said.
+// The operations on a lock's row, and their SQL.
 mod backend;
 mod renew;
 mod statement;
 mod sql;
 mod plain;
-// How it reaches the server.
+// Sending statements to the server.
 mod link;
 mod error;
-// Waiting for a release, whichever process makes it.
+// Waiting for a release by any process.
 mod wake;
-// Locks that live as long as a connection: one for all of them, one for each.
+// Locks that live as long as a connection: one connection for all locks, or one for each.
 mod session;
 mod row;
-// Who holds what, and ending it.
+// Listing holders and forced release.
 mod holders;
-// The other half of a token.
+// Checking a token in the caller's transaction.
 mod fence;
-// As long as the caller's transaction.
+// Locks that last as long as the caller's transaction.
 mod lock_in;
-// Locks that look like those of another program.
+// Locks in the table layout of Spring Integration.
 mod spring;
 // Housekeeping.
 mod purge;

@@ -1,4 +1,4 @@
-//! Opens the store: looks before it writes, makes the tables if there are none.
+//! Opens the store: reads the meta table first, and creates the tables only if they are missing.
 
 use std::time::Duration;
 
@@ -12,15 +12,16 @@ use super::error;
 use super::link::Link;
 use super::sql::{self, Texts};
 
-/// What a store that is set up consists of.
+/// The result of opening a store.
 #[derive(Debug)]
 pub(super) struct Opened {
     pub(super) texts: Texts,
-    /// The id that the tables were given when they were made.
+    /// The id that the tables received when they were created.
     pub(super) store: Vec<u8>,
 }
 
-/// Opens the store over a connection that nobody else has meanwhile: dropping the future closes it, and with it whatever is unfinished.
+/// Opens the store on an exclusively used connection. Dropping the future closes it, and rolls back
+/// unfinished work.
 pub(super) async fn open(config: &MySqlConfig, link: &Link) -> Result<Opened, BackendError> {
     config.check()?;
     let mut seat = link.seat().await?;
@@ -35,7 +36,8 @@ async fn set_up(
     link: &Link,
     connection: &mut MySqlConnection,
 ) -> Result<Opened, BackendError> {
-    // Named in every statement, so that a fence finds them from whatever database the caller's connection is in.
+    // Named in every statement, so that a fence finds the tables from any current database of the
+    // caller's connection.
     let database = config.server.get_database().unwrap_or_default();
     let texts = Texts::new(database, &config.table_prefix);
     let mut meta = read_meta(&texts, connection).await;
@@ -45,7 +47,7 @@ async fn set_up(
         meta = read_meta(&texts, connection).await;
         alone(connection, false).await;
     } else if meta.as_ref().is_ok_and(Vec::is_empty) {
-        // Somebody is making them just now, perhaps, and the row comes last.
+        // Another process may be creating the tables; it inserts the meta row last.
         alone(connection, true).await;
         meta = read_meta(&texts, connection).await;
         alone(connection, false).await;
@@ -63,8 +65,9 @@ async fn set_up(
     Ok(Opened { store: row.try_get(1).map_err(|error| link.explain(error))?, texts })
 }
 
-/// Begins to be the only one who makes tables on this server, or ends it. Only spares those who come second an error, so it is no matter if the
-/// server knows no such thing; a connection that is closed ends it, too.
+/// Takes or releases the named lock under which tables are created. It only spares the second
+/// process an error, so a server without named locks is fine. Closing the connection also releases
+/// it.
 async fn alone(connection: &mut MySqlConnection, begin: bool) {
     let text = if begin {
         "SELECT GET_LOCK('lock-registry schema', 20)"
@@ -100,5 +103,5 @@ async fn read_meta(
     sqlx::query(texts.meta.safe()).fetch_all(connection).await
 }
 
-/// Making tables may wait for somebody else who does.
+/// Creating tables may wait for another process that creates them.
 const OPENING_LIMIT: Duration = Duration::from_secs(30);

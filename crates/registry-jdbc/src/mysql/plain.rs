@@ -1,8 +1,10 @@
-//! Statements with their values in them, for connections of the caller, whose futures may be dropped at any time.
+//! Statements with inlined values, for connections of the caller, whose futures may be dropped at
+//! any time.
 //!
-//! sqlx prepares a statement before it sends the values. A future that is dropped between the two leaves answers on the connection that
-//! nobody counts any more, so that whatever comes next on it, the rollback first of all, waits for ever for its own
-//! (seen with sqlx 0.9.0; connections of our own are closed when that happens). The answer to a statement that is sent as text is always counted.
+//! sqlx prepares a statement before it sends the values. A future that is dropped between the two
+//! leaves uncounted responses on the connection. The next statement, usually the rollback, then
+//! waits forever (seen with sqlx 0.9.0). The store closes its own connections in that case. sqlx
+//! always counts the response to a statement that is sent as text.
 
 use std::fmt::Write as _;
 
@@ -10,17 +12,17 @@ use sqlx::{AssertSqlSafe, RawSql, raw_sql};
 
 use super::sql::Text;
 
-/// What stands for a question mark.
+/// The value for a question mark.
 #[derive(Debug)]
 pub(super) enum Value {
     Bytes(Vec<u8>),
     MaybeBytes(Option<Vec<u8>>),
     Number(i64),
-    /// A word of ours: letters, digits and hyphens.
+    /// A constant or a generated id: letters, digits and hyphens.
     Word(String),
 }
 
-/// The statement, ready to be sent.
+/// Returns the statement with the values inlined.
 pub(super) fn plain(text: &Text, values: &[Value]) -> RawSql {
     raw_sql(AssertSqlSafe(filled_in(text.as_str(), values)))
 }
@@ -28,7 +30,8 @@ pub(super) fn plain(text: &Text, values: &[Value]) -> RawSql {
 fn filled_in(text: &str, values: &[Value]) -> String {
     let mut plain = String::with_capacity(text.len() * 2);
     let mut values = values.iter();
-    // Names and words may have any sign in them, but for quotes, which are doubled.
+    // Question marks inside quoted names and strings are not parameters. Quotes inside them are
+    // doubled.
     let mut quote = None;
     for sign in text.chars() {
         match (sign, quote) {
@@ -57,7 +60,8 @@ impl Value {
                 text.push('\'');
             }
             Self::MaybeBytes(None) => text.push_str("NULL"),
-            // In brackets, because a sign binds less than what may stand before it.
+            // In parentheses, because a minus sign binds less tightly than an operator before it
+            // may.
             Self::Number(number) => _ = write!(text, "({number})"),
             Self::Word(word) => {
                 debug_assert!(word.chars().all(|c| c.is_ascii_alphanumeric() || c == '-'));

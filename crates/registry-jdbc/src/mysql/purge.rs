@@ -1,7 +1,7 @@
-//! Deletes the rows of keys that nobody has locked for a while, a bounded piece at a time.
+//! Deletes the rows of keys that have been free for `purge_after`, a bounded piece at a time.
 //!
-//! Their tokens are not forgotten: the largest is kept in the meta table before the rows go. The two statements need no transaction: in
-//! between, a token is kept twice.
+//! The largest deleted token is kept: it is written to the meta table before the rows are deleted.
+//! The two statements need no transaction: between them, a token is only recorded twice.
 
 use std::time::Duration;
 
@@ -15,39 +15,41 @@ use super::sql::Texts;
 use super::statement;
 use crate::server::Errand;
 
-/// A release searches a piece if its claim's random id begins with this byte: one in 256.
+/// A release purges a piece if its claim's random id begins with this byte: one in 256.
 const SIGN: u8 = 0;
 
-/// How long a release may take longer for it, while all connections are at work perhaps.
+/// How much longer a release may take because of the purge, for example while all connections are
+/// in use.
 const TIME_MAX: Duration = Duration::from_millis(500);
 
-/// How many rows a piece has: twice as many as releases can have added since the last one, so that at most half of all rows are dead.
+/// The rows of a piece: twice as many as releases can have added since the last purge. So at most
+/// half of all rows are dead.
 const PIECE_ROWS: usize = 512;
 
 impl MySqlBackend {
-    /// Searches a piece, now and then: the claim's random id is the die.
+    /// Purges a random piece after one in 256 releases, chosen by the claim's random id.
     pub(super) async fn purge_by_chance(&self, claim: &Claim) {
         by_chance(claim, &self.link, &self.statements.texts, self.config.purge_after).await;
     }
 
-    /// Searches the piece that follows `place`, and tells how many rows were deleted.
+    /// Purges the piece that starts at `place`. Returns the number of deleted rows.
     #[cfg(test)]
     pub(super) async fn purge_piece(&self, place: [u8; 32]) -> Result<u64, BackendError> {
         piece(&self.link, &self.statements.texts, self.config.purge_after, place).await
     }
 }
 
-/// For whatever has rows in the tables.
+/// Purges after one in 256 releases, for every backend with rows in the tables.
 pub(super) async fn by_chance(claim: &Claim, link: &Link, texts: &Texts, dead_for: Duration) {
     if claim.id().to_bytes()[0] == SIGN {
-        // The release is done and is not to fail because of housekeeping. What is wrong with the tables, the next
-        // acquisition will tell.
+        // The release is done and must not fail because of the purge. The next acquisition reports
+        // a fault of the tables.
         let place: [u8; 32] = std::array::from_fn(|_| fastrand::u8(..));
         let _ = timeout(TIME_MAX, piece(link, texts, dead_for, place)).await;
     }
 }
 
-/// Searches the piece that follows `place`, and tells how many rows were deleted.
+/// Purges the piece that starts at `place`. Returns the number of deleted rows.
 async fn piece(
     link: &Link,
     texts: &Texts,

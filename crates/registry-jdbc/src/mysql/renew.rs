@@ -1,4 +1,4 @@
-//! Prolongs many grants at once: a statement for each thousand or so, not one for each.
+//! Renews many grants at once: one statement for up to 1,024 grants.
 
 use std::collections::{HashMap, HashSet};
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use super::statement::span;
 use crate::server::Errand;
 
 impl MySqlBackend {
-    /// Answers for each claim, in their order.
+    /// Renews the claims and returns the results in their order.
     pub(super) async fn renew_in_chunks(
         &self,
         claims: &[Claim],
@@ -27,7 +27,8 @@ impl MySqlBackend {
         for (lease, places) in by_lease {
             for places in places.chunks(sql::SIZES[sql::SIZES.len() - 1]) {
                 let chunk: Vec<&Claim> = places.iter().map(|&place| &claims[place]).collect();
-                // Whatever keeps one statement from being answered would make every other wait as long.
+                // After an error no further statement is sent: the same fault would probably delay
+                // each of them as long.
                 let renewed = match &trouble {
                     Some(error) => Err(error.clone()),
                     None => self.renew_chunk(&chunk, lease).await,
@@ -50,21 +51,21 @@ impl MySqlBackend {
         answers.into_iter().map(|answer| answer.expect("every place is in one chunk")).collect()
     }
 
-    /// Claims of one lease.
+    /// Renews claims with the same lease.
     async fn renew_chunk(
         &self,
         claims: &[&Claim],
         lease: Duration,
     ) -> Result<Vec<Result<Renewal, BackendError>>, BackendError> {
         let asked_at = Instant::now();
-        // Two renewals do what one does.
+        // A repeated renewal has no further effect.
         let make = || self.statements.renew(claims, lease);
         let done = self.link.change(Errand::Renew(lease), Repeat::Harmless, make).await?;
         let wanted: HashSet<_> = claims.iter().map(|claim| claim.id()).collect();
         if usize::try_from(done.rows_affected()) == Ok(wanted.len()) {
             return Ok(claims.iter().map(|_| Ok(Renewal::Renewed(lease))).collect());
         }
-        // Some are gone, or kept by a fence. The rows tell which.
+        // Some grants are gone, or a fence has their rows locked. The rows show which.
         let rows = self.link.rows(Errand::Renew(lease), || self.statements.lasting(claims)).await?;
         let since = asked_at.elapsed();
         let mut lasting = HashMap::<Vec<u8>, Duration>::with_capacity(rows.len());
@@ -73,8 +74,9 @@ impl MySqlBackend {
         }
         let answer = |claim: &&Claim| match lasting.get(claim.id().to_bytes().as_slice()) {
             None => Ok(Renewal::Gone),
-            // What was prolonged lasts its lease from the moment of the statement, and that was after it was asked for. If the row
-            // was passed over and lasts as long all the same, it was granted or renewed just now; then this is true as well.
+            // A renewed grant lasts its lease from the execution of the statement, which was after
+            // `asked_at`. A skipped row that lasts as long was granted or renewed recently, so the
+            // result is also true.
             Some(left) if left.saturating_add(since) >= lease => {
                 Ok(Renewal::Renewed((*left).min(lease)))
             }

@@ -1,4 +1,5 @@
-//! Locks that are rows, locked in a transaction of ours for as long as they are held: `SELECT … LOCK IN SHARE MODE`.
+//! Row locks: a transaction of the store locks the row for as long as the lock is held (`SELECT …
+//! LOCK IN SHARE MODE`).
 
 use std::fmt;
 use std::sync::Arc;
@@ -22,43 +23,59 @@ use super::statement::{Statement, Statements};
 use super::wake;
 use crate::server::{Errand, Failure, Place, Places, Sessions, Terms, Took, Wire};
 
-/// Locks in a MariaDB or MySQL database that are rows, each locked by a transaction of its own until it is let go: the pessimistic lock of old.
+/// Locks in a MariaDB or MySQL database that are rows. Each is locked by its own transaction until
+/// it is released.
 ///
-/// The rows are those that a [`MySqlBackend`] has its leases in, and the same that [`LockIn`](crate::LockIn) locks in a transaction of the caller.
-/// All three exclude each other, so a namespace may have locks of each kind, and move from one to another while it is in use. Who wants a lease
-/// while a row is locked is told of trouble that may pass, after `busy_timeout`, as the server does not say why a row is locked.
+/// The rows are those of a [`MySqlBackend`]'s leases, and those that [`LockIn`](crate::LockIn)
+/// locks in a transaction of the caller. All three exclude each other, so a namespace may contain
+/// locks of each kind, and move from one to another while in use. While a row is locked, an attempt
+/// to acquire a lease returns a retryable error after `busy_timeout`. The server does not report
+/// why a row is locked.
 ///
-/// A grant is two steps on one connection: a statement of its own notes the claim and a larger token in the row, unless somebody holds it or has it
-/// locked, and is committed; then a transaction locks the row `LOCK IN SHARE MODE`, if it is still this claim that is noted in it. What is lost in
-/// between, by a crash, is a number. So a token was committed before anybody can use it, and no two transactions ever have the same. That lock is
-/// shared with nothing but the check of a [`Fence`](crate::Fence): whoever wants the key has to change the row first.
+/// A grant is two steps on one connection:
 ///
-/// One transaction cannot let go one of several rows, so each held lock has a connection of its own, which is neither the application's nor one of
-/// a pool. There can be [so many](MySqlConfig::with_row_locks) at once; whoever wants one more is told of
-/// [`RowLocksExhausted`](crate::RowLocksExhausted). Who waits has none, and looks every 5 to 250 ms. A process that dies frees its locks in that
-/// moment. Where the server cannot notice (the host is gone, the process stands still) it ends the connection after [`SILENCE`](Self::SILENCE), and a
-/// lease is never longer than that: so the holder has given up by then.
+/// 1. A statement notes the claim and a larger token in the row and commits, unless the key is held
+///    or the row is locked.
+/// 2. A transaction locks the row with `LOCK IN SHARE MODE`, if it still contains this claim.
 ///
-/// But when the *server* ends the connection (`KILL`, a restart, a failover, a firewall that cuts connections), the lock is free at
-/// once, while its holder learns of it up to a third of a second later, or when its lease is over if no word gets through. For that moment there can be two
-/// holders, which is why this store is of class C. Tokens grow all the same, so fenced writes stay safe, those of a [`Fence`](crate::Fence) included.
+/// A crash in between loses only a token. So a token is committed before it can be used, and no two
+/// transactions have the same token. The row lock is compatible only with the check of a
+/// [`Fence`](crate::Fence): any other grant has to change the row first.
 ///
-/// Who holds such a lock is told like the holder of a lease, but for the time that is left: the connection says so by a named lock. That a transaction of a caller has
-/// the key is told without a name. To [break](LockBackend::force_release) such a lock ends the connection that holds it, for which the user must be the holder's, or have the right
-/// `CONNECTION ADMIN` (`CONNECTION_ADMIN` in MySQL). A transaction of a caller is not ended.
+/// One transaction cannot release one of several rows, so each held lock has a connection of its
+/// own, outside of the pool. The maximum is [`row_locks`](MySqlConfig::with_row_locks). One more
+/// attempt returns [`RowLocksExhausted`](crate::RowLocksExhausted). A waiter has no such
+/// connection, and polls every 2.5 to 250 ms.
 ///
-/// A server that is set `read_only` grants nothing. Galera nodes lock no rows for each other: let all use the same one.
+/// The locks of a process that dies are free at once. If the server cannot notice (the host is
+/// unreachable, the process is stopped), it closes the connection after [`SILENCE`](Self::SILENCE).
+/// A lease is never longer than that, so the holder has given up by then.
+///
+/// If the *server* ends the connection (`KILL`, a restart, a failover, a firewall that cuts
+/// connections), the lock is free at once. Its holder is notified up to a third of a second later,
+/// or at the end of its lease if no message arrives. Until then there can be two holders, so this
+/// store is of class C. Tokens grow all the same, so fenced writes stay safe, including those of a
+/// [`Fence`](crate::Fence).
+///
+/// The holder of such a lock is reported like that of a lease, without the remaining time: the
+/// connection takes a named lock for this. A caller's transaction is reported by its key alone.
+/// [Breaking](LockBackend::force_release) such a lock ends the connection that holds it. The user
+/// must be the holder's, or have the privilege `CONNECTION ADMIN` (`CONNECTION_ADMIN` in MySQL). A
+/// transaction of a caller is never ended.
+///
+/// A server that is set `read_only` grants nothing. Galera nodes lock no rows for each other: use
+/// the same node for all clients.
 pub struct MySqlRowBackend {
-    /// For the tables, and for those who wait.
+    /// For the tables, and for waiters.
     pub(super) rows: MySqlBackend,
     sessions: Sessions<RowWire>,
 }
 
 impl MySqlRowBackend {
-    /// How long the server hears nothing of a holder before it ends the connection; and the longest lease.
+    /// How long the server keeps a silent connection of a holder. Also the longest lease.
     pub const SILENCE: Duration = MySqlSessionBackend::SILENCE;
 
-    /// Connects to the server, and makes the tables if they are absent.
+    /// Connects to the server, and creates the tables if they are missing.
     ///
     /// # Errors
     /// As for [`MySqlBackend::open`].
@@ -72,7 +89,7 @@ impl MySqlRowBackend {
         Ok(Self { rows, sessions: Sessions::new(RowWire { config, link, statements, places }) })
     }
 
-    /// The namespace that this backend's locks live in.
+    /// Returns the namespace of this backend's locks.
     #[must_use]
     pub fn namespace(&self) -> &str {
         self.rows.namespace()
@@ -115,7 +132,7 @@ impl LockBackend for MySqlRowBackend {
         released
     }
 
-    /// Looks, less often as the wait grows old: nobody is told of anything.
+    /// Polls at growing intervals, because the server sends no notifications.
     async fn wait(&self, claim: &Claim, _busy: &Busy) {
         wake::until_free(|| self.is_free(claim.key())).await;
     }
@@ -157,7 +174,7 @@ impl fmt::Debug for MySqlRowBackend {
     }
 }
 
-/// What is said to the server for one lock.
+/// The SQL of one lock's connection.
 struct RowWire {
     config: MySqlConfig,
     link: Arc<Link>,
@@ -169,20 +186,20 @@ struct RowWire {
 struct Connected {
     connection: MySqlConnection,
     place: Place,
-    /// What has the row locked, if anything.
+    /// The transaction that has the row locked, if any.
     transaction: Option<Transaction>,
 }
 
 /// The open transaction of a connection.
 struct Transaction {
-    /// The server's number for the connection.
+    /// The server's id of the connection.
     connection: u64,
-    /// Whether others can see whose it is.
+    /// Whether the named lock that shows the holder was taken.
     is_named: bool,
 }
 
 impl RowWire {
-    /// In a transaction whatever fails may be its end, and that of the lock.
+    /// Within a transaction, any error may have ended the transaction, and with it the lock.
     fn broken(&self, error: sqlx::Error) -> Failure {
         Failure::Broken(self.link.explain(error))
     }
@@ -196,7 +213,8 @@ impl RowWire {
         done.map(|done| done.last_insert_id()).map_err(|error| self.link.failure(error))
     }
 
-    /// Notes the claim and a larger token in the row, unless somebody holds it. Makes the row if there is none.
+    /// Notes the claim and a larger token in the row, unless the key is held. Creates the row if
+    /// there is none.
     async fn note(
         &self,
         connected: &mut Connected,
@@ -219,14 +237,15 @@ impl RowWire {
                     self.change(connected, self.statements.make_row(claim.key())).await?;
                 }
                 Some(row) if self.link.read::<Option<i64>>(row, 0)?.is_some() => return Ok(None),
-                // Somebody has it locked: a holder, or somebody who merely looks whether it is free and is gone in a moment.
+                // Locked by a holder, or for milliseconds by another client that checks whether it
+                // is free.
                 Some(_) => sleep(pause).await,
             }
         }
         Ok(None)
     }
 
-    /// Nothing is ever granted by a server that does not mean to be written to.
+    /// Returns an error if the server is read-only: it must not grant anything.
     async fn check_writable(&self, connected: &mut Connected) -> Result<(), Failure> {
         let meta = self.statements.meta().fetch_all(&mut connected.connection).await;
         let rows = meta.map_err(|error| self.link.failure(error))?;
@@ -234,14 +253,14 @@ impl RowWire {
         let lost = || Failure::Answered(error::damaged(self.link.place(), says).as_refused());
         let row = rows.first().ok_or_else(lost)?;
         if self.link.read::<i64>(row, 2)? == 0 {
-            // Connections that are made anew may lead to its successor.
+            // New connections may lead to the server's successor.
             self.places.close_idle();
             return Err(Failure::Broken(error::read_only(self.link.place())));
         }
         Ok(())
     }
 
-    /// Locks the row, if the claim is still what is noted in it.
+    /// Locks the row, if the claim is still noted in it.
     async fn lock(&self, connected: &mut Connected, claim: &Claim) -> Result<bool, Failure> {
         let begin = connected.connection.execute(raw_sql("START TRANSACTION")).await;
         begin.map_err(|error| self.broken(error))?;
@@ -257,7 +276,7 @@ impl RowWire {
         let kept = connected.connection.execute(raw_sql(AssertSqlSafe(keep))).await;
         let is_named = match kept {
             Ok(_) => true,
-            // Some clusters have no named locks. Then nobody is told who holds the row.
+            // Some clusters have no named locks. The holder of the row is not shown there.
             Err(error) if error::fate(&error) == Fate::Answered => false,
             Err(error) => return Err(self.broken(error)),
         };
@@ -290,7 +309,7 @@ impl Wire for RowWire {
     ) -> Result<Took, Failure> {
         let noted = self.note(connected, claim).await;
         if matches!(noted, Err(Failure::Broken(_))) {
-            // What one connection has met the others would.
+            // The other idle connections are probably broken too.
             self.places.close_idle();
         }
         let Some(token) = noted? else { return Ok(Took::Busy(None)) };
@@ -309,7 +328,7 @@ impl Wire for RowWire {
     }
 
     async fn look(&self, connected: &mut Connected) -> Result<(), Failure> {
-        // Fails if the transaction is over, whatever has ended it: then there is no such savepoint.
+        // Fails if the transaction is over, for any reason, because its savepoint no longer exists.
         let rows = connected.connection.fetch_all(raw_sql(LOOK)).await;
         let rows = rows.map_err(|error| self.broken(error))?;
         let says = || error::damaged(self.link.place(), "nothing was answered");
@@ -326,7 +345,7 @@ impl Wire for RowWire {
         Ok(())
     }
 
-    // A row that is locked is not purged.
+    // A locked row is not purged.
     async fn keep(
         &self,
         _: &mut Connected,
@@ -366,7 +385,7 @@ impl Wire for RowWire {
     }
 }
 
-/// What is locked for longer than these together is somebody's. The server does not say whose.
+/// A row that is locked for longer than their sum has a holder. The server does not report which.
 const NOTE_PAUSES: [Duration; 5] = [
     Duration::from_millis(1),
     Duration::from_millis(2),
@@ -375,9 +394,9 @@ const NOTE_PAUSES: [Duration; 5] = [
     Duration::ZERO,
 ];
 
-/// By which the transaction is known.
+/// The savepoint that identifies the transaction.
 const KEEP: &str = "SAVEPOINT lock_registry_row";
 
-/// Releases nothing that was locked before. Then which connection it is, and whether the server still means to be written to.
+/// Releases no earlier lock. Returns the connection's id, and whether the server is still writable.
 const LOOK: &str = "ROLLBACK TO SAVEPOINT lock_registry_row; \
     SELECT CONNECTION_ID(), CAST(CAST(@@global.read_only AS CHAR) IN ('0', 'OFF') AS SIGNED)";

@@ -1,14 +1,15 @@
--- The tables of lock-registry's MariaDB and MySQL store, version 1. Safe to run again; `MySqlBackend::open` does so by itself
--- unless it finds them. They are made in the database of the connection.
+-- The tables of lock-registry's MariaDB and MySQL store, version 1. They are created in the database of the connection.
+-- The script may be run repeatedly. `MySqlBackend::open` runs it unless the tables exist.
 --
--- Who only locks needs no more than:
+-- Locking needs these rights:
 --   GRANT SELECT, INSERT, UPDATE, DELETE ON lock_registry_locks TO …;
 --   GRANT SELECT, UPDATE ON lock_registry_meta TO …;
 --
--- To delete rows by hand is safe as long as the server's clock was never set back: new tokens are at least that clock's microseconds.
+-- Rows may be deleted manually if the server's clock was never set back: new tokens are at least
+-- that clock's microseconds.
 
--- One row for each key that was locked lately. Times are microseconds since 1970 on the server's clock. Keys are bytes: those that differ
--- only in case or accents are different keys.
+-- One row for each recently locked key. Times are microseconds since 1970 on the server's clock.
+-- Keys are bytes: two keys that differ only in case or accents are different keys.
 CREATE TABLE IF NOT EXISTS lock_registry_locks (
     id        BINARY(32)      NOT NULL PRIMARY KEY COMMENT 'SHA-256 of namespace and key, which are too long for an index',
     namespace VARBINARY(255)  NOT NULL COMMENT 'UTF-8',

@@ -1,4 +1,5 @@
-//! Locks that live as long as a connection: `GET_LOCK` on one of its own.
+//! Session locks: `GET_LOCK` on a dedicated connection, so the locks live as long as the
+//! connection.
 
 use std::fmt;
 use std::sync::Arc;
@@ -22,40 +23,49 @@ use super::statement::Statements;
 use super::wake;
 use crate::server::{Errand, Failure, Session, Taken, Terms, Took, Wire};
 
-/// Locks on a MariaDB or MySQL server that end with the connection of the one who holds them, not with a lease.
+/// Locks on a MariaDB or MySQL server that end with the holder's connection, not with a lease.
 ///
-/// They are the server's named locks, `GET_LOCK(NAME, 0)`, where NAME is the SHA-256 of namespace and key in 64 small hexadecimal digits: as many as
-/// MySQL takes. (What is hashed is the length of the namespace in eight bytes, the namespace, the key.) Such locks are of the whole server, not of a
-/// database, and everybody who takes the same name is kept out, whatever the language. Leases of a [`MySqlBackend`] are respected, but
-/// do not respect these: all who lock in one namespace must do it in the same way. Servers that replicate each other do not replicate named locks: on Galera or a
-/// group only one of them may be written to.
+/// They are the server's named locks, `GET_LOCK(NAME, 0)`. NAME is the SHA-256 of namespace and key
+/// in 64 lowercase hexadecimal digits, the longest name that MySQL accepts. (The hash input is the
+/// length of the namespace in eight bytes, the namespace, the key.) Named locks belong to the whole
+/// server, not to a database. They exclude programs in any language that take the same name. This
+/// backend respects leases of a [`MySqlBackend`], but a `MySqlBackend` does not respect these
+/// locks: use one kind for all locks of a namespace. Servers do not replicate named locks: on
+/// Galera or a replication group, write to only one of the servers.
 ///
-/// All locks of a backend share one connection, which is neither the application's nor one of a pool. It is looked after several times a
-/// second while anything is held: when it is found broken, all holders are told at once. A process that dies frees its locks in that moment, without
-/// a lease to be waited for. Where the server cannot notice (the host is gone, the process stands still) it ends the session after
-/// [`SILENCE`](Self::SILENCE), and a lease is never longer than that: so the holder has given up by then.
+/// All locks of a backend share one connection, outside of the application's connections and of the
+/// pool. While a lock is held, the connection is checked several times a second. If it is broken,
+/// all holders are notified at once. The locks of a process that dies are free at once, without a
+/// lease to wait for. If the server cannot notice (the host is unreachable, the process is
+/// stopped), it ends the session after [`SILENCE`](Self::SILENCE). A lease is never longer than
+/// that, so the holder has given up by then.
 ///
-/// But when the *server* ends the session (`KILL`, a restart, a failover, a firewall that cuts connections), the lock is free at
-/// once, while its holder learns of it up to a third of a second later, or when its lease is over if no word gets through. For that moment there can be two
-/// holders, which is why this store is of class C. Tokens grow as in a [`MySqlBackend`], in the same tables: fenced writes to other
-/// systems stay safe, those of a [`Fence`](crate::Fence) included. [`LockIn`](crate::LockIn) is not for these locks: no transaction can have one.
+/// If the *server* ends the session (`KILL`, a restart, a failover, a firewall that cuts
+/// connections), the lock is free at once. Its holder is notified up to a third of a second later,
+/// or at the end of its lease if no message arrives. Until then there can be two holders, so this
+/// store is of class C. Tokens grow as in a [`MySqlBackend`], in the same tables. So fenced writes
+/// to other systems stay safe, including those of a [`Fence`](crate::Fence).
+/// [`LockIn`](crate::LockIn) does not support these locks: a transaction cannot hold one.
 ///
-/// A server that is set `read_only` grants nothing, and once it is set so, holders are told that their locks are lost.
+/// A server that is set `read_only` grants nothing. When it becomes read-only, the holders are
+/// notified that their locks are lost.
 ///
-/// What is behind such a lock the server does not know; so it cannot be listed or broken, but by `KILL`, which takes all locks of that process.
+/// The server does not know the key of such a lock. So it cannot be listed, and only `KILL` breaks
+/// it, which ends all locks of that process.
 ///
-/// A proxy that gives each statement another connection would hand locks to strangers: where one is noticed, locking fails.
+/// A proxy that sends each statement on another connection would mix up the locks of its clients.
+/// If the backend detects one, locking fails.
 pub struct MySqlSessionBackend {
-    /// For the tables, and for those who wait.
+    /// For the tables, and for waiters.
     pub(super) rows: MySqlBackend,
     pub(super) session: Session<MySqlWire>,
 }
 
 impl MySqlSessionBackend {
-    /// How long the server hears nothing of a session before it ends it; and the longest lease.
+    /// How long the server keeps a silent session. Also the longest lease.
     pub const SILENCE: Duration = Duration::from_secs(60);
 
-    /// Connects to the server, and makes the tables if they are absent.
+    /// Connects to the server, and creates the tables if they are missing.
     ///
     /// # Errors
     /// As for [`MySqlBackend::open`].
@@ -68,13 +78,13 @@ impl MySqlSessionBackend {
         Ok(Self { rows, session: Session::new(MySqlWire { config, link, statements }) })
     }
 
-    /// The namespace that this backend's locks live in.
+    /// Returns the namespace of this backend's locks.
     #[must_use]
     pub fn namespace(&self) -> &str {
         self.rows.namespace()
     }
 
-    /// Whether nobody has the named lock, nor a lease.
+    /// Returns whether the named lock is free and there is no lease.
     async fn is_free(&self, key: &Key) -> Result<bool, BackendError> {
         let look = || self.rows.statements.session_is_free(key);
         let rows = self.rows.link.rows(Errand::Acquire, look).await?;
@@ -107,7 +117,7 @@ impl LockBackend for MySqlSessionBackend {
         released
     }
 
-    /// Looks, less often as the wait grows old: nobody is told of anything.
+    /// Polls at growing intervals, because the server sends no notifications.
     async fn wait(&self, claim: &Claim, _busy: &Busy) {
         wake::until_free(|| self.is_free(claim.key())).await;
     }
@@ -134,21 +144,21 @@ impl fmt::Debug for MySqlSessionBackend {
     }
 }
 
-/// What is said to the server of a session.
+/// The SQL of a session's connection.
 pub(super) struct MySqlWire {
     config: MySqlConfig,
     link: Arc<Link>,
     statements: Arc<Statements>,
 }
 
-/// A connection and the server's number for it.
+/// A connection and the server's id of it.
 pub(super) struct Connected {
     connection: MySqlConnection,
     id: u64,
 }
 
 impl Connected {
-    /// Checks the first column: who mixes connections up is found out by the next answer.
+    /// Compares the connection id in the first column, to detect a proxy that switches connections.
     fn is_the_same(&self, wire: &MySqlWire, row: &MySqlRow) -> Result<(), Failure> {
         if wire.link.read::<u64>(row, 0)? == self.id {
             return Ok(());
@@ -177,7 +187,7 @@ impl MySqlWire {
         self.link.read(&row, 1)
     }
 
-    /// With the lock in hand. `None` if somebody holds the key by a lease.
+    /// Notes the claim, after the named lock was taken. `None` if there is a lease on the key.
     async fn grant(
         &self,
         connected: &mut Connected,
@@ -193,7 +203,7 @@ impl MySqlWire {
         let done = grant.execute(&mut connected.connection).await;
         let token = done.map_err(|error| self.link.failure(error))?.last_insert_id();
         if token == 0 {
-            // Nothing was noted: somebody holds a lease, or the server does not mean to be written to.
+            // Nothing was noted: there is a lease, or the server is read-only.
             return self.look(connected).await.map(|()| None);
         }
         let token = i64::try_from(token).ok();
@@ -202,7 +212,8 @@ impl MySqlWire {
         taken.ok_or_else(|| Failure::Broken(says()))
     }
 
-    /// Takes the lock. What time it is, if a claim of the session is still noted in the row.
+    /// Takes the named lock. Also returns the time if a claim of the session is still noted in the
+    /// row.
     async fn take_and_look(
         &self,
         connected: &mut Connected,
@@ -257,7 +268,7 @@ impl Wire for MySqlWire {
             Ok(Some(taken)) => Ok(Took::Grant(taken)),
             Ok(None) => self.give_back(connected, claim.key()).await.map(|()| Took::Busy(None)),
             Err(Failure::Answered(error)) => {
-                // The lock is the session's even if what followed failed.
+                // The session holds the lock even if the next statement failed.
                 self.give_back(connected, claim.key()).await?;
                 if error::tells_of_locked_row(&error) {
                     return Ok(Took::RowLocked(error));
@@ -318,7 +329,8 @@ impl Wire for MySqlWire {
     }
 }
 
-/// A connection that no pool knows of, and that the server ends if it hears nothing of it for so long.
+/// Opens a connection outside of the pool, which the server closes after this time without a
+/// statement.
 pub(super) async fn connect(
     config: &MySqlConfig,
     silence: Duration,
@@ -330,11 +342,11 @@ pub(super) async fn connect(
     Ok(connection)
 }
 
-/// Which session it is, and whether the server still means to be written to.
+/// Returns the connection's id, and whether the server is still writable.
 const LOOK: &str =
     "SELECT CONNECTION_ID(), CAST(CAST(@@global.read_only AS CHAR) IN ('0', 'OFF') AS SIGNED)";
 
-/// How long a statement waits for a row. The server counts whole seconds.
+/// How long a statement waits for a row. The server accepts only whole seconds.
 const ROW_WAIT: Duration = Duration::from_secs(1);
 
 #[cfg(test)]

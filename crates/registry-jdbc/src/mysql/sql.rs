@@ -1,18 +1,24 @@
-//! Every statement of the store. Of a claim that has no lease, because it ends with a connection, `until` is zero, wherever the clock is put.
+//! Every statement of the store.
 //!
-//! Each is a transaction of its own and one round trip, so nothing that is dropped half-way can leave one open.
+//! Each statement is a transaction of its own and one round trip, so a dropped future cannot leave
+//! one open.
 //!
-//! A row is held when it has a claim and `until` lies ahead. All times are the server's, as of the moment when it began the statement: that is what
-//! it also tells its replicas, and what `UTC_TIMESTAMP` gives wherever it stands in a statement, whatever the session's time zone. While the statement waits for a row this
-//! moment grows old, which errs on the safe side each time:
+//! A row is held if it has a claim and `until` is in the future. A claim of a session or row lock
+//! has no lease: its `until` is zero, a past time even if the clock is set back.
 //!
-//! - a lease that is granted or renewed is counted from the past, so it ends no later than its holder thinks;
-//! - somebody else's lease looks as if it had more of its time left, so it is not taken for ended too early;
-//! - a token is above those of the row as it is then, whatever the clock says;
-//! - a renewal may prolong a lease that ended while it waited, but only if nobody took the key meanwhile: then nobody else was
-//!   granted it, and from here on nobody is.
+//! All times are the server's time at the start of the statement. The server sends that time to its
+//! replicas too, and `UTC_TIMESTAMP` returns it anywhere in a statement, in any time zone. The time
+//! grows old while the statement waits for a row. That is safe in each case:
 //!
-//! What is written is the same for MariaDB and for MySQL, which knows no RETURNING.
+//! - A granted or renewed lease is counted from the past, so it ends no later than its holder
+//!   assumes.
+//! - The lease of another claim seems to have more time left, so it is not considered expired too
+//!   early.
+//! - A token is above those of the row at the time of the write, whatever the clock shows.
+//! - A renewal may prolong a lease that expired while it waited, but only if no other claim was
+//!   granted the key. From then on, no other claim is.
+//!
+//! The same text works in MariaDB and in MySQL, which has no RETURNING.
 
 use std::sync::{Arc, LazyLock};
 
@@ -24,31 +30,33 @@ use crate::mutant::{self, Mutant, Slip, slipped};
 /// The version of the tables that this program reads and writes.
 pub(super) const VERSION: i32 = 1;
 
-/// Makes the tables. Several statements: for a connection of its own.
+/// Creates the tables. Several statements: for a connection of its own.
 pub(super) const SCHEMA: &str = include_str!("schema.sql");
 
-/// What every connection is told: rules that do not depend on how the server is set up, which may make each COMMIT end the connection. A statement of its own sees what is committed, and a
-/// select in front of a write locks nothing.
+/// The settings of every connection. They override the server's, under which COMMIT may even close
+/// the connection. A standalone statement sees committed rows, and a select inside a write locks
+/// nothing.
 pub(super) const SESSION: &str = "\
     SET SESSION autocommit = 1, completion_type = 0, time_zone = '+00:00', sql_mode = 'STRICT_TRANS_TABLES,NO_ENGINE_SUBSTITUTION', \
         innodb_lock_wait_timeout = {patience}, lock_wait_timeout = {patience}; \
     SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED, READ WRITE";
 
-/// For the connection of a session, on which all of its locks would wait with one. MariaDB waits for no row then; MySQL knows no limit
-/// below a second, and takes the second part for a comment.
+/// For the connection of a session, where one waiting statement would block all of the session's
+/// locks. MariaDB then waits for no row. MySQL has no limit below one second, and ignores the
+/// second part as a comment.
 pub(super) const SESSION_WAITS_FOR_NO_ROW: &str =
     "SET SESSION innodb_lock_wait_timeout = 1 /*M! - 1 */";
 
-/// How many renewals, or keys that are looked at, one statement takes. A few fixed sizes, filled up with NULLs that match nothing, keep the
-/// number of texts small that the server has to keep prepared.
+/// How many renewals or polled keys one statement takes. Unused parameters are NULL and match
+/// nothing. A few fixed sizes keep the number of prepared statements on the server small.
 pub(super) const SIZES: [usize; 4] = [1, 8, 64, 1024];
 
-/// The smallest of [`SIZES`] that takes `items`, or the largest there is.
+/// Returns the smallest of [`SIZES`] for `items`, or the largest.
 pub(super) fn size(items: usize) -> usize {
     SIZES.into_iter().find(|&size| size >= items).unwrap_or(SIZES[SIZES.len() - 1])
 }
 
-/// The text of every statement, for tables of these names.
+/// The text of every statement, with the names of the tables filled in.
 #[derive(Debug)]
 pub(super) struct Texts {
     pub(super) meta: Text,
@@ -88,7 +96,7 @@ pub(super) struct Texts {
 }
 
 impl Texts {
-    /// The tables are in this database, and their names begin with `prefix`.
+    /// Fills in the names of the tables, which are in `database` and begin with `prefix`.
     pub(super) fn new(database: &str, prefix: &str) -> Self {
         let database = quoted(database);
         let now = mutant::clock(NOW);
@@ -147,7 +155,7 @@ impl Texts {
         }
     }
 
-    /// The text among `sizes` for so many items.
+    /// Returns the text among `sizes` for this number of items.
     pub(super) fn sized(sizes: &[Text; SIZES.len()], items: usize) -> &Text {
         let size = size(items);
         let place = SIZES.iter().position(|&known| known == size);
@@ -159,7 +167,7 @@ const RELEASE_WITHOUT_OWNER: Slip =
     Slip::new(Mutant::ReleaseWithoutOwner, "claim = ?", "claim <> ?");
 const RENEWAL_REVIVES: Slip =
     Slip::new(Mutant::RenewalRevives, "until > {now}", "until IS NOT NULL");
-// The clock would make up for it.
+// Without the clock, which would hide the bug.
 const TOKEN_STANDS_STILL: Slip = Slip::new(
     Mutant::TokenStandsStill,
     "GREATEST(VALUES(token), {locks}.token + {locks}.block)",
@@ -173,7 +181,7 @@ const FENCE_WITHOUT_LOCK: Slip = Slip::new(Mutant::FenceWithoutLock, "FOR UPDATE
 const SESSION_TRUSTS_ITS_MEMORY: Slip =
     Slip::new(Mutant::SessionTrustsItsMemory, "AND l.claim = ?", "AND ? IS NOT NULL");
 
-/// One statement. Its parameters have no numbers: a value that is needed twice is given twice.
+/// One statement. Its parameters are not numbered, so a value that is used twice is bound twice.
 #[derive(Debug, Clone)]
 pub(super) struct Text(Arc<str>);
 
@@ -186,18 +194,18 @@ impl Text {
         &self.0
     }
 
-    /// For the client, which asks for a promise that no value was put into it.
+    /// Returns the text for sqlx, which requires the assertion that no value was inlined.
     pub(super) fn safe(&self) -> SqlStr {
         AssertSqlSafe(Arc::clone(&self.0)).into_sql_str()
     }
 }
 
-/// Makes the tables, for names that begin with `prefix`.
+/// Returns [`SCHEMA`] for names that begin with `prefix`.
 pub(super) fn schema(prefix: &str) -> SqlStr {
     AssertSqlSafe(SCHEMA.replace("lock_registry", prefix)).into_sql_str()
 }
 
-/// [`SESSION`] with this patience, in whole seconds: the server counts no others.
+/// Returns [`SESSION`] with this lock timeout, in whole seconds: the server accepts no fractions.
 pub(super) fn session(patience_seconds: u64) -> SqlStr {
     AssertSqlSafe(SESSION.replace("{patience}", &patience_seconds.to_string())).into_sql_str()
 }
@@ -206,35 +214,38 @@ pub(super) fn quoted(identifier: &str) -> String {
     format!("`{}`", identifier.replace('`', "``"))
 }
 
-/// Whole numbers all the way. Unlike `UNIX_TIMESTAMP` it knows years after 2038.
+/// Integers only. Unlike `UNIX_TIMESTAMP`, it supports years after 2038.
 pub(super) const NOW: &str = "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6))";
 
-/// Whether the row that stands in the way of an insert can be had.
+/// Whether the existing row that an insert conflicts with is free.
 const FREE: &str = "{locks}.claim IS NULL OR {locks}.until <= VALUES(since)";
 
-/// Whether the server means to be written to. A replica refuses users with few rights by itself, and lets those with many do as they like: they would
-/// be granted there what somebody holds at the primary. Cast, because some servers tell a number and some a word.
+/// Whether the server is writable. A replica itself refuses only users with few privileges. Others
+/// would be granted locks there that are held on the primary. The cast is needed because servers
+/// return a number or a string.
 pub(super) const WRITABLE: &str = "CAST(@@global.read_only AS CHAR) IN ('0', 'OFF')";
 
 const META: &str = "SELECT version, store, {writable} FROM {meta} WHERE id = 1";
 
-/// Grants the key, unless somebody holds it, the claim itself included. The token comes back as the *last insert id*, in the answer to the
-/// statement itself; zero says that nothing was granted. (The number of rows does not tell: this client has a row counted that was found and
-/// left as it is.)
+/// Grants the key, unless a claim holds it, even the given one. The response contains the token as
+/// the *last insert id*; zero means that nothing was granted. (The affected row count does not
+/// tell: sqlx counts a row that was found and left unchanged.)
 ///
-/// Who sees in its snapshot that the key is held selects nothing, so a busy attempt costs no write, no lock and no flush; then nothing sets the
-/// id, and it is zero. Who sees it free inserts, or meets a row. If that is held by now, because somebody was faster, all columns keep their
-/// values, and the id that the select has set is set to zero again.
+/// If the key is held in the statement's snapshot, nothing is selected. A busy attempt then costs
+/// no write, no lock and no flush, and the id stays zero. If the key is free in the snapshot, the
+/// statement inserts, or meets a row. If that row is held by now, all columns keep their values,
+/// and the id is reset to zero.
 ///
-/// Assignments are made from left to right and see what was assigned before. So the columns by which a row is known to be free change last:
-/// `claim` when the others are done, and `until` when it can be seen from the new `claim` and `since` that this grant was made just now.
+/// Assignments run from left to right and see earlier assignments. So the columns that show that
+/// the row is free change last. `claim` changes after the others. `until` changes when the new
+/// `claim` and `since` show that this grant was just created.
 ///
-/// The new token is above those of this row as it was seen and as it is, and above those of all purged rows: in a snapshot, a row is there or
-/// the floor covers it.
+/// The new token is above those of this row, both in the snapshot and at the write, and above those
+/// of all purged rows. In a snapshot, either the row exists or the floor covers it.
 ///
-/// Without a lease, and its end, it is what a session notes.
+/// With an `{end}` of zero instead of a lease, it is the note of a session.
 ///
-/// id, namespace, key, claim, block, label, lease, id
+/// Parameters: id, namespace, key, claim, block, label, lease, id.
 static ACQUIRE: LazyLock<String> = LazyLock::new(|| {
     let kept =
         |column: &str| format!("{column} = IF({{free}}, VALUES({column}), {{locks}}.{column})");
@@ -259,28 +270,30 @@ static ACQUIRE: LazyLock<String> = LazyLock::new(|| {
     )
 });
 
-/// Grants the key like [`ACQUIRE`], if there is a row that nobody holds: for less than half of the server's time, as it neither reads what is there
-/// beforehand nor tries to insert. For those who guess so: otherwise it may wait for a row that is locked, and the *last insert id* is zero.
+/// Grants the key like [`ACQUIRE`], if a free row exists. Takes less than half of the server's
+/// time, because it neither reads a snapshot nor tries to insert. For keys that this process
+/// expects to be free: otherwise it may wait for a locked row, and the *last insert id* is zero.
 ///
-/// The row's own token covers all of the key's that came before: a row is made above those of deleted ones. It stands first, because assignments
-/// see what was assigned before.
+/// The row's own token covers all earlier ones of the key, because a new row starts above those of
+/// deleted rows. It is assigned first, because later assignments are visible to it.
 ///
-/// block, label, claim, lease, id
+/// Parameters: block, label, claim, lease, id.
 const TAKE_AGAIN: &str = "\
     UPDATE {locks} SET \
         token = LAST_INSERT_ID(GREATEST({now}, token + block)), \
         block = ?, label = ?, since = {now}, claim = ?, until = {now} + ? \
     WHERE id = ? AND (claim IS NULL OR until <= {now}) AND {writable}";
 
-/// id
+/// The current grant of a key. Parameter: id.
 const LOOK: &str = "\
     SELECT lock_key, claim, token, label, {now} - since, until - {now} \
     FROM {locks} \
     WHERE id = ? AND claim IS NOT NULL AND until > {now}";
 
-/// Who holds one key or those of a namespace, by a lease, or by a connection that has the row locked and has said so; see [`row_name`].
+/// Returns the query for holders of one key or of a namespace. The holder is a lease, or a
+/// connection that has the row locked and has taken the named lock of [`row_name`].
 ///
-/// id or namespace
+/// Parameter: id or namespace.
 fn holders(who: &str, holding: &str) -> String {
     format!(
         "SELECT lock_key, token, label, {{now}} - since, IF(until > {{now}}, until - {{now}}, NULL) \
@@ -289,29 +302,30 @@ fn holders(who: &str, holding: &str) -> String {
     )
 }
 
-/// The claim that is noted in the row, and the number of the connection that has the row locked for it.
-///
-/// id
+/// The claim that is noted in the row, and the id of the connection that has the row locked for it.
+/// Parameter: id.
 const HOLDING: &str =
     "SELECT claim, CAST({holding} AS SIGNED) FROM {locks} WHERE id = ? AND claim IS NOT NULL";
 
-/// Which connection has the row locked for its claim, if any.
+/// The connection that has the row locked for its claim, if any.
 const HOLDING_CONNECTION: &str = "IS_USED_LOCK(CONCAT('lock_registry_row_', LOWER(HEX(claim))))";
 
-/// What a connection says with which a row is locked for this claim: it has a named lock of this name, which is nobody else's.
+/// Returns the name of the named lock that a connection takes while it has the row locked for this
+/// claim. The name is unique.
 pub(super) fn row_name(claim: ClaimId) -> String {
     format!("lock_registry_row_{claim}")
 }
 
-/// Prolongs the grants that are still alive.
+/// Renews the grants that have not expired.
 ///
-/// A row that somebody else has locked, for a fence perhaps, is passed over, so that it does not hold up the others. The limit keeps the inner
-/// select from being merged into the update, which could not pass over anything. Which tables and which index are read first is not left to the
-/// server: in a small table it prefers to read all rows, and locks what it reads.
+/// A row that another transaction has locked, perhaps for a fence, is skipped, so that it does not
+/// delay the others. The limit prevents the server from merging the inner select into the update,
+/// which cannot skip rows. The order of tables and the index are forced: in a small table, the
+/// server would read all rows, and lock what it reads.
 ///
 /// A claim's id is random and belongs to one key, so the two lists need not be lists of pairs.
 ///
-/// ids, claims, limit, lease
+/// Parameters: ids, claims, limit, lease.
 const RENEW: &str = "\
     UPDATE ( \
         SELECT id FROM {locks} FORCE INDEX (PRIMARY) \
@@ -320,60 +334,59 @@ const RENEW: &str = "\
     STRAIGHT_JOIN {locks} AS l FORCE INDEX (PRIMARY) ON l.id = found.id \
     SET l.until = GREATEST(l.until, {now} + ?)";
 
-/// Those of the claims that hold something, with the time that they have left.
-///
-/// ids
+/// The claims that hold one of the keys, with the time that they have left. Parameters: ids.
 const LASTING: &str = "\
     SELECT claim, until - {now} FROM {locks} \
     WHERE id IN ({items}) AND claim IS NOT NULL AND until > {now}";
 
-/// Those of the keys that are held, with the token of the grant.
-///
-/// ids
+/// The held keys among these, with the tokens of their grants. Parameters: ids.
 const HELD: &str = "\
     SELECT id, token FROM {locks} WHERE id IN ({items}) AND claim IS NOT NULL AND until > {now}";
 
 /// Ends the grant of one claim. The row stays, for its tokens.
 ///
-/// An ended grant is left as it is: it is as free as it can be, and the caller is told that it held nothing. Rows that were found are counted,
-/// and the old `until` is in the future, so this changes what it finds.
+/// An expired grant is not changed: it is already free, and the result is that the claim held
+/// nothing. Found rows are counted as affected, and the old `until` is in the future, so every
+/// found row is changed.
 ///
-/// Unused tokens of the block are reserved again, so that tokens do not outrun the clock.
+/// Unused tokens of the block become available again, so that tokens do not outrun the clock.
 ///
-/// tokens used, id, claim
+/// Parameters: tokens used, id, claim.
 const RELEASE: &str = "\
     UPDATE {locks} SET claim = NULL, until = {now}, block = LEAST(block, ?) \
     WHERE id = ? AND claim = ? AND until > {now}";
 
-/// Ends the grant of whoever holds the key.
-///
-/// id
+/// Ends the lease on the key, whatever claim holds it. Parameter: id.
 const FORCE_RELEASE: &str = "\
     UPDATE {locks} SET claim = NULL, until = {now} WHERE id = ? AND claim IS NOT NULL AND until > {now}";
 
-/// Finds the grant as it was made, and keeps its row as it is until the caller's transaction ends. Tells whether that is also what the transaction reads, or whether
-/// it goes on reading what was there before: the inner select is one that locks nothing. It depends on the outer one, so that it does not make the transaction begin to read while that waits.
+/// Finds the grant with its token, and locks its row until the caller's transaction ends. Returns
+/// whether the transaction's snapshot shows that grant: the inner select locks nothing. The inner
+/// select depends on the outer one, so that the snapshot does not begin while the outer select
+/// waits.
 ///
-/// id, claim, token, token
+/// Parameters: id, claim, token, token.
 const FENCE: &str = "\
     SELECT {is_seen} FROM {locks} AS l \
     WHERE l.id = ? AND l.claim = ? AND l.token <= ? AND ? < l.token + l.block AND l.until > {now} FOR UPDATE";
 
-/// Whether what a locking select has found as `l` is seen by one that locks nothing.
+/// Whether a select that locks nothing sees the row `l` that a locking select has found.
 const IS_SEEN: &str = "\
     CAST(EXISTS (SELECT 1 FROM {locks} AS seen WHERE seen.id = l.id AND seen.claim = l.claim AND seen.token = l.token) AS SIGNED)";
 
-/// Whether nobody holds a lease on the key, and whether the row still names the last holder; nothing if there is no row.
+/// Whether no lease is held on the key, and whether the row still names the last holder. No result
+/// if there is no row.
 ///
-/// id
+/// Parameter: id.
 const IS_FREE: &str = "\
     SELECT CAST(claim IS NULL OR until <= {now} AS SIGNED), CAST(claim IS NOT NULL AS SIGNED) \
     FROM {locks} WHERE id = ?";
 
-/// Takes a holder's claim out of the row if it has ended without a trace: by its lease, or with a connection. So the row changes after all that such a
-/// holder wrote. Waits for nobody who has locked the row. How it is found is as in [`RENEW`].
+/// Removes a holder's claim that ended without a write: by its lease, or with a connection. So the
+/// row changes after all writes of that holder. Skips a row that another transaction has locked.
+/// The row is found as in [`RENEW`].
 ///
-/// id
+/// Parameter: id.
 const CLEAR_ENDED: &str = "\
     UPDATE ( \
         SELECT id FROM {locks} FORCE INDEX (PRIMARY) \
@@ -382,81 +395,87 @@ const CLEAR_ENDED: &str = "\
     STRAIGHT_JOIN {locks} AS l FORCE INDEX (PRIMARY) ON l.id = found.id \
     SET l.claim = NULL";
 
-/// Makes a row that nobody holds, unless there is one.
+/// Creates a free row, unless the key has a row.
 ///
-/// id, namespace, key
+/// Parameters: id, namespace, key.
 const MAKE_ROW: &str = "\
     INSERT IGNORE INTO {locks} (id, namespace, lock_key, claim, token, block, label, since, until) \
     SELECT ?, ?, ?, NULL, GREATEST(clock.now, clock.floor + 1), 1, NULL, clock.now, clock.now \
     FROM (SELECT {now} AS now, floor FROM {meta} WHERE id = 1) AS clock";
 
-/// Locks the row if nobody else has, and tells whether there is a lease on it, the next token, and the newest grant.
+/// Locks the row if no other transaction has. Returns whether there is a lease on it, the next
+/// token, and claim and token of the newest grant.
 ///
-/// id
+/// Parameter: id.
 const LOCK_ROW: &str = "\
     SELECT CAST(claim IS NOT NULL AND until > {now} AS SIGNED), CAST(GREATEST({now}, token + block) AS SIGNED), claim, token \
     FROM {locks} WHERE id = ? FOR UPDATE SKIP LOCKED";
 
-/// Whether a transaction that has the row locked also reads it as it is, or goes on reading what was there before; and which tables these are. A statement of its own: one that
-/// locked the row with the same breath would begin to read even if the row is not to be had.
+/// Whether a transaction that has the row locked also sees its current version in the snapshot; and
+/// the id of the tables. A separate statement: if it also locked the row, it would begin the
+/// snapshot even when the row is locked by another transaction.
 ///
-/// id, claim, token
+/// Parameters: id, claim, token.
 const ROW_SEEN_IN: &str = "\
     SELECT store, CAST(EXISTS (SELECT 1 FROM {locks} WHERE id = ? AND claim <=> ? AND token = ?) AS SIGNED) FROM {meta} WHERE id = 1";
 
-/// Writes the token of a grant that is as long as the transaction; for others, there is a free row behind it.
+/// Writes the token of a grant that lasts as long as the transaction, and leaves a free row.
 ///
-/// token, id
+/// Parameters: token, id.
 const RAISE_TOKEN: &str = "\
     UPDATE {locks} SET claim = NULL, token = ?, block = 1, label = NULL, since = {now}, until = {now} WHERE id = ?";
 
-/// Takes a named lock for the session, and looks whether a claim of this session is still noted in the row, and what time it is, if the server means to
-/// be written to. Changes nothing.
+/// Takes a named lock for the session. Returns the time if a claim of this session is still noted
+/// in the row and the server is writable. Changes nothing.
 ///
-/// The row is looked for when the lock has been asked for and not before, because what is looked for depends on the answer; what a statement of its own reads first decides what
-/// it sees. So it sees all that was done by those who had the lock before. The limit is for servers that could make a join of it.
+/// The row is read only after the lock was requested, because the row's id in the query depends on
+/// the result. The first read of a statement determines what it sees. So the subquery sees all
+/// writes of earlier holders of the lock. The limit prevents servers from turning the subquery into
+/// a join.
 ///
-/// id, claim, name, seconds
+/// Parameters: id, claim, name, seconds.
 const SESSION_LOOK: &str = "\
     SELECT CONNECTION_ID(), tried.got, \
         (SELECT {now} FROM {locks} AS l \
         WHERE l.id = IF(tried.got = 1, CAST(? AS BINARY(32)), NULL) AND l.claim = ? AND {writable} LIMIT 1) \
     FROM (SELECT CAST(GET_LOCK(?, ?) AS SIGNED) AS got) AS tried";
 
-/// Whether nobody has the named lock, nor a lease on the row.
+/// Whether the named lock is free and there is no lease on the row.
 ///
-/// name, id
+/// Parameters: name, id.
 const SESSION_IS_FREE: &str = "\
     SELECT CAST(IS_FREE_LOCK(?) AND NOT EXISTS ( \
         SELECT 1 FROM {locks} WHERE id = ? AND claim IS NOT NULL AND until > {now}) AS SIGNED)";
 
 /// Notes a claim whose token was reserved by an earlier claim of the session that has the lock.
 ///
-/// claim, token, block, id, noted, token, token
+/// Parameters: claim, token, block, id, noted, token, token.
 const SESSION_MARK: &str = "\
     UPDATE {locks} SET claim = ?, token = ?, block = ? \
     WHERE id = ? AND claim = ? AND token <= ? AND ? < token + block";
 
-/// Has the row there with what was noted in it by the session that has the lock: rows without a lease are purged after a while. One that is there
-/// is left as it is, and waits for nobody who has locked it for a fence.
+/// Creates the row again with the note of the session that has the lock, because rows without a
+/// lease are purged after a while. An existing row stays unchanged, and the statement does not wait
+/// for a fence that has it locked.
 ///
-/// id, namespace, key, claim, token, block
+/// Parameters: id, namespace, key, claim, token, block.
 const SESSION_KEEP: &str = "\
     INSERT IGNORE INTO {locks} (id, namespace, lock_key, claim, token, block, label, since, until) \
     SELECT ?, ?, ?, ?, ?, ?, NULL, {now}, 0 FROM DUAL";
 
-/// Like [`FENCE`], for a lock that ends with a connection: whoever comes next changes the row first, whatever became of the connection. Shared,
-/// with that connection perhaps.
+/// Like [`FENCE`], for a lock that ends with a connection: the next grant changes the row first,
+/// even if the connection has ended. The lock is shared, because that connection may also have it.
 ///
-/// id, claim, token, token
+/// Parameters: id, claim, token, token.
 const FENCE_HELD: &str = "\
     SELECT {is_seen} FROM {locks} AS l \
     WHERE l.id = ? AND l.claim = ? AND l.token <= ? AND ? < l.token + l.block LOCK IN SHARE MODE";
 
-/// Notes a claim and a larger token in the row, unless somebody holds a lease on it or a transaction has locked it; whether it did, the *last
-/// insert id* tells. Waits for nobody. What is left is a free row, for those who want a lease. How the row is found is as in [`RENEW`].
+/// Notes a claim and a larger token in the row, unless there is a lease on it or a transaction has
+/// locked it. The *last insert id* shows whether it did. Does not wait. For lease claims, the row
+/// stays free. The row is found as in [`RENEW`].
 ///
-/// id, claim, block, label
+/// Parameters: id, claim, block, label.
 const ROW_NOTE: &str = "\
     UPDATE ( \
         SELECT id FROM {locks} FORCE INDEX (PRIMARY) \
@@ -468,35 +487,38 @@ const ROW_NOTE: &str = "\
 
 /// Locks the row for a transaction, if the claim is noted in it.
 ///
-/// Shared, which keeps out whoever would note a claim, lock it for a transaction or take a lease, and leaves room for a fence of the holder's.
+/// The lock is shared: it excludes statements that note a claim, lock the row for a transaction or
+/// take a lease. It allows a fence of the holder.
 ///
-/// id, claim
+/// Parameters: id, claim.
 const ROW_LOCK: &str = "\
     SELECT CONNECTION_ID() FROM {locks} WHERE id = ? AND claim = ? LOCK IN SHARE MODE";
 
-/// How long somebody's lease on the key still lasts, if there is one; nothing if there is no row.
+/// The remaining time of a lease on the key, or NULL without one. No result if there is no row.
 ///
-/// id
+/// Parameter: id.
 const ROW_SEEN: &str = "\
     SELECT IF(claim IS NOT NULL AND until > {now}, until - {now}, NULL) FROM {locks} WHERE id = ?";
 
-/// The dead rows of a piece, with the largest of their tokens. A piece follows a place that is chosen at random: ids are hashes, so all
-/// rows are found equally often.
+/// The dead rows of a piece, each with its largest token. A piece starts at a random place: ids are
+/// hashes, so all rows are found equally often.
 ///
-/// place, rows, microseconds that a row must have been dead for
+/// Parameters: place, rows, microseconds that a row must have been dead for.
 const PIECE: &str = "\
     SELECT piece.id, piece.token + piece.block - 1 \
     FROM (SELECT id, token, block, GREATEST(since, until) AS until FROM {locks} WHERE id >= ? ORDER BY id LIMIT ?) AS piece \
     WHERE piece.until <= {now} - ?";
 
-/// Remembers the largest token of rows that will be deleted. Before they are: in between, a token is covered twice.
+/// Records the largest token of rows before they are deleted. Between the two statements, a token
+/// is covered twice.
 ///
-/// token, token
+/// Parameters: token, token.
 const RAISE_FLOOR: &str = "UPDATE {meta} SET floor = ? WHERE id = 1 AND floor < ?";
 
-/// Deletes dead rows whose tokens are covered by the floor. Asks each row again, as it may have come alive since it was found.
+/// Deletes dead rows whose tokens are covered by the floor. Checks each row again, because it may
+/// have been granted since it was found.
 ///
-/// ids, microseconds that a row must have been dead for, token
+/// Parameters: ids, microseconds that a row must have been dead for, token.
 const PURGE: &str = "\
     DELETE l FROM {locks} AS l FORCE INDEX (PRIMARY) \
     WHERE l.id IN ({items}) AND GREATEST(l.since, l.until) <= {now} - ? AND l.token + l.block - 1 <= ?";

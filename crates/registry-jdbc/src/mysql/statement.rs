@@ -1,4 +1,4 @@
-//! Fills the statements of `sql` in.
+//! Binds values to the statements of `sql`.
 
 use std::time::Duration;
 
@@ -20,7 +20,7 @@ pub(super) struct Statements {
     pub(super) namespace: String,
 }
 
-/// By what somebody may hold a key that is asked for.
+/// Which kinds of holder a query includes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum By {
     Whatever,
@@ -36,12 +36,12 @@ impl Statements {
         query(self.texts.meta.safe())
     }
 
-    /// The same on a connection of the caller.
+    /// Like [`meta`](Self::meta), for a connection of the caller.
     pub(super) fn meta_there(&self) -> RawSql {
         plain(&self.texts.meta, &[])
     }
 
-    /// The same as it is now, without a snapshot.
+    /// Like [`meta_there`](Self::meta_there), but reads the latest version instead of the snapshot.
     pub(super) fn meta_now_there(&self) -> RawSql {
         plain(&self.texts.meta_now, &[])
     }
@@ -53,7 +53,7 @@ impl Statements {
         statement.bind(micros(claim.lease())).bind(id_bytes(id))
     }
 
-    /// The same for a row that is there.
+    /// Like [`acquire`](Self::acquire), for a row that exists.
     pub(super) fn take_again(&self, claim: &Claim) -> Statement {
         query(self.texts.take_again.safe())
             .bind(i64::from(claim.token_block()))
@@ -63,7 +63,8 @@ impl Statements {
             .bind(id_bytes(self.row(claim.key())))
     }
 
-    /// A grant of no time and of so many tokens: for those who want a lease the row is free, and its tokens count.
+    /// A grant without a lease that reserves `block` tokens. For lease claims the row is free, but
+    /// its tokens count.
     pub(super) fn session_note(&self, claim: &Claim, block: i64) -> Statement {
         let id = self.row(claim.key());
         let statement = self.granting(&self.texts.session_note, id, claim, block);
@@ -133,7 +134,7 @@ impl Statements {
             .bind(i64::from(claim.token_block()))
     }
 
-    /// The name is the row's id.
+    /// The named lock's name is the row's id.
     pub(super) fn session_look(
         &self,
         key: &Key,
@@ -145,7 +146,7 @@ impl Statements {
         statement.bind(noted.to_bytes().to_vec()).bind(id.hex()).bind(patience_seconds)
     }
 
-    /// The name is the row's id.
+    /// The named lock's name is the row's id.
     pub(super) fn session_is_free(&self, key: &Key) -> Statement {
         let id = self.row(key);
         query(self.texts.session_is_free.safe()).bind(id.hex()).bind(id_bytes(id))
@@ -214,7 +215,7 @@ impl Statements {
         plain(&self.texts.raise_token, &[Value::Number(token), self.value(key)])
     }
 
-    /// All of the claims want the same lease.
+    /// All claims must have the same lease.
     pub(super) fn renew(&self, claims: &[&Claim], lease: Duration) -> Statement {
         let statement = query(Texts::sized(&self.texts.renew, claims.len()).safe());
         let statement = self.with_rows(statement, claims);
@@ -266,7 +267,7 @@ pub(super) fn purge(texts: &Texts, ids: &[Vec<u8>], dead_for: Duration, token: i
     filled(statement, ids.iter().cloned()).bind(micros(dead_for)).bind(token)
 }
 
-/// Binds the items, and NULLs for those that the text has room for.
+/// Binds the items, and NULLs for the remaining parameters of the text.
 pub(super) fn filled<T>(statement: Statement, items: impl ExactSizeIterator<Item = T>) -> Statement
 where
     T: Encode<'static, MySql> + Type<MySql> + Send + 'static,
@@ -289,7 +290,7 @@ fn micros(duration: Duration) -> i64 {
     i64::try_from(duration.as_micros()).unwrap_or(i64::MAX)
 }
 
-/// What a row tells in microseconds.
+/// Converts microseconds of a row to a duration; negative values become zero.
 pub(super) fn span(micros: i64) -> Duration {
     Duration::from_micros(u64::try_from(micros).unwrap_or(0))
 }

@@ -1,13 +1,17 @@
-//! Wakes those who wait for a key, when it has been released, by whichever process. Only a hint: the engine asks the store.
+//! Wakes waiters of a key after a release by any process. Only a hint: the engine then queries the
+//! store.
 //!
-//! These servers tell nobody of changes, so somebody has to look. One task per backend looks at all awaited keys for which it is time, with one
-//! plain read by primary key; it exists only while somebody waits, and a moment longer. It writes and locks nothing.
+//! These servers send no notifications, so the store polls. One task per backend polls all awaited
+//! keys that are due, with one plain read by primary key. The task exists while there are waiters,
+//! and [`LINGER`] longer. It writes and locks nothing.
 //!
-//! - How often: the pause between two looks at a key is an eighth of the time that it has been waited for. So a lock that is held for 8 ms is
-//!   had 1 ms late, one that is held for a second an eighth of a second late, and a long wait costs its server few looks.
-//! - It spends a tenth of the time on looking: the next look is no sooner than nine times what the last one took. A server under load answers
-//!   late, and is asked less.
-//! - It wakes a waiter whose key it finds free, or held by another grant than the waiter was told of when it came.
+//! - The pause between two polls of a key is an eighth of the time since the wait began, between 5
+//!   and 250 ms. So a release after one second is seen up to an eighth of a second late. A long
+//!   wait costs the server few polls.
+//! - Polling takes at most a tenth of the time: after each poll, the task pauses for nine times its
+//!   duration. A server under load answers late, and is polled less.
+//! - A waiter is woken if its key is free, or is held by another grant than the one that the waiter
+//!   knows.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -27,22 +31,22 @@ use super::sql;
 use super::statement::Statements;
 use crate::server::{Errand, RowId};
 
-/// The pause between two looks at a key is this part of the time that it has been waited for.
+/// The divisor of the wait so far that gives the pause between two polls of a key.
 const PART_OF_WAIT: u32 = 8;
-/// But not shorter than this,
+/// The minimum pause.
 const PAUSE_MIN: Duration = Duration::from_millis(5);
-/// nor longer than this.
+/// The maximum pause.
 const PAUSE_MAX: Duration = Duration::from_millis(250);
-/// Of so many units of time, one may be spent on looking.
+/// One of this many units of time may be spent on polling.
 const SHARE: u32 = 10;
-/// But the rest after a look is not longer than this: a server that was away is looked at soon after it is back.
+/// The maximum pause after a poll, so that a server is polled soon after an outage.
 const REST_MAX: Duration = Duration::from_secs(1);
-/// A look that was answered counts for this long: longer than the longest pause and rest together.
+/// How long a successful poll counts as recent: longer than the longest pause and rest together.
 const ANSWERED_LATELY: Duration = Duration::from_secs(2);
-/// How long the task stays without waiters: who waited once will again.
+/// How long the task stays without waiters, because another wait is likely.
 const LINGER: Duration = Duration::from_secs(1);
 
-/// Those who wait in this backend.
+/// The waiters of this backend.
 pub(super) struct Wakes {
     shared: Arc<Shared>,
 }
@@ -51,7 +55,7 @@ struct Shared {
     link: Arc<Link>,
     statements: Arc<Statements>,
     waiting: Mutex<Waiting>,
-    /// Somebody came, or the last one went, or a look is due before its time.
+    /// A waiter was added, the last one left, or a poll became due early.
     news: Notify,
 }
 
@@ -60,16 +64,16 @@ struct Waiting {
     waiters: HashMap<u64, Waiter>,
     next_id: u64,
     task: Option<JoinHandle<()>>,
-    /// When the server last answered a look at all keys that were due.
+    /// When the server last answered a poll of all due keys.
     answered_at: Option<Instant>,
 }
 
 struct Waiter {
     row: RowId,
-    /// The token of the grant that the waiter knows of.
+    /// The token of the grant that the waiter knows.
     mark: u64,
     since: Instant,
-    /// When to look next.
+    /// When to poll next.
     due: Instant,
     wake: oneshot::Sender<()>,
 }
@@ -80,17 +84,18 @@ impl Wakes {
         Self { shared: Arc::new(Shared { link, statements, waiting, news }) }
     }
 
-    /// Returns when the lock in `row` may be free. `mark` is the token of the grant that stood in the way.
+    /// Returns when the lock in `row` may be free. `mark` is the token of the grant that made the
+    /// attempt fail.
     pub(super) async fn wait(&self, row: RowId, mark: u64) {
         let (wake, woken) = oneshot::channel();
         let now = Instant::now();
         let waiter = Waiter { row, mark, since: now, due: now + jittered(PAUSE_MIN), wake };
         let _place = self.enter(waiter);
-        // An end without a word is the close.
+        // A dropped sender means that the backend was closed.
         let _ = woken.await;
     }
 
-    /// Returns whether the task looks at all awaited keys, and the server has answered it lately.
+    /// Returns whether the task polls all awaited keys, and the server has answered it recently.
     pub(super) fn are_confirmed(&self) -> bool {
         let waiting = self.shared.waiting();
         waiting.task.as_ref().is_some_and(|task| !task.is_finished())
@@ -111,7 +116,7 @@ impl Wakes {
         Place { shared: &self.shared, id }
     }
 
-    /// Looks at this key at once, if anybody waits for it: this process itself has released it.
+    /// Polls this key at once if it has waiters: this process has released it.
     pub(super) fn look_soon(&self, key: &Key) {
         let mut waiting = self.shared.waiting();
         if waiting.waiters.is_empty() {
@@ -125,7 +130,8 @@ impl Wakes {
         self.shared.news.notify_one();
     }
 
-    /// Ends the task. Those who wait, in other registries over the same store, are woken to come again; it begins anew with the first of them.
+    /// Ends the task. Waiters, which belong to other registries over the same store, are woken to
+    /// try again. The first new waiter starts the task again.
     pub(super) fn close(&self) {
         let mut waiting = self.shared.waiting();
         if let Some(task) = waiting.task.take() {
@@ -151,7 +157,7 @@ impl fmt::Debug for Wakes {
     }
 }
 
-/// A waiter's place; leaving it is dropping it.
+/// A registered waiter. Dropping it removes the waiter.
 struct Place<'a> {
     shared: &'a Shared,
     id: u64,
@@ -169,11 +175,11 @@ impl Drop for Place<'_> {
 
 impl Shared {
     fn waiting(&self) -> MutexGuard<'_, Waiting> {
-        // No code that runs under it can panic half-way through a change.
+        // No code that runs under this lock can panic halfway through a change.
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The task.
+    /// Runs the task.
     async fn watch(self: Arc<Self>) {
         loop {
             let next = self.waiting().waiters.values().map(|waiter| waiter.due).min();
@@ -194,7 +200,7 @@ impl Shared {
         }
     }
 
-    /// Ends the task unless somebody has come; under the lock, so that nobody comes in between.
+    /// Ends the task unless there are new waiters. The lock excludes a new waiter in between.
     fn retire(&self) -> bool {
         let mut waiting = self.waiting();
         let idle = waiting.waiters.is_empty();
@@ -204,11 +210,12 @@ impl Shared {
         idle
     }
 
-    /// Looks at the keys for which it is time, and wakes those for whom it is.
+    /// Polls the due keys and wakes their waiters as needed.
     async fn look(&self) {
         let mut answered = true;
         for rows in self.due().chunks(sql::SIZES[sql::SIZES.len() - 1]) {
-            // Trouble wakes nobody: the waiter's own attempt, at the next poll, will meet it and can tell it.
+            // A store error wakes no waiter: the waiter's own attempt, at the next poll, meets the
+            // error and returns it.
             match self.held(rows).await {
                 Ok(held) => self.wake(rows, &held),
                 Err(_) => answered = false,
@@ -219,7 +226,8 @@ impl Shared {
         }
     }
 
-    /// The rows to look at now. Those that would be next in a moment come along, so that one look serves them all.
+    /// Returns the rows to poll now. Rows that are due within half a pause are included, so that
+    /// one poll serves them all.
     fn due(&self) -> Vec<RowId> {
         let now = Instant::now();
         let mut waiting = self.waiting();
@@ -236,7 +244,7 @@ impl Shared {
         rows
     }
 
-    /// Those of the rows that are held, and by which grant.
+    /// Returns the held rows among these, with the tokens of their grants.
     async fn held(&self, rows: &[RowId]) -> Result<HashMap<Vec<u8>, u64>, BackendError> {
         let found = self.link.rows(Errand::Acquire, || self.statements.held(rows)).await?;
         let mut held = HashMap::with_capacity(found.len());
@@ -255,16 +263,17 @@ impl Shared {
                 && held.get(waiter.row.bytes()) != Some(&waiter.mark)
         });
         let woken: Vec<Waiter> = woken.map(|(_, waiter)| waiter).collect();
-        // Whoever is woken may be dropped on the spot, and that leaves the line.
+        // A woken waiter may be dropped at once, and its drop takes the lock.
         drop(waiting);
         for waiter in woken {
-            // Nobody listens if the waiter has just gone.
+            // The receiver may have been dropped.
             let _ = waiter.wake.send(());
         }
     }
 }
 
-/// Returns when `look` says that the lock is free. For locks that the task knows nothing of: it looks at rows.
+/// Returns when `look` reports a free lock. For locks that the task does not know, as it polls rows
+/// only.
 pub(super) async fn until_free<F>(look: impl Fn() -> F)
 where
     F: Future<Output = Result<bool, BackendError>>,
@@ -272,24 +281,24 @@ where
     let began = Instant::now();
     loop {
         sleep(before_next_look(began)).await;
-        // Whoever wants the lock finds out about trouble better than this.
+        // A store error is ignored: the caller's own attempt returns it.
         if matches!(look().await, Ok(true)) {
             return;
         }
     }
 }
 
-/// The pause before the next look of somebody who has looked by himself since then.
+/// Returns the pause before the next poll of a caller that polls on its own since `began`.
 pub(super) fn before_next_look(began: Instant) -> Duration {
     pause(began.elapsed()).mul_f64(0.5 + fastrand::f64() / 2.0)
 }
 
-/// The pause after a wait of this length.
+/// Returns the pause after a wait of this length.
 fn pause(waited: Duration) -> Duration {
     (waited / PART_OF_WAIT).clamp(PAUSE_MIN, PAUSE_MAX)
 }
 
-/// A fifth more or less, so that processes that began to wait together do not look together.
+/// Varies the pause by a fifth, so that processes that began to wait together do not poll together.
 fn jittered(pause: Duration) -> Duration {
     pause.mul_f64(0.8 + 0.4 * fastrand::f64())
 }

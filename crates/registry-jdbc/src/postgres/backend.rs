@@ -1,4 +1,5 @@
-//! What is asked of a lock's row. Says nothing of SQL, see `sql`, and reads no clock: the server's counts.
+//! The lease-based backend: the operations on a lock's row. The statements are in `sql`. Only the
+//! server's clock is used.
 
 use std::fmt;
 use std::time::Duration;
@@ -21,18 +22,23 @@ use super::sql::{self, Text, Texts};
 use super::statement::{Statement, Value};
 use crate::server::{Errand, RecentRows, RowId};
 
-/// Locks in a PostgreSQL database: they exclude all who reach it.
+/// Locks in a PostgreSQL database. They exclude all clients of that database.
 ///
-/// A grant lives until its lease is over on the server's clock. Tokens are that clock's microseconds, or one more than the last of the key
-/// where that is larger: they grow over release, expiry, restart, failover and purge. A grant and a renewal are on the server's disk when
-/// they are answered, if the server is set up so (`synchronous_commit`, `fsync`); a release need not be. A release wakes the waiters of
+/// A grant lasts until its lease ends on the server's clock. A token is that clock's time in
+/// microseconds, or the key's last token plus one if that is larger. So tokens grow across release,
+/// expiry, restart, failover and purge.
+///
+/// A grant or a renewal is on the server's disk when it is answered, if the server is configured so
+/// (`synchronous_commit`, `fsync`). A release need not be. A release wakes the waiting callers of
 /// all processes by `NOTIFY`.
 ///
-/// A standby that is promoted has what it had got until then: with asynchronous replication the last grants may be missing, and
-/// their keys are free. Tokens grow even then, unless its clock is behind by more than the promotion took; so fenced writes stay safe.
+/// A promoted standby has the grants that were replicated to it. With asynchronous replication the
+/// last grants may be missing, and their keys are then free. Tokens grow even then, unless the
+/// standby's clock is behind by more than the promotion took. So fenced writes stay safe.
 ///
-/// The connections are its own: no transaction of the application is ever joined. At most as many as
-/// [configured](PostgresConfig::with_connections) are opened, and three more, however many locks are held or awaited.
+/// The backend uses its own connections and never joins a transaction of the application. It opens
+/// at most as many as [configured](PostgresConfig::with_connections), plus three, independent of
+/// the number of held or awaited locks.
 ///
 /// # Examples
 /// ```no_run
@@ -57,20 +63,24 @@ pub struct PostgresBackend {
     pub(super) ears: Option<Ears>,
     channel: Channel,
     let_go: RecentRows,
-    /// Rows that were awaited, without a wake-up. Their next attempt most likely finds them held, so it begins with the look.
+    /// Rows for which a wait ended without a notification. Their next attempt probably finds them
+    /// held, so it reads the row first.
     not_woken: RecentRows,
 }
 
 impl PostgresBackend {
-    /// Connects to the server, and makes the tables if they are absent.
+    /// Connects to the server, and creates the tables if they are missing.
     ///
     /// # Errors
-    /// [`BackendError`] with a message that says what to do: `Misconfigured` for what cannot work (no such database, missing or newer
-    /// tables, an old server, a name that is none), `Denied` for a wrong user or password or a missing right, `Transient` when the
-    /// server cannot be reached.
+    /// [`BackendError`] with a message that says what to do:
+    ///
+    /// - `Misconfigured` for a missing database, missing or newer tables, an old server or an
+    ///   invalid name.
+    /// - `Denied` for a wrong user or password, or a missing right.
+    /// - `Transient` if the server cannot be reached.
     ///
     /// # Cancel safety
-    /// Dropping the future may leave finished tables behind, never half-made ones.
+    /// Dropping the future may leave complete tables behind, never partial ones.
     pub async fn open(config: PostgresConfig) -> Result<Self, BackendError> {
         let Opened { tables, store } = open::open(&config).await?;
         let channel = Channel::of(RowId::of_namespace(&config.namespace));
@@ -87,39 +97,42 @@ impl PostgresBackend {
         })
     }
 
-    /// The statements that make the tables of this store, for those who let nobody else make tables.
+    /// Returns the statements that create the tables, for installations where this program must not
+    /// create them.
     #[must_use]
     pub const fn schema() -> &'static str {
         sql::SCHEMA
     }
 
-    /// The namespace that this backend's locks live in.
+    /// Returns the namespace of this backend's locks.
     #[must_use]
     pub fn namespace(&self) -> &str {
         &self.config.namespace
     }
 
-    /// Whether releases are heard of.
+    /// Returns whether the backend has a listener.
     pub(super) const fn hears(&self) -> bool {
         self.ears.is_some()
     }
 
-    /// What those need who lock by a session.
+    /// Returns the statements and the channel for the backends whose locks end with a connection.
     pub(super) fn for_session(&self) -> ForSession {
         ForSession { texts: self.texts.clone(), channel: self.channel.clone() }
     }
 
-    /// What those who wait in this namespace listen to.
+    /// Returns the name of this namespace's notification channel.
     pub(super) fn channel(&self) -> &str {
         self.channel.name()
     }
 
-    /// This moment, for [`heard_of`](Self::heard_of).
+    /// Returns the current position in the listener's notifications, for
+    /// [`heard_of`](Self::heard_of).
     pub(super) fn moment(&self) -> u64 {
         self.ears.as_ref().map_or(0, Ears::moment)
     }
 
-    /// Returns when the lock may have been released after `moment`; never if nobody listens.
+    /// Returns when the lock may have been released after `moment`. Never returns if there is no
+    /// listener.
     pub(super) async fn heard_of(&self, key: &Key, moment: u64) {
         match &self.ears {
             Some(ears) => ears.wait(self.row_id(key).short(), moment).await,
@@ -131,12 +144,13 @@ impl PostgresBackend {
         RowId::of(&self.config.namespace, key)
     }
 
-    /// The statement that finds the claim's grant and keeps it from becoming anybody else's.
+    /// Returns the statement that finds the claim's grant and keeps it from passing to another
+    /// claim.
     pub(super) fn fence_statement(&self, claim: &Claim, token: FencingToken) -> Statement<'_> {
         self.fencing(&self.texts.fence, claim, token)
     }
 
-    /// The same for a grant that ends with a connection.
+    /// Returns the same for a grant that ends with a connection.
     pub(super) fn fence_held_statement(&self, claim: &Claim, token: FencingToken) -> Statement<'_> {
         self.fencing(&self.texts.fence_held, claim, token)
     }
@@ -147,7 +161,8 @@ impl PostgresBackend {
         Statement::new(text, [bytes(id.bytes()), claim_id(claim), token])
     }
 
-    /// Grants the key if it is free, or tells who has it. `None` if it was taken or let go in this very moment.
+    /// Grants the key if it is free, or returns its holder. Returns `None` if another client
+    /// acquired or released the key between the statements.
     async fn ask_for(&self, claim: &Claim, mark: u64) -> Result<Option<Attempt>, BackendError> {
         let id = self.row_id(claim.key());
         let block = Value::Number(i64::from(claim.token_block()));
@@ -163,13 +178,14 @@ impl PostgresBackend {
             Statement::new(&self.texts.acquire, values)
         };
         let statement = statement.for_one();
-        // A first request may be carried out after the release of a second one: only the engine repeats it.
+        // Only the engine may retry: the first request may be executed after the release that
+        // follows the second one.
         let rows = self.link.rows(Errand::Acquire, &statement, Repeat::Never).await?;
         if let Some(row) = rows.first() {
             let grant = Grant::new(Some(fencing_token(column(row, 0)?)?), claim.lease());
             return Ok(Some(Attempt::Granted(grant)));
         }
-        // The holder may be this claim itself, by an attempt whose answer was lost.
+        // The holder may be this claim itself, granted by an attempt whose answer was lost.
         self.who_holds(claim, mark).await.map_err(BackendError::as_unknown)
     }
 
@@ -191,17 +207,17 @@ impl PostgresBackend {
         self.link.rows(Errand::Acquire, &statement, Repeat::Harmless).await
     }
 
-    /// What a release says: channel, message, mark.
+    /// Returns the parameters of a release notification: channel, message, mark.
     pub(super) fn news(&self, id: RowId) -> [Value; 3] {
         news(&self.channel, id)
     }
 
-    /// What those who wait for the lock are told.
+    /// Returns the message that wakes the waiting callers of the lock.
     pub(super) fn message(id: RowId) -> Value {
         bytes(&id.short())
     }
 
-    /// Whether a transaction has marked itself as one [with this lock](crate::LockIn).
+    /// Returns whether a transaction has marked itself as [holding this lock](crate::LockIn).
     pub(super) async fn is_locked_in(&self, key: &Key) -> Result<bool, BackendError> {
         let mark = Value::Number(self.row_id(key).mark());
         let statement = Statement::new(&self.texts.locked_in, [mark]);
@@ -210,7 +226,8 @@ impl PostgresBackend {
         column(row, 0)
     }
 
-    /// Reads the row of all, when an attempt was answered with nothing several times: without that row nothing is ever granted.
+    /// Checks that the row of the table `meta` exists, after several attempts without an answer.
+    /// Without that row no lock is ever granted.
     async fn check_meta(&self) -> Result<(), BackendError> {
         let statement = Statement::new(&self.texts.meta, []);
         let rows = self.link.rows(Errand::Acquire, &statement, Repeat::Harmless).await?;
@@ -221,14 +238,16 @@ impl PostgresBackend {
     }
 }
 
-/// The same tables and the same channel, for [`PostgresSessionBackend`](crate::PostgresSessionBackend).
+/// The statements and the channel of this backend, for
+/// [`PostgresSessionBackend`](crate::PostgresSessionBackend) and
+/// [`PostgresRowBackend`](crate::PostgresRowBackend).
 pub(super) struct ForSession {
     pub(super) texts: Texts,
     channel: Channel,
 }
 
 impl ForSession {
-    /// What a release says: channel, message, mark.
+    /// Returns the parameters of a release notification: channel, message, mark.
     pub(super) fn news(&self, id: RowId) -> [Value; 3] {
         news(&self.channel, id)
     }
@@ -250,8 +269,9 @@ impl LockBackend for PostgresBackend {
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        // Between the look at the row and its lock somebody else may take it or let it go. Whoever is that unlucky several times
-        // is told "busy" without a name and comes back at once.
+        // Another client may acquire or release the row between reading and locking it. After
+        // several such attempts the answer is `Busy` without a holder, which makes the engine retry
+        // at once.
         const TRIES_MAX: u32 = 3;
         if self.not_woken.take(self.row_id(claim.key()))
             && let Some(held) = self.who_holds(claim, self.moment()).await?
@@ -265,7 +285,8 @@ impl LockBackend for PostgresBackend {
                 Ok(None) => {}
                 Err(error) => {
                     let is_locked = error::tells_of_locked_row(&error);
-                    // What was faster than an attempt may have been the same attempt, on a connection that had broken.
+                    // An earlier attempt of this loop may itself have been granted, on a connection
+                    // that then broke.
                     let error = if turn > 0 { error.as_unknown() } else { error };
                     if is_locked && self.is_locked_in(claim.key()).await? {
                         return Ok(Attempt::Busy(Busy::new().with_mark(mark)));
@@ -292,7 +313,7 @@ impl LockBackend for PostgresBackend {
         let used = Value::Number(i64::from(claim.token_block()));
         let values = [bytes(id.bytes()), claim_id(claim), channel, message, mark, used];
         let statement = Statement::new(&self.texts.release, values).for_one();
-        // Asked twice, it would say that the claim held nothing. Who repeats it must know that.
+        // A repeated release would return `NotHeld`. So the caller decides whether to repeat it.
         let rows = self.link.rows(Errand::Release, &statement, Repeat::Never).await?;
         let released = freed(&rows);
         if released == Release::Freed {
@@ -303,14 +324,14 @@ impl LockBackend for PostgresBackend {
     }
 
     fn wakes_confirmed(&self, _claim: &Claim, busy: &Busy) -> bool {
-        // The end of a session that holds the key is told to nobody.
+        // The end of a session that holds the key sends no notification.
         busy.retry_after.is_some()
             && self.ears.as_ref().is_some_and(|ears| ears.are_confirmed(busy.mark))
     }
 
     async fn wait(&self, claim: &Claim, busy: &Busy) {
         let id = self.row_id(claim.key());
-        // Stays if this is dropped before it returns.
+        // The note remains if this future is dropped before it returns.
         self.not_woken.note(id);
         self.heard_of(claim.key(), busy.mark).await;
         self.not_woken.take(id);
@@ -340,7 +361,7 @@ impl LockBackend for PostgresBackend {
     }
 }
 
-/// Reads token, label and times, which stand side by side from column `first` on.
+/// Reads token, label and times from four adjacent columns, beginning at `first`.
 pub(super) fn told_of(holder: Holder, row: &PgRow, first: usize) -> Result<Holder, BackendError> {
     let label: Option<Vec<u8>> = column(row, first + 1)?;
     let label = label.map(|label| String::from_utf8_lossy(&label).into_owned());
@@ -370,7 +391,8 @@ pub(super) fn bytes(bytes: &[u8]) -> Value {
     Value::Bytes(bytes.to_vec())
 }
 
-/// As the tables count; leases without end are cut off where a sum with the clock could overflow.
+/// Converts to the unit of the tables. Limits endless leases, so that a sum with the clock cannot
+/// overflow.
 pub(super) fn micros(span: Duration) -> i64 {
     i64::try_from(span.as_micros()).map_or(MICROS_MAX, |micros| micros.min(MICROS_MAX))
 }

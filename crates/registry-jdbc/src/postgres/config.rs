@@ -1,4 +1,5 @@
-//! What must be known to reach a PostgreSQL server, and where the locks are in it.
+//! The configuration of the PostgreSQL stores: server, tables, limits and time-outs. Opens no
+//! connection. Applications build it; `open`, `link` and the listener read it.
 
 use std::fmt;
 use std::path::Path;
@@ -12,7 +13,8 @@ use sqlx::postgres::{PgConnectOptions, PgSslMode};
 use super::statement::Manner;
 use crate::server::{Encryption, PURGE_AFTER_MIN, ROW_LOCKS};
 
-/// Where the locks of a [`PostgresBackend`](crate::PostgresBackend) live.
+/// The configuration of a [`PostgresBackend`](crate::PostgresBackend) and of the other PostgreSQL
+/// stores.
 #[derive(Clone)]
 #[non_exhaustive]
 pub struct PostgresConfig {
@@ -32,7 +34,7 @@ pub struct PostgresConfig {
     pub(super) purge_after: Duration,
 }
 
-/// Whom to trust, and who we are: all in PEM.
+/// Trusted certificates and the client's own certificate, all in PEM.
 #[cfg(feature = "tls")]
 #[derive(Clone, Default)]
 struct Papers {
@@ -54,18 +56,18 @@ impl Papers {
     }
 }
 
-/// Where releases are heard of.
+/// Where the listener receives release notifications.
 #[derive(Clone)]
 pub(super) enum Listen {
-    /// Where the statements go.
+    /// From the server that receives the statements.
     Here,
-    /// Past the pooler that the statements go through.
+    /// From another address, which bypasses the pooler of the statements.
     There(Box<PgConnectOptions>),
-    /// Nowhere: those who wait look by themselves.
+    /// Nowhere: waiting callers poll.
     Off,
 }
 
-/// What the tables are called, and who makes them.
+/// The names of the tables, and whether the store creates them.
 #[derive(Debug, Clone)]
 pub(super) struct Tables {
     pub(super) schema: Option<String>,
@@ -74,25 +76,30 @@ pub(super) struct Tables {
 }
 
 impl PostgresConfig {
-    /// Locks in this database of the server at `host`, which is a name or an address; in the namespace `default`.
+    /// Returns a configuration for this database of the server at `host`, which is a name or an
+    /// address. The namespace is `default`.
     #[must_use]
     pub fn new(host: &str, port: u16, database: &str) -> Self {
         Self::of(bare().host(host).port(port).database(database))
     }
 
-    /// Locks in this database of the server whose sockets are in this folder.
+    /// Returns a configuration for this database of the server whose Unix sockets are in `folder`.
     #[must_use]
     pub fn unix(folder: impl AsRef<Path>, port: u16, database: &str) -> Self {
         let server = bare().socket(folder.as_ref());
         Self::of(server.port(port).database(database))
     }
 
-    /// Locks at `postgres://[USER[:PASSWORD]@]HOST[:PORT][/DATABASE]`, where HOST may be a folder of sockets with `%2F` for its slashes. What is left
-    /// out is the user of this process, no password, port 5432, and the database of the user's name. Neither the environment (`PGPASSWORD` and
-    /// the like) nor a file of passwords is asked for it: what they say may be for another server.
+    /// Parses `postgres://[USER[:PASSWORD]@]HOST[:PORT][/DATABASE]`.
+    ///
+    /// HOST may be a directory of Unix sockets, with `%2F` for its slashes. Defaults: the user of
+    /// this process, no password, port 5432, and the database with the user's name. Environment
+    /// variables such as `PGPASSWORD` and password files are ignored, because they may belong to
+    /// another server.
     ///
     /// # Errors
-    /// `Misconfigured` if the URL cannot be read. It is not repeated: it may hold a password.
+    /// `Misconfigured` if the URL cannot be parsed. The error does not repeat the URL, which may
+    /// contain a password.
     pub fn from_url(url: &str) -> Result<Self, BackendError> {
         read_url(url).map(Self::of).ok_or_else(|| {
             unusable(
@@ -121,16 +128,16 @@ impl PostgresConfig {
         }
     }
 
-    /// How long a statement may stay unanswered, unless it is set: above the engine's own time-out.
+    /// The default time limit for a response. It is longer than the engine's own time-out.
     pub const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
 
-    /// How long rows of free keys are kept, unless it is set.
+    /// The default time for which rows of free keys are kept.
     pub const PURGE_AFTER: Duration = Duration::from_secs(60 * 60);
 
-    /// How long a statement waits for a row, unless it is set.
+    /// The default time limit for waiting for a row that another transaction has locked.
     pub const BUSY_TIMEOUT: Duration = Duration::from_secs(1);
 
-    /// The same as this user, with this password if one is asked for.
+    /// Sets the user, and the password that is sent if the server requests one.
     #[must_use]
     pub fn with_login(mut self, user: &str, password: Option<&str>) -> Self {
         self.server = self.server.username(user);
@@ -140,7 +147,7 @@ impl PostgresConfig {
         self
     }
 
-    /// The same with connections that are encrypted in this way. [`Encryption::Preferred`] unless set.
+    /// Sets how connections are encrypted. Default: [`Encryption::Preferred`].
     #[must_use]
     pub fn with_encryption(mut self, encryption: Encryption) -> Self {
         self.encryption = encryption;
@@ -155,8 +162,10 @@ impl PostgresConfig {
         self
     }
 
-    /// The same with servers that are verified against these certificates (PEM) beside the host's authorities, and made out to the
-    /// host's name unless [`with_encryption`](Self::with_encryption) says otherwise afterwards. Feature `tls`.
+    /// Trusts these certificates (PEM) in addition to the host's authorities. Feature `tls`.
+    ///
+    /// Also sets [`Encryption::VerifyHost`]; a later call of
+    /// [`with_encryption`](Self::with_encryption) overrides that.
     #[cfg(feature = "tls")]
     #[must_use]
     pub fn with_certificate_authority(mut self, certificates: impl Into<Vec<u8>>) -> Self {
@@ -164,7 +173,8 @@ impl PostgresConfig {
         self.with_encryption(Encryption::VerifyHost)
     }
 
-    /// The same with this certificate (PEM), which tells the server who we are; `key` (PEM) is its private key. Feature `tls`.
+    /// Sets the client certificate (PEM) and its private key (PEM), which identify this program to
+    /// the server. Feature `tls`.
     #[cfg(feature = "tls")]
     #[must_use]
     pub fn with_client_certificate(
@@ -176,11 +186,14 @@ impl PostgresConfig {
         self
     }
 
-    /// The same with releases that are heard of at this URL, for a server behind a pooler: `LISTEN` needs a connection that stays
-    /// with the server. Encrypted in the same way.
+    /// Sets the URL at which the listener connects, for a server behind a pooler.
+    ///
+    /// `LISTEN` needs a connection that stays with one server process. The listener's connection is
+    /// encrypted in the same way as the others.
     ///
     /// # Errors
-    /// `Misconfigured` if the URL cannot be read. It is not repeated: it may hold a password.
+    /// `Misconfigured` if the URL cannot be parsed. The error does not repeat the URL, which may
+    /// contain a password.
     pub fn with_listen(mut self, url: &str) -> Result<Self, BackendError> {
         let server =
             read_url(url).ok_or_else(|| unusable("the URL to listen at cannot be read"))?;
@@ -188,111 +201,121 @@ impl PostgresConfig {
         Ok(self)
     }
 
-    /// The same without a connection that hears of releases: those who wait look by themselves, at each poll.
+    /// Turns the listener off: waiting callers poll.
     #[must_use]
     pub fn without_listen(mut self) -> Self {
         self.listen = Listen::Off;
         self
     }
 
-    /// The same with this namespace. Locks of different namespaces never meet, even if their keys are equal. `default` unless set.
+    /// Sets the namespace. Locks of different namespaces are independent, even if their keys are
+    /// equal. Default: `default`.
     #[must_use]
     pub fn with_namespace(mut self, namespace: impl Into<String>) -> Self {
         self.namespace = namespace.into();
         self
     }
 
-    /// The same with tables in this schema of the database. Unless set: where the `search_path` finds them, or else in its first schema.
+    /// Sets the schema of the tables. Default: the schema in which the `search_path` finds them,
+    /// otherwise its first schema.
     #[must_use]
     pub fn with_schema(mut self, schema: impl Into<String>) -> Self {
         self.tables.schema = Some(schema.into());
         self
     }
 
-    /// The same with tables whose names begin with this. `lock_registry` unless set.
+    /// Sets the prefix of the table names. Default: `lock_registry`.
     #[must_use]
     pub fn with_table_prefix(mut self, prefix: impl Into<String>) -> Self {
         self.tables.prefix = prefix.into();
         self
     }
 
-    /// The same with tables that are made if they are missing (or not). They are made unless set.
+    /// Sets whether missing tables are created. Default: true.
     #[must_use]
     pub fn with_create_schema(mut self, create: bool) -> Self {
         self.tables.create = create;
         self
     }
 
-    /// The same with at most this many connections for statements. 4 unless set. Three more are opened when they are needed: one each for renewals
-    /// and releases that find all of these at work, and one that hears of releases. Connections that do not answer are replaced before they are
-    /// given up: as many again, and two, may be open meanwhile.
+    /// Sets the maximum number of connections for statements. Default: 4.
+    ///
+    /// Up to three more are opened on demand. Renewals and releases get one each when all
+    /// connections are busy, and the listener has one. A connection that does not answer is
+    /// replaced before it is closed. So twice as many connections, plus two, may be open for a
+    /// short time.
     #[must_use]
     pub fn with_connections(mut self, connections: u32) -> Self {
         self.connections = connections;
         self
     }
 
-    /// The same with at most this many locks of a [`PostgresRowBackend`](crate::PostgresRowBackend) held at once, each of which takes a connection more. 16
-    /// unless set.
+    /// Sets the maximum number of locks that a [`PostgresRowBackend`](crate::PostgresRowBackend)
+    /// holds at once. Each of them takes one more connection. Default: 16.
     #[must_use]
     pub fn with_row_locks(mut self, row_locks: u32) -> Self {
         self.row_locks = row_locks;
         self
     }
 
-    /// The same with statements that the server keeps prepared (or not). They are prepared unless set.
+    /// Sets whether the server keeps statements prepared. Default: true.
     ///
-    /// Turn it off behind a pooler that gives each transaction another connection, such as `PgBouncer` with `pool_mode = transaction`. Releases are then
-    /// not listened to, unless [`with_listen`](Self::with_listen) says where.
+    /// Turn it off behind a pooler that gives each transaction another connection, such as
+    /// `PgBouncer` with `pool_mode = transaction`. Then there is no listener unless
+    /// [`with_listen`](Self::with_listen) sets its URL.
     #[must_use]
     pub fn with_prepared(mut self, prepared: bool) -> Self {
         self.prepared = prepared;
         self
     }
 
-    /// The same with this time to connect. 2 s unless set.
+    /// Sets the time limit for connecting. Default: 2 s.
     #[must_use]
     pub fn with_connect_timeout(mut self, connect_timeout: Duration) -> Self {
         self.connect_timeout = connect_timeout;
         self
     }
 
-    /// The same with this patience with unanswered statements, after which the connection counts as dead. 10 s unless set, which is
-    /// above the engine's own time-out.
+    /// Sets the time limit for a response, after which the connection counts as dead. Default:
+    /// 10 s, which is longer than the engine's own time-out.
     #[must_use]
     pub fn with_response_timeout(mut self, response_timeout: Duration) -> Self {
         self.response_timeout = response_timeout;
         self
     }
 
-    /// The same with this patience with rows that other transactions have locked, after which a statement gives up with an error that may
-    /// pass. 1 s unless set. A transaction with a [fence](crate::Fence) keeps others waiting in this way.
+    /// Sets how long a statement waits for a row that another transaction has locked. Default: 1 s.
+    ///
+    /// After that the statement fails with a transient error. A transaction with a
+    /// [fence](crate::Fence) makes other statements wait in this way.
     #[must_use]
     pub fn with_busy_timeout(mut self, busy_timeout: Duration) -> Self {
         self.busy_timeout = busy_timeout;
         self
     }
 
-    /// The same with rows of free keys kept for this long. One hour unless set, one minute and twice
-    /// [`response_timeout`](Self::with_response_timeout) at least: a statement that began before a key was locked and let go,
-    /// and its row deleted, must be over by then, or its token could be the smaller one.
+    /// Sets how long rows of free keys are kept. Default: one hour.
+    ///
+    /// The minimum is one minute, and twice [`response_timeout`](Self::with_response_timeout).
+    /// Otherwise a statement could outlast an acquisition, a release and the deletion of the row,
+    /// and then issue a smaller token.
     #[must_use]
     pub fn with_purge_after(mut self, purge_after: Duration) -> Self {
         self.purge_after = purge_after;
         self
     }
 
-    /// In which way statements are sent.
+    /// Returns the mode in which statements are sent.
     pub(super) fn manner(&self) -> Manner {
         if self.prepared { Manner::Prepared } else { self.plainly() }
     }
 
-    /// As text, however other statements are sent.
+    /// Returns the mode that sends statements as plain text, whatever the configuration says.
     pub(super) fn plainly(&self) -> Manner {
         Manner::Plain { patience: self.busy_timeout }
     }
 
-    /// How the server is reached by statements.
+    /// Returns the client's options for connections that send statements.
     pub(super) fn for_statements(&self) -> PgConnectOptions {
         self.with_papers(self.server.clone())
     }
@@ -303,7 +326,7 @@ impl PostgresConfig {
         server
     }
 
-    /// How the server is reached by whoever listens, if anybody does.
+    /// Returns the client's options for the listener, or `None` if it is off.
     pub(super) fn for_listening(&self) -> Option<PgConnectOptions> {
         match &self.listen {
             Listen::Here => self.prepared.then(|| self.for_statements()),
@@ -315,7 +338,8 @@ impl PostgresConfig {
         }
     }
 
-    /// Files that the client would take out of the environment.
+    /// Returns the environment variables with file names that the client reads and this
+    /// configuration does not override.
     fn files_left_open(&self) -> &'static [&'static str] {
         #[cfg(feature = "tls")]
         return match (&self.papers.authority, &self.papers.client) {
@@ -328,10 +352,10 @@ impl PostgresConfig {
         &[]
     }
 
-    /// Refuses what cannot work, without I/O. Opening a store asks this first.
+    /// Checks the configuration without I/O. Opening a store calls this first.
     ///
     /// # Errors
-    /// [`BackendError`], `Misconfigured`, for the first thing that is wrong.
+    /// [`BackendError`], `Misconfigured`, for the first invalid setting.
     pub fn check(&self) -> Result<(), BackendError> {
         if let Some(variable) = foreign(&self.server, self.files_left_open()) {
             return Err(unusable(&format!(
@@ -349,7 +373,7 @@ impl PostgresConfig {
             )));
         }
         let prefix = &self.tables.prefix;
-        // The names of tables are not quoted, so the server would make capitals small.
+        // Table names are not quoted, so the server would convert capital letters to lower case.
         if !is_identifier(prefix, PREFIX_BYTES_MAX)
             || prefix.contains(|c: char| c.is_ascii_uppercase())
         {
@@ -391,7 +415,7 @@ impl PostgresConfig {
     }
 }
 
-/// The tables, with the schema that they are in.
+/// The schema and the prefix of the tables.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct TableNames {
     pub(super) schema: String,
@@ -408,7 +432,7 @@ impl TableNames {
     }
 }
 
-/// The server tells schemas that nobody has checked.
+/// Returns the quoted identifier. Schema names that the server returned have not been checked.
 pub(super) fn quoted(identifier: &str) -> String {
     format!("\"{}\"", identifier.replace('"', "\"\""))
 }
@@ -447,19 +471,20 @@ fn read_url(text: &str) -> Option<PgConnectOptions> {
     Some(server.database(&database))
 }
 
-/// Nothing that the environment says, as far as it can be taken back; see [`foreign`].
+/// Returns options that ignore the environment, as far as the client allows; see [`foreign`].
 fn bare() -> PgConnectOptions {
     let user = whoami::username().unwrap_or_else(|_| "postgres".to_owned());
     PgConnectOptions::new_without_pgpass()
         .host("localhost")
         .port(PORT)
         .username(&user)
-        // As good as none.
+        // An empty password has the same effect as none.
         .password("")
         .ssl_mode(PgSslMode::Prefer)
 }
 
-/// A variable of the environment that the client has made part of the options, from where nothing takes it away.
+/// Returns the name of an environment variable that would change how the client connects, and that
+/// no option overrides.
 fn foreign(server: &PgConnectOptions, are_set: &[&'static str]) -> Option<&'static str> {
     let is_set = |name: &&&str| std::env::var_os(name).is_some();
     let in_options = server.get_options().map(|_| "PGOPTIONS");
@@ -467,7 +492,7 @@ fn foreign(server: &PgConnectOptions, are_set: &[&'static str]) -> Option<&'stat
 }
 
 fn quiet(server: PgConnectOptions) -> PgConnectOptions {
-    // A pooler refuses settings that it does not know, and floating-point numbers are not read here.
+    // A pooler refuses settings that it does not know, and no floating-point numbers are read here.
     server.application_name("lock-registry").extra_float_digits(None).disable_statement_logging()
 }
 
@@ -475,16 +500,16 @@ pub(super) fn unusable(says: &str) -> BackendError {
     BackendError::new(BackendErrorKind::Misconfigured, format!("postgres: {says}")).as_refused()
 }
 
-/// Where a server listens unless it is told otherwise.
+/// The default port of a server.
 const PORT: u16 = 5432;
 const NAMESPACE_BYTES_MAX: usize = 255;
 const IDENTIFIER_BYTES_MAX: usize = 63;
-/// The longest name that begins with it is that of a trigger.
+/// The longest derived name is that of a trigger.
 const PREFIX_BYTES_MAX: usize = 50;
 const TIME_MIN: Duration = Duration::from_millis(10);
 const TIME_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);
 
-// By hand: the client's options hold a password, and print it.
+// Implemented manually: the client's options contain a password and print it.
 impl fmt::Debug for PostgresConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("PostgresConfig")

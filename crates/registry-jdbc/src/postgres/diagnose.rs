@@ -1,4 +1,4 @@
-//! What `doctor` says about a PostgreSQL store. Looks, repairs nothing.
+//! Checks a PostgreSQL store for `lockreg doctor`. Changes nothing.
 
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -13,18 +13,18 @@ use super::sql::Text;
 use super::statement::{Statement, Value};
 use crate::server::Errand;
 
-/// A server's clock that differs by more than this is worth a note.
+/// The clock difference between server and host that is reported.
 const CLOCK_DISTANCE_MAX: Duration = Duration::from_secs(1);
 
 impl PostgresBackend {
-    /// Everything that [`diagnose`](registry_core::LockBackend::diagnose) finds.
+    /// Returns all findings of [`diagnose`](registry_core::LockBackend::diagnose).
     pub(super) async fn look_for_trouble(&self) -> Result<Vec<Finding>, BackendError> {
         let mut findings = look_around(&self.link, &self.config).await?;
         findings.extend(self.listen_for_trouble().await);
         Ok(findings)
     }
 
-    /// Whether a release would be heard of.
+    /// Returns a finding if the listener does not receive notifications.
     async fn listen_for_trouble(&self) -> Option<Finding> {
         let ears = self.ears.as_ref()?;
         let word = format!("try_{:016x}", fastrand::u64(..));
@@ -49,7 +49,8 @@ impl PostgresBackend {
 }
 
 impl PostgresBackend {
-    /// Whether the server has room for so many row locks, and what those do to it that are there.
+    /// Checks whether the server has connections for this number of row locks, and whether existing
+    /// row locks hold back vacuum.
     pub(super) async fn look_for_room(&self, row_locks: u32) -> Result<Vec<Finding>, BackendError> {
         let text = Text::new(ROOM);
         let statement = Statement::new(&text, []);
@@ -73,7 +74,7 @@ impl PostgresBackend {
     }
 }
 
-/// What is wrong with a server that this link leads to.
+/// Returns the findings about the server that `link` connects to.
 pub(super) async fn look_around(
     link: &Link,
     config: &PostgresConfig,
@@ -147,23 +148,24 @@ fn settings(row: &PgRow) -> Result<Vec<Finding>, BackendError> {
     Ok(findings)
 }
 
-/// channel, word
+/// Parameters: channel, word.
 const TELL: &str = "SELECT pg_notify($1::text, $2::text) IS NULL";
 
-/// How many connections there may be, and how many row locks are old. Of other users' transactions the server tells nothing.
+/// Returns the server's connection limit and the number of old row locks. The server does not show
+/// other users' transactions.
 const ROOM: &str = "\
     SELECT current_setting('max_connections')::bigint, \
         (SELECT count(*) FROM pg_stat_activity WHERE application_name = 'lock-registry' AND state = 'idle in transaction' \
             AND xact_start < clock_timestamp() - interval '5 minutes')";
 
-/// No value is bound: it runs in whatever way statements are sent.
+/// Binds no value, so it works in every mode of sending statements.
 const LOOK_AROUND: &str = "\
     SELECT current_setting('server_version'), current_setting('synchronous_commit'), current_setting('fsync'), \
         current_setting('full_page_writes'), current_setting('default_transaction_isolation'), \
         current_setting('default_transaction_read_only'), (SELECT count(*) FROM pg_stat_replication), pg_is_in_recovery(), \
         (extract(epoch FROM clock_timestamp()) * 1000000)::bigint, current_setting('synchronous_standby_names')";
 
-/// The clock of this host: only good for being compared.
+/// Returns this host's time in microseconds, for the comparison only.
 fn now() -> i64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     i64::try_from(now.as_micros()).unwrap_or(i64::MAX)

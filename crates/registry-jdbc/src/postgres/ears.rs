@@ -1,11 +1,14 @@
-//! Hears of releases. One connection and one task, as long as somebody waits; knows nothing of locks.
+//! The listener: wakes waiting callers when a release notification arrives. It has one connection
+//! and one task while callers wait, and knows nothing of locks.
 //!
-//! A message may be lost with its connection, so everybody is woken after each reconnect; and waiting never relies on messages alone,
-//! that is the engine's part. All releases of a namespace are heard, whoever waits for them, so the last ones are remembered: a release between
-//! the answer "busy" and the wait is not missed.
+//! A notification can be lost with its connection, so every reconnect wakes all waiting callers.
+//! The engine also polls, so no wait relies on notifications alone. The listener receives all
+//! releases of a namespace and remembers the latest. So it does not miss a release between the
+//! answer "busy" and the wait.
 //!
-//! A message costs the server more than the rest of a release: it sends them one transaction after the other. So whoever listens says so, by advisory locks,
-//! and a release that finds nobody there sends none; see [`Channel`].
+//! A notification costs the server more than the rest of a release, because the server serialises
+//! the transactions that send one. So each listener holds advisory locks, and a release without
+//! listeners sends no notification; see [`Channel`].
 
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
@@ -23,14 +26,17 @@ use tokio::time::{MissedTickBehavior, interval, timeout};
 
 use super::error;
 
-/// Which lock a message is about.
+/// The lock that a notification is about.
 type Lock = [u8; 16];
 
-/// Where the releases of one namespace are told, and how those who tell know whether anybody listens.
+/// The notification channel of one namespace, and the advisory locks (marks) that show whether
+/// anything listens.
 ///
-/// Who listens keeps all of the channel's marks for its session, shared. Who releases tries to have one of them alone until its transaction ends:
-/// if it cannot, somebody listens. If it can, whoever comes to listen meanwhile gets its marks only after the release is there to be seen, and looks
-/// then. Two releases at once may take each other for a listener, which costs a message; that is why there are several marks.
+/// A listener's session holds all marks of the channel in shared mode. A release tries to take one
+/// mark exclusively until its transaction ends. If that fails, a listener exists. If it succeeds, a
+/// new listener obtains its marks only after the release is visible, and its waiting callers then
+/// check the lock. Two simultaneous releases may take each other for a listener, which costs one
+/// notification. Several marks make that rare.
 #[derive(Debug, Clone)]
 pub(super) struct Channel {
     name: String,
@@ -38,9 +44,9 @@ pub(super) struct Channel {
 }
 
 impl Channel {
-    /// For the part of the store that has this hash.
+    /// Returns the channel of the part of the store with this hash.
     pub(super) fn of(part: [u8; 8]) -> Self {
-        // All eight bytes are in the name, and all but the last bits in the marks.
+        // The name contains all eight bytes, the marks all but the last bits.
         let first_mark = i64::from_be_bytes(part) & !(MARKS - 1);
         Self { name: format!("lock_registry_{}", hex(&part)), first_mark }
     }
@@ -49,12 +55,12 @@ impl Channel {
         &self.name
     }
 
-    /// The mark that a release of this lock tries to have alone.
+    /// Returns the mark that a release of this lock tries to take exclusively.
     pub(super) fn mark(&self, lock: Lock) -> i64 {
         self.first_mark + i64::from(lock[0]) % MARKS
     }
 
-    /// Says that this session listens.
+    /// Listens to the channel, and takes the marks for this session.
     async fn listen(&self, listener: &mut PgListener) -> Result<(), sqlx::Error> {
         listener.listen(&self.name).await?;
         let marks =
@@ -64,7 +70,8 @@ impl Channel {
     }
 }
 
-/// A power of two. Each listener takes as many entries in the server's table of locks.
+/// The number of marks, a power of two. Each listener takes as many entries in the server's lock
+/// table.
 const MARKS: i64 = 16;
 
 pub(super) struct Ears {
@@ -81,20 +88,22 @@ struct Table {
 
 #[derive(Default)]
 struct Heard {
-    /// Numbers everything that was heard, and every start of listening.
+    /// The sequence number of the last notification or start of listening.
     count: u64,
-    /// Since which number nothing was missed; `None` while nobody listens.
+    /// The number since which no notification was missed. `None` while the listener is not
+    /// connected.
     since: Option<u64>,
-    /// A message of this connection's own has arrived. Behind a pooler that mixes connections up, none does.
+    /// The connection has received its own probe. Behind a pooler that changes connections it never
+    /// does.
     proven: bool,
-    /// The last releases, and their numbers.
+    /// The latest releases with their sequence numbers.
     releases: VecDeque<(u64, Lock)>,
     waiting: HashMap<Lock, Waiting>,
-    /// Whether there is a task that has not yet resolved to end.
+    /// A task runs that has not yet decided to end.
     is_attended: bool,
 }
 
-/// Those who wait for one lock.
+/// The waiting callers of one lock.
 #[derive(Default)]
 struct Waiting {
     woken: Arc<Notify>,
@@ -102,23 +111,25 @@ struct Waiting {
 }
 
 impl Ears {
-    /// Listens to `channel` from the moment when somebody waits.
+    /// Creates a listener for `channel`. It connects when the first caller waits.
     pub(super) fn new(server: PgConnectOptions, channel: Channel) -> Self {
         Self { server, channel, table: Arc::default(), task: Mutex::default() }
     }
 
-    /// This moment, for [`wait`](Self::wait). To be read before a question whose answer may be outdated by a release.
+    /// Returns the current position, for [`wait`](Self::wait). Read it before a query whose answer
+    /// a release may make obsolete.
     pub(super) fn moment(&self) -> u64 {
         self.table.heard().count
     }
 
-    /// Returns when the lock may have been released after `moment`. If nobody listened then, returns as soon as somebody does.
+    /// Returns when the lock may have been released after `moment`. If the listener was not
+    /// connected then, returns as soon as it is.
     pub(super) async fn wait(&self, lock: Lock, moment: u64) {
         let waiter = self.table.enter(lock);
         loop {
             let woken = waiter.woken.notified();
             tokio::pin!(woken);
-            // Listening starts before the look, or a release could slip through in between.
+            // Registered before the check. Otherwise a release between the two would be missed.
             woken.as_mut().enable();
             self.begin();
             if self.table.heard().may_be_free(&lock, moment) {
@@ -128,13 +139,16 @@ impl Ears {
         }
     }
 
-    /// Returns whether a release after `moment` would be heard: the connection answers, and has heard its own message.
+    /// Returns whether a release after `moment` would be received: the connection answers, and has
+    /// received its own probe.
     pub(super) fn are_confirmed(&self, moment: u64) -> bool {
         let heard = self.table.heard();
         heard.proven && heard.since.is_some_and(|since| since <= moment)
     }
 
-    /// Listens, has `word` told, and says whether it was heard. It is not where one listens through a pooler that mixes connections up, or in another database.
+    /// Listens on a new connection, runs `tell`, which sends `word`, and returns whether `word`
+    /// arrived. It does not arrive through a pooler that changes connections, or in another
+    /// database.
     pub(super) async fn try_out(
         &self,
         word: &str,
@@ -158,7 +172,8 @@ impl Ears {
         Ok(heard.await.unwrap_or(false))
     }
 
-    /// Ends the connection. It is made anew for those who wait, in other registries over the same store, and for those who come.
+    /// Closes the connection. The listener reconnects for remaining callers, which belong to other
+    /// registries over the same store, and for new ones.
     pub(super) fn close(&self) {
         if let Some(task) = self.task().take() {
             task.abort();
@@ -167,7 +182,7 @@ impl Ears {
         self.table.wake_all();
     }
 
-    /// Makes sure that somebody listens.
+    /// Starts the listener's task unless it runs.
     fn begin(&self) {
         let mut task = self.task();
         if task.as_ref().is_none_or(JoinHandle::is_finished) || !self.table.heard().is_attended {
@@ -206,7 +221,7 @@ impl Table {
         Waiter { table: self, lock, woken: Arc::clone(&waiting.woken) }
     }
 
-    /// Nothing is missed from here on; whatever happened before was.
+    /// Records that no notification is missed from here on. Earlier ones may have been missed.
     fn begin(&self) {
         {
             let mut heard = self.heard();
@@ -220,7 +235,7 @@ impl Table {
     fn wake_all(&self) {
         let woken: Vec<_> =
             self.heard().waiting.values().map(|waiting| Arc::clone(&waiting.woken)).collect();
-        // Nobody is woken while the table is locked: a waker is foreign code.
+        // Callers are woken without the lock on the table: a waker is foreign code.
         woken.iter().for_each(|woken| woken.notify_waiters());
     }
 
@@ -252,7 +267,8 @@ impl Table {
         !self.heard().waiting.is_empty()
     }
 
-    /// Ends the task's duty unless somebody waits; under the lock, so that nobody comes in between and relies on it.
+    /// Ends the task's duty unless a caller waits. Under the lock, so that no caller can start to
+    /// wait in between and rely on the task.
     fn retire(&self) -> bool {
         let mut heard = self.heard();
         let idle = heard.waiting.is_empty();
@@ -270,7 +286,7 @@ impl Heard {
     }
 }
 
-/// Somebody who waits.
+/// The registration of one waiting caller.
 struct Waiter<'a> {
     table: &'a Table,
     lock: Lock,
@@ -289,7 +305,7 @@ impl Drop for Waiter<'_> {
     }
 }
 
-/// Connects, again and again, until nobody has waited for a while.
+/// Connects repeatedly, until no caller has waited for some time.
 async fn listen(table: Arc<Table>, server: PgConnectOptions, channel: Channel) {
     let mut pause = RETRY_MIN;
     loop {
@@ -305,14 +321,15 @@ async fn listen(table: Arc<Table>, server: PgConnectOptions, channel: Channel) {
         } else if table.retire() {
             return;
         }
-        // At random, so that not all come back at once to a server that has just started.
+        // Randomised, so that listeners do not reconnect at the same time to a server that has just
+        // started.
         tokio::time::sleep(pause.mul_f64(0.5 + fastrand::f64() / 2.0)).await;
         pause = (pause * 2).min(RETRY_MAX);
     }
 }
 
 async fn connect(server: &PgConnectOptions, channel: &Channel) -> Result<PgListener, sqlx::Error> {
-    // Nothing is listened to without a pool; this one is for one connection and never makes another.
+    // `PgListener` needs a pool. This one has a single connection and never opens another.
     let pool = PgPoolOptions::new().max_connections(1).max_lifetime(None).idle_timeout(None);
     let pool = pool.test_before_acquire(false).connect_lazy_with(server.clone());
     let mut listener = PgListener::connect_with(&pool).await?;
@@ -321,7 +338,8 @@ async fn connect(server: &PgConnectOptions, channel: &Channel) -> Result<PgListe
     Ok(listener)
 }
 
-/// Hears until the connection breaks, or nobody waits any more: then true.
+/// Receives notifications. Returns false if the connection breaks, true if no caller has waited for
+/// some time.
 async fn hear(table: &Table, mut listener: PgListener, channel: &Channel) -> bool {
     let proof = format!("{PROOF}{:016x}", fastrand::u64(..));
     let notify = sqlx::query("SELECT pg_notify($1, $2)").bind(&channel.name).bind(&proof);
@@ -349,7 +367,7 @@ async fn hear(table: &Table, mut listener: PgListener, channel: &Channel) -> boo
                 if idle_beats > IDLE_BEATS_MAX {
                     return true;
                 }
-                // A connection that has died without a word answers nothing.
+                // A query detects a half-open connection: it gets no answer.
                 if !matches!(timeout(ANSWER_LIMIT, listener.execute("SELECT 1")).await, Ok(Ok(_))) {
                     return false;
                 }
@@ -358,7 +376,7 @@ async fn hear(table: &Table, mut listener: PgListener, channel: &Channel) -> boo
     }
 }
 
-/// Bytes as small hexadecimal digits.
+/// Returns the bytes as lower-case hexadecimal digits.
 fn hex(bytes: &[u8]) -> String {
     bytes.iter().fold(String::with_capacity(bytes.len() * 2), |mut text, byte| {
         let _ = write!(text, "{byte:02x}");
@@ -370,26 +388,28 @@ fn read(message: &str) -> Option<Lock> {
     u128::from_str_radix(message, 16).ok().map(u128::to_be_bytes)
 }
 
-/// How the message begins by which a connection finds out whether it hears anything. No lock is written like this.
+/// The prefix of the probe by which a connection checks that it receives notifications. No lock's
+/// message begins like this.
 const PROOF: &str = "proof ";
 
-/// How many releases are remembered: those of the time between an answer and the wait.
+/// The number of remembered releases. They cover the time between an answer and the wait.
 const RELEASES_MAX: usize = 1024;
 
-/// The pauses between tries to connect.
+/// The minimum pause between two attempts to connect; [`RETRY_MAX`] is the maximum.
 const RETRY_MIN: Duration = Duration::from_millis(50);
 const RETRY_MAX: Duration = Duration::from_secs(2);
 
-/// How often the connection is asked whether it is alive.
+/// The interval between checks of the connection.
 const HEARTBEAT: Duration = Duration::from_secs(5);
 
-/// After how many of those without anybody who waits it is closed.
+/// The number of checks without a waiting caller after which the connection is closed.
 const IDLE_BEATS_MAX: u32 = 6;
 
-/// How long listening, and then hearing, may take when it is tried out: less than the questions of an engine may.
+/// The time limit of a trial for connecting, and again for receiving. It is shorter than the
+/// engine's own time-out.
 const TRY_OUT_LIMIT: Duration = Duration::from_secs(1);
 
-/// How long the server may take to answer.
+/// The time limit for the server's answer.
 const ANSWER_LIMIT: Duration = Duration::from_secs(5);
 
 #[cfg(test)]

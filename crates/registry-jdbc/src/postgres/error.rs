@@ -1,7 +1,8 @@
-//! What the errors of server and client mean for a lock: one decision per SQLSTATE, none by wrapper.
+//! Classifies errors of the server and the client: one decision per SQLSTATE.
 //!
-//! The codes are those of <https://www.postgresql.org/docs/current/errcodes-appendix.html>. Every statement is a transaction of its own, so one
-//! that ends in an error has done nothing. Only where the connection ends with it (severity FATAL) the outcome is open.
+//! For the codes see <https://www.postgresql.org/docs/current/errcodes-appendix.html>. Every
+//! statement is a transaction of its own, so a failed statement has had no effect. The outcome is
+//! unknown only if the error also ends the connection (severity FATAL).
 
 use registry_core::{BackendError, BackendErrorKind};
 use sqlx::postgres::{PgDatabaseError, PgSeverity};
@@ -9,7 +10,7 @@ use sqlx::postgres::{PgDatabaseError, PgSeverity};
 use crate::server::Failure;
 use BackendErrorKind::{Denied, Misconfigured, Protocol, Transient};
 
-/// Sorts an error of sqlx and says what to do about it.
+/// Classifies an error of sqlx, and adds a hint.
 pub(super) fn explain(error: sqlx::Error) -> BackendError {
     let Verdict { kind, says, refused } = match &error {
         sqlx::Error::Database(database) => {
@@ -38,24 +39,26 @@ pub(super) fn explain(error: sqlx::Error) -> BackendError {
         | sqlx::Error::RowNotFound => {
             Verdict::of(Protocol, "the lock tables hold what no version of this program writes")
         }
-        // sqlx does not notice that the connection ends there, and takes the byte that it did not get for the server's answer.
+        // sqlx does not detect the end of the connection here, and takes the missing byte for the
+        // server's answer.
         sqlx::Error::Protocol(says) if says.contains("response from SSLRequest: 0x00") => {
             Verdict::of(Transient, "the server hung up before it said anything").refused()
         }
         sqlx::Error::Protocol(_) => {
             Verdict::of(Protocol, "the server answered what no PostgreSQL server answers")
         }
-        // What sqlx may add, and what it does not raise here: the outcome is open and a repetition promises nothing.
+        // Includes future variants and those that do not occur here. The outcome is unknown, and a
+        // retry is not useful.
         _ => Verdict::of(Protocol, "the database client failed"),
     };
     let error = BackendError::new(kind, format!("postgres: {says}")).with_source(error);
     if refused { error.as_refused() } else { error }
 }
 
-/// Why there is no connection. Nothing was sent, so nothing was done.
+/// Classifies a failure to connect. No statement was sent, so nothing was executed.
 pub(super) fn not_connected(error: sqlx::Error) -> BackendError {
     match error {
-        // So the client tells of certificates.
+        // The TLS client reports an untrusted certificate in this way.
         sqlx::Error::Io(io) if io.kind() == std::io::ErrorKind::InvalidData => {
             BackendError::new(Misconfigured, format!("postgres: {NOT_ENCRYPTED}"))
                 .with_source(io)
@@ -67,12 +70,12 @@ pub(super) fn not_connected(error: sqlx::Error) -> BackendError {
 
 const NOT_ENCRYPTED: &str = "the connection cannot be encrypted: the server does not encrypt, or its certificate is not trusted";
 
-/// Whether the connection can be used after this error.
+/// Returns whether the connection is usable after this error.
 pub(super) fn spares_connection(error: &sqlx::Error) -> bool {
     let sqlx::Error::Database(database) = error else { return false };
     let code = code(database.as_ref());
-    // A server that does not write may have a successor; a transaction that should not be there is none of ours; and what was
-    // prepared is not there any more.
+    // These codes mean that another server may have become the primary, that the connection is in a
+    // foreign transaction, or that prepared statements are missing.
     let is_strange = code.starts_with("25")
         || code.starts_with("08")
         || code.starts_with("57P")
@@ -80,7 +83,7 @@ pub(super) fn spares_connection(error: &sqlx::Error) -> bool {
     !is_fatal(database.as_ref()) && !is_strange
 }
 
-/// What it means for a session that it was told this outside of a transaction.
+/// Classifies an error outside of a transaction for a session.
 pub(super) fn failure(error: sqlx::Error) -> Failure {
     if spares_connection(&error) {
         Failure::Answered(explain(error))
@@ -89,33 +92,34 @@ pub(super) fn failure(error: sqlx::Error) -> Failure {
     }
 }
 
-/// Nobody takes care of a session any more.
+/// The task of the session has ended.
 pub(super) fn closed() -> BackendError {
     BackendError::transient("postgres: the store was closed meanwhile")
 }
 
-/// Whether a table is missing or made for something else.
+/// Returns whether a schema, a table or a column is missing.
 pub(super) fn is_no_such_table(error: &sqlx::Error) -> bool {
     code_of(error).is_some_and(|code| matches!(code, "42P01" | "42703" | "3F000"))
 }
 
-/// Whether another transaction was in the way, so that a transaction can be begun again.
+/// Returns whether a conflict with another transaction caused the error, so that a retry of the
+/// transaction can succeed.
 pub(super) fn is_busy(error: &sqlx::Error) -> bool {
     code_of(error).is_some_and(|code| matches!(code, "40001" | "40P01" | "55P03"))
 }
 
-/// Whether another transaction kept a row for longer than one wanted to wait.
+/// Returns whether another transaction kept a row locked for longer than the limit.
 pub(super) fn is_row_locked(error: &sqlx::Error) -> bool {
     code_of(error) == Some("55P03")
 }
 
-/// The same of an error that has been sorted.
+/// Returns the same for a classified error.
 pub(super) fn tells_of_locked_row(error: &BackendError) -> bool {
     let source = std::error::Error::source(error).and_then(|source| source.downcast_ref());
     source.is_some_and(is_row_locked)
 }
 
-/// Whether the server refuses for want of a right.
+/// Returns whether the user lacks a right.
 pub(super) fn is_denied(error: &sqlx::Error) -> bool {
     code_of(error) == Some("42501")
 }
@@ -137,17 +141,17 @@ fn is_fatal(database: &dyn sqlx::error::DatabaseError) -> bool {
         .is_none_or(|error| matches!(error.severity(), PgSeverity::Fatal | PgSeverity::Panic))
 }
 
-/// No answer in time.
+/// The server did not answer within the time limit.
 pub(super) fn silent() -> BackendError {
     BackendError::transient("postgres: the server did not answer in time")
 }
 
-/// No connection in time.
+/// The connection was not established within the time limit.
 pub(super) fn unreachable_in_time() -> BackendError {
     BackendError::transient("postgres: the server could not be reached in time").as_refused()
 }
 
-/// No connection free in time.
+/// No connection became free within the time limit.
 pub(super) fn exhausted() -> BackendError {
     BackendError::transient(
         "postgres: all connections were at work for too long; allow more of them",
@@ -155,7 +159,7 @@ pub(super) fn exhausted() -> BackendError {
     .as_refused()
 }
 
-/// A session's connection had other statements to send for too long.
+/// The session's connection was busy with other statements for too long.
 pub(super) fn overdue() -> BackendError {
     BackendError::transient(
         "postgres: the connection of the session was at work for too long, so the lock was not asked for",
@@ -163,18 +167,18 @@ pub(super) fn overdue() -> BackendError {
     .as_refused()
 }
 
-/// Somebody else's transaction has locked the row of one claim.
+/// Another transaction has locked the row of one claim.
 pub(super) fn row_is_locked() -> BackendError {
     BackendError::transient("postgres: another transaction has locked this lock's row").as_refused()
 }
 
-/// What a release finds whose claim has fenced a transaction that is still open.
+/// The error of a release whose claim has fenced a transaction that is still open.
 pub(super) fn is_fenced(error: BackendError) -> BackendError {
     let says = "postgres: a transaction that this lock fences is still open, and the key is free only after its end; commit or roll back first, then unlock";
     BackendError::transient(says).with_source(error).as_blocked()
 }
 
-/// Why the connection of somebody who has a row locked was not ended.
+/// The error of an attempt to end the connection that has a row locked.
 pub(super) fn not_ended(error: BackendError) -> BackendError {
     let source = std::error::Error::source(&error).and_then(|source| source.downcast_ref());
     if !source.is_some_and(is_denied) {
@@ -184,14 +188,14 @@ pub(super) fn not_ended(error: BackendError) -> BackendError {
     BackendError::new(Denied, says).with_source(error).as_refused()
 }
 
-/// A connection was told to end, and has not yet.
+/// The server was asked to end a connection, which still exists.
 pub(super) fn still_there() -> BackendError {
     BackendError::transient(
         "postgres: the server was told to end the connection that holds the key, and has not done so yet",
     )
 }
 
-/// What nobody but its owner ends.
+/// The holder is a caller's transaction, which only its owner ends.
 pub(super) fn is_a_callers() -> BackendError {
     BackendError::transient(
         "postgres: the key is held by a transaction of an application, and is free when that ends; it cannot be broken from here",
@@ -199,12 +203,12 @@ pub(super) fn is_a_callers() -> BackendError {
     .as_refused()
 }
 
-/// A row, or the table of all, holds what this program does not write.
+/// A lock's row, or the row of the table `meta`, contains a value that this program does not write.
 pub(super) fn damaged(says: &str) -> BackendError {
     BackendError::new(Protocol, format!("postgres: {says}; was it edited by hand?"))
 }
 
-/// What is to be told of one code.
+/// The classification of one code.
 #[derive(Debug, PartialEq, Eq)]
 struct Verdict {
     kind: BackendErrorKind,
@@ -228,7 +232,7 @@ fn judge(code: &str, fatal: bool) -> Verdict {
     Verdict { kind, says, refused: before_anything || !fatal }
 }
 
-/// The kind, what is said, and whether it can only happen before anything is done.
+/// Returns the kind, the text, and whether the error occurs only before anything was executed.
 fn sort(code: &str, fatal: bool) -> (BackendErrorKind, &'static str, bool) {
     match code {
         "40001" => (Transient, "another transaction changed the row at the same moment", false),
@@ -283,7 +287,8 @@ fn sort(code: &str, fatal: bool) -> (BackendErrorKind, &'static str, bool) {
             "a pooler mixes the connections up: behind one in transaction mode turn prepared statements off (prepared=false)",
             true,
         ),
-        // As a pooler tells what it cannot do, and what went wrong while it did it.
+        // A pooler uses this code for what it does not support, and for a failure of its server
+        // connection.
         "08P01" if fatal => {
             (Transient, "the pooler has no connection to the server, or lost it", false)
         }
@@ -317,7 +322,7 @@ fn sort(code: &str, fatal: bool) -> (BackendErrorKind, &'static str, bool) {
                 true,
             ),
             "58" | "XX" => (Protocol, "the server has damaged data or a fault; see its log", false),
-            // What there may be besides: a fault in a program, which repetition does not cure.
+            // Everything else is a fault in a program, which a retry does not cure.
             _ => (Protocol, "the server failed in a way that is not expected", false),
         },
     }

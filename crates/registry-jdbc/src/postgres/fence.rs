@@ -1,4 +1,4 @@
-//! Fences a transaction by a lock in the same database.
+//! Fences a transaction by a lock in the same database ([`Fence`]).
 
 use registry_core::{Claim, FencingToken, LockGuard};
 use sqlx::postgres::PgRow;
@@ -27,21 +27,22 @@ impl Fence<Postgres> for LockGuard {
         let Some(fenced) = fenced else {
             return Err(FenceError::unsupported(self, "PostgreSQL"));
         };
-        // Behind a pooler the connection stays the same as long as the transaction, so what is prepared without a name is there.
+        // A pooler keeps the connection for the duration of a transaction, so an unnamed prepared
+        // statement is still present.
         let statement = fenced.statement.query().persistent(fenced.prepared);
         let found = statement.fetch_all(&mut **transaction).await.map_err(sort)?;
         if found.is_empty() {
             return Err(why_not_found(self, &fenced, transaction).await);
         }
-        // From here on nobody else can be granted the lock. But while the statement waited for its turn the guard may have been
-        // told of its loss, and a holder that knows must not write.
+        // From here on no other client can be granted the lock. But the guard may have been
+        // notified of its loss while the statement waited, and then the caller must not write.
         if self.is_held() { Ok(()) } else { Err(FenceError::lost(self)) }
     }
 }
 
-/// What is asked in the caller's transaction, and who answers.
+/// The parameters of a fence for one layout of the tables.
 pub(super) struct Fenced<'a> {
-    /// Finds the grant, and keeps it as it is.
+    /// Finds the grant, and keeps its row from changing hands.
     pub(super) statement: Statement<'a>,
     pub(super) meta: &'a Text,
     /// The id of the tables.
@@ -49,7 +50,8 @@ pub(super) struct Fenced<'a> {
     pub(super) prepared: bool,
 }
 
-/// Of the layout that the guard's lock is in, if it is in a PostgreSQL store.
+/// Returns the parameters for the layout of the guard's lock, or `None` if the guard is not from a
+/// PostgreSQL store.
 fn fenced<'a>(guard: &'a LockGuard, claim: &Claim, token: FencingToken) -> Option<Fenced<'a>> {
     let native = guard.backend::<PostgresBackend>().map(|backend| Fenced {
         statement: backend.fence_statement(claim, token),
@@ -71,7 +73,8 @@ fn fenced<'a>(guard: &'a LockGuard, claim: &Claim, token: FencingToken) -> Optio
     native.or_else(|| spring().map(|backend| backend.fenced(claim, token)))
 }
 
-/// The row is not there: because the lock was lost, or because this is another database with lock tables, or because the transaction looks at the past.
+/// Returns the error for a missing row. Causes: the lock was lost, the transaction is in another
+/// database with lock tables, or its snapshot is older than the grant.
 async fn why_not_found(
     guard: &LockGuard,
     fenced: &Fenced<'_>,
@@ -86,7 +89,8 @@ async fn why_not_found(
     if store.as_deref() != Some(fenced.store) {
         return FenceError::OtherDatabase;
     }
-    // The grant, or the note of it that was made for this fence, may have come after what the transaction sees. Whether it was lost the next one sees.
+    // The grant, or the row that was rewritten for this fence, may be newer than the transaction's
+    // snapshot. The next transaction sees whether the lock was lost.
     let sees_the_past = rows.first().is_some_and(|row| row.try_get(2).unwrap_or(false));
     if sees_the_past && guard.is_held() {
         FenceError::Busy { source: None }

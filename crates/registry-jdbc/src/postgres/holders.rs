@@ -1,4 +1,5 @@
-//! Who holds what, and ending it. A key may be held by a lease, by a row that a transaction of the store has locked, or by a transaction of a caller.
+//! Lists and breaks locks. A key may be held by a lease, by a row that a transaction of the store
+//! has locked, or by a caller's transaction.
 
 use std::time::Duration;
 
@@ -12,9 +13,9 @@ use super::statement::{Statement, Value};
 use crate::server::Errand;
 
 impl PostgresBackend {
-    /// Who holds `key`. Of a caller's transaction nothing is known but that it is there.
+    /// Returns the holder of `key`. Of a caller's transaction only its existence is known.
     pub(super) async fn holder(&self, key: &Key) -> Result<Option<Holder>, BackendError> {
-        // Between the two looks the key may go from one to another, or come free.
+        // The key may change its holder or become free between the two queries.
         const TRIES_MAX: u32 = 3;
         for _ in 0..TRIES_MAX {
             let statement = Statement::new(&self.texts.holder, [bytes(self.row_id(key).bytes())]);
@@ -29,7 +30,8 @@ impl PostgresBackend {
         Ok(Some(Holder::new(key.clone())))
     }
 
-    /// Who holds the keys of the namespace. Keys that callers' transactions hold are not among them: until those end nobody else sees in their rows which they are.
+    /// Returns the holders of the namespace. Keys of callers' transactions are not listed: their
+    /// rows are not visible to others before these transactions end.
     pub(super) async fn holders(&self) -> Result<Vec<Holder>, BackendError> {
         let namespace = bytes(self.namespace().as_bytes());
         let statement = Statement::new(&self.texts.list, [namespace]);
@@ -37,7 +39,7 @@ impl PostgresBackend {
         rows.iter().map(holder_of).collect()
     }
 
-    /// Frees `key`, whoever holds it: ends a lease, or the connection that has the row locked for a claim.
+    /// Frees `key`: ends a lease, or the connection that has the row locked for a claim.
     pub(super) async fn free_by_force(&self, key: &Key) -> Result<Release, BackendError> {
         let id = self.row_id(key);
         let [channel, message, mark] = self.news(id);
@@ -54,7 +56,7 @@ impl PostgresBackend {
         let rows = rows.map_err(error::not_ended)?;
         match rows.first() {
             Some(row) if column(row, 0)? => {
-                // Its transaction was not committed, so it has told nobody.
+                // The ended transaction was not committed, so it has sent no notification.
                 let statement = Statement::new(&self.texts.row_tell, [channel, message, mark]);
                 self.link.rows(Errand::Release, &statement, Repeat::Harmless).await?;
                 Ok(Release::Freed)
@@ -73,5 +75,5 @@ fn holder_of(row: &PgRow) -> Result<Holder, BackendError> {
     told_of(Holder::new(key), row, 1)
 }
 
-/// How long one waits until a connection that was told to end has ended.
+/// The maximum time to wait for the end of a connection that the server was asked to end.
 const END_WAIT: Duration = Duration::from_secs(1);

@@ -1,4 +1,4 @@
-//! Asks the server, over whichever connection is free, and sorts what goes wrong.
+//! Sends statements to the server over a free connection, and classifies errors.
 
 use futures_util::FutureExt as _;
 use registry_core::BackendError;
@@ -17,7 +17,8 @@ pub(super) struct Link {
     manner: Manner,
 }
 
-/// Whether a statement may be sent once more when the connection breaks, although it may have been done.
+/// Whether a statement may be sent again after the connection breaks, although the server may have
+/// executed it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Repeat {
     Harmless,
@@ -25,7 +26,7 @@ pub(super) enum Repeat {
 }
 
 impl Link {
-    /// Connects to nothing yet.
+    /// Creates the link without connecting.
     pub(super) fn new(config: &PostgresConfig) -> Self {
         let limits = PoolLimits {
             connections: config.connections,
@@ -36,7 +37,8 @@ impl Link {
         };
         let pool = Pool::new(config.for_statements(), limits);
         Self {
-            // Not through a pooler, where it would be said to whoever comes next. There each statement says it for itself.
+            // Not through a pooler, which may assign the connection to another client. There each
+            // statement sets its own limit.
             pool: if config.prepared { pool.with_greeting(patience(config)) } else { pool },
             manner: config.manner(),
         }
@@ -46,10 +48,10 @@ impl Link {
         matches!(self.manner, Manner::Prepared)
     }
 
-    /// The answer to `statement`.
+    /// Returns the rows that `statement` returns.
     ///
     /// # Cancel safety
-    /// Dropping the future closes the connection; the server may finish the statement.
+    /// Dropping the future closes the connection. The server may complete the statement.
     pub(super) async fn rows(
         &self,
         errand: Errand,
@@ -59,19 +61,21 @@ impl Link {
         let seat = self.pool.enter(errand).await.map_err(refused)?;
         let was_idle = seat.was_idle();
         match self.ask(seat, statement).await {
-            // It broke while nobody used it, as all do when the server is started anew.
+            // The connection broke while it was idle, as all do when the server restarts.
             Err(Trouble::Broken(first)) if was_idle && repeat == Repeat::Harmless => {
                 let again = self.ask_anew(errand, statement).await;
-                // Whatever is known of the second try, the first one may have got through before the connection broke.
+                // The first attempt may have been executed before the connection broke, whatever
+                // the second one returned.
                 again.map_err(|error| if first.refused() { error } else { error.as_unknown() })
             }
-            // The request may still arrive, so its caller decides.
+            // The server may still execute the request, so the caller decides.
             Err(Trouble::Broken(error)) if was_idle => {
                 self.pool.close_idle();
                 Err(error.on_stale_connection())
             }
             Err(trouble) => {
-                // What one connection has met, the others would: a server that has moved away may swallow all that is sent to it.
+                // The idle connections would probably fail in the same way: a server that has moved
+                // away may drop all packets.
                 if !matches!(trouble, Trouble::Answered(_)) {
                     self.pool.close_idle();
                 }
@@ -110,13 +114,13 @@ impl Link {
         }
     }
 
-    /// Closes the connections that are not at work. More are opened if somebody asks.
+    /// Closes the idle connections. New ones are opened on demand.
     pub(super) async fn close(&self) {
         self.pool.close().await;
     }
 }
 
-/// A connection that no pool knows of.
+/// Opens a connection outside the pool.
 pub(super) async fn connect(config: &PostgresConfig) -> Result<PgConnection, BackendError> {
     let server = config.for_statements();
     match timeout(config.connect_timeout, PgConnection::connect_with(&server)).await {
@@ -125,8 +129,9 @@ pub(super) async fn connect(config: &PostgresConfig) -> Result<PgConnection, Bac
     }
 }
 
-/// Says how long a statement waits for its tables: it has them before it can say anything by itself. Whoever waits for ever, for somebody who rebuilds
-/// a table, would be granted a lock after all when nobody wants it any more.
+/// Returns the greeting that limits how long a statement waits for its tables, which it locks
+/// before anything else. Without the limit, a statement that waits for a table rebuild could grant
+/// a lock that its caller has given up.
 fn patience(config: &PostgresConfig) -> Greet<PgConnection> {
     let text = format!("SET lock_timeout = {}", config.busy_timeout.as_millis().max(1));
     Box::new(move |connection| {
@@ -136,11 +141,11 @@ fn patience(config: &PostgresConfig) -> Greet<PgConnection> {
 }
 
 enum Trouble {
-    /// The server has answered, and the connection is as good as before.
+    /// The server answered, and the connection is usable.
     Answered(BackendError),
-    /// The connection is of no use any more.
+    /// The connection is unusable.
     Broken(BackendError),
-    /// Nothing was heard for so long that nobody waits any more.
+    /// The server did not answer within the time limit.
     Silent(BackendError),
 }
 
@@ -152,7 +157,7 @@ impl Trouble {
     }
 }
 
-/// Nothing was sent.
+/// Converts a refusal. No statement was sent.
 fn refused(refusal: Refusal) -> BackendError {
     match refusal {
         Refusal::Exhausted => error::exhausted(),

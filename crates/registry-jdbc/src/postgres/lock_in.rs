@@ -1,4 +1,4 @@
-//! Locks in the caller's own transaction: its row, by the caller.
+//! Locks rows in the caller's own transaction ([`LockIn`]).
 
 use std::time::Duration;
 
@@ -38,7 +38,8 @@ impl LockIn<Postgres> for Registry {
         };
         let key = Key::new(key).map_err(|source| LockInError::InvalidKey { source })?;
         let patience = Patience::of(wait);
-        // What is wrong with the transaction is returned at once, whoever has the lock.
+        // The first attempt does not wait, so an error of the transaction is returned at once, even
+        // if another caller holds the lock.
         let at_once = attempts(&place, transaction, &key, Patience::of(Duration::ZERO)).await?;
         if at_once.is_some() || wait.is_zero() {
             return Ok(at_once);
@@ -59,7 +60,8 @@ async fn attempts(
         match attempt(place, connection, key, patience.left()).await? {
             Answer::Taken(token) => return Ok(Some(TransactionLock::new(key.clone(), token))),
             _ if patience.left().is_zero() => return Ok(None),
-            // Somebody's transaction had the row for as long as a statement waits. The server wakes who waits for a row.
+            // No pause is necessary: the statement has waited for the row, and the server wakes
+            // such a waiting statement.
             Answer::RowLocked | Answer::Overtaken => {}
             Answer::Held { left } => {
                 let limit = left.min(LOOK_AGAIN).min(patience.left());
@@ -73,10 +75,10 @@ async fn attempts(
     }
 }
 
-/// Where a registry's locks are.
+/// The layout of a registry's locks.
 struct Where<'a> {
     rows: &'a PostgresBackend,
-    /// And not there alone, but with a session.
+    /// The lock is a row and, in addition, an advisory lock of a session.
     in_sessions: bool,
 }
 
@@ -88,18 +90,18 @@ fn place(registry: &Registry) -> Option<Where<'_>> {
     in_rows.or_else(|| session().map(|rows| Where { rows, in_sessions: true }))
 }
 
-/// What became of one attempt. Only the first leaves anything locked.
+/// The result of one attempt. Only `Taken` leaves anything locked.
 enum Answer {
     Taken(FencingToken),
-    /// By a lease with so much time left.
+    /// A lease holds the key, with this time left.
     Held {
         left: Duration,
     },
-    /// By another transaction.
+    /// Another transaction has locked the row.
     RowLocked,
-    /// Somebody took a lease between look and lock.
+    /// Another client acquired a lease between reading the row and locking it.
     Overtaken,
-    /// A session has it, or another transaction where locks are sessions'.
+    /// A session holds the key, or another transaction does where locks belong to sessions.
     InSession,
 }
 
@@ -111,7 +113,8 @@ async fn attempt(
 ) -> Result<Answer, LockInError> {
     let row_wait = wait.clamp(ROW_WAIT_MIN, place.rows.config.busy_timeout);
     let text = place.rows.lock_in_statement(key, row_wait, place.in_sessions).plain();
-    // One message. The savepoint takes back what an attempt that comes to nothing has locked, and keeps an error from ending the transaction.
+    // Sent as one message. The savepoint releases the locks of a failed attempt, and keeps an error
+    // from ending the transaction.
     let answer = ask(connection, format!("SAVEPOINT {SAVEPOINT}; {text}")).await;
     let answer = match answer {
         Ok(rows) => read(&rows, key),
@@ -130,7 +133,7 @@ async fn attempt(
     Ok(answer)
 }
 
-/// `None` if this is not the store's database.
+/// Returns `None` if the transaction is not in the store's database.
 fn read(rows: &[PgRow], key: &Key) -> Result<Option<Answer>, LockInError> {
     let database = |source| LockInError::database(key, source);
     let row = rows.first().ok_or_else(|| database(sqlx::Error::RowNotFound))?;
@@ -138,7 +141,8 @@ fn read(rows: &[PgRow], key: &Key) -> Result<Option<Answer>, LockInError> {
         return Ok(None);
     }
     if let Some(level) = row.try_get::<Option<String>, _>(3).map_err(database)? {
-        // Its snapshot was taken before the lock: by an earlier read, or by the statement that waits for the lock.
+        // The snapshot is older than the lock: it was taken by an earlier read, or by the statement
+        // that waited for the lock.
         return Err(LockInError::isolation(key, &level));
     }
     answer(row).map_err(database)
@@ -161,13 +165,15 @@ fn answer(row: &PgRow) -> Result<Option<Answer>, sqlx::Error> {
     }))
 }
 
-/// As text, so that it does not matter what was prepared on the connection, or which one it is.
+/// Sends plain text, which is independent of prepared statements and of the pooler's assignment of
+/// connections.
 async fn ask(connection: &mut PgConnection, text: String) -> Result<Vec<PgRow>, sqlx::Error> {
     connection.fetch_all(raw_sql(AssertSqlSafe(text))).await
 }
 
 impl PostgresBackend {
-    /// The statement that locks the row for the transaction that it is sent in, and waits for it this long.
+    /// Returns the statement that locks the row for the transaction that sends it, and waits for it
+    /// at most `row_wait`.
     fn lock_in_statement(&self, key: &Key, row_wait: Duration, in_sessions: bool) -> Statement<'_> {
         let id = self.row_id(key);
         Statement::new(
@@ -189,8 +195,8 @@ impl PostgresBackend {
 
 const SAVEPOINT: &str = "lock_registry_lock_in";
 
-/// Zero would be for ever.
+/// A limit of zero would mean no limit.
 const ROW_WAIT_MIN: Duration = Duration::from_millis(1);
 
-/// How often one looks whether a lease is still there that nobody has told the end of.
+/// The polling interval while a lock is held, because its end may send no notification.
 const LOOK_AGAIN: Duration = Duration::from_millis(500);

@@ -1,29 +1,30 @@
 //! The PostgreSQL store.
 //!
-//! The modules are listed in the order in which one acquisition runs through them; what comes after its release is last.
+//! The modules are listed in the order in which an acquisition passes through them. Modules for the
+//! time after its release are last.
 
-// Before the first one.
+// Configuration and opening.
 mod config;
 mod open;
-// What is asked of a lock's row, and how it is said.
+// The operations on a lock's row, and their statements.
 mod backend;
 mod renew;
 mod sql;
 mod statement;
-// How it reaches the server.
+// Connections to the server, and its errors.
 mod link;
 mod error;
-// Waiting for a release, whichever process makes it.
+// Waiting for a release by any process.
 mod ears;
-// Locks that live as long as a connection: one for all of them, one for each.
+// Locks that last as long as a connection: one for all locks, or one for each.
 mod session;
 mod row;
-// Who holds what, and ending it.
+// Listing and breaking locks.
 mod holders;
-// In the caller's own transaction.
+// Locks and fences in the caller's own transaction.
 mod fence;
 mod lock_in;
-// Locks that look like those of another program.
+// Locks in the table of another program.
 mod spring;
 // Housekeeping.
 mod purge;

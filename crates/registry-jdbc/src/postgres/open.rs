@@ -1,4 +1,5 @@
-//! Opens the store: looks before it writes, makes the tables if there are none.
+//! Opens the store: checks the server's version and the tables, and creates the tables if they are
+//! missing. Called by the backends' `open`.
 
 use std::time::Duration;
 
@@ -11,21 +12,22 @@ use super::config::{PostgresConfig, TableNames, quoted, unusable};
 use super::error::{self, explain};
 use super::sql;
 
-/// What a store that is set up consists of.
+/// The properties of an opened store.
 #[derive(Debug)]
 pub(super) struct Opened {
     pub(super) tables: TableNames,
-    /// The id that the tables were given when they were made.
+    /// The id that the tables received at their creation.
     pub(super) store: String,
 }
 
-/// Opens the store. Connections of its own: dropping the future closes them, and with them whatever is unfinished.
+/// Opens the store on a separate connection. Dropping the future closes that connection and undoes
+/// what is incomplete.
 pub(super) async fn open(config: &PostgresConfig) -> Result<Opened, BackendError> {
     config.check()?;
     let mut connection = super::link::connect(config).await?;
     let opened = timeout(OPENING_LIMIT, set_up(config, &mut connection)).await;
     let opened = opened.unwrap_or_else(|_| Err(error::silent()))?;
-    // Tidiness: the server would notice anyway.
+    // Optional: the server would notice the end of the connection anyway.
     let _ = timeout(config.connect_timeout, connection.close()).await;
     Ok(opened)
 }
@@ -44,7 +46,7 @@ async fn set_up(
         None if config.tables.create => {
             let made = make_tables(config, connection).await;
             match (find_tables(config, connection).await?, made) {
-                // Whether we made them, or somebody else did who was faster.
+                // Created by this call or concurrently by another process.
                 (Some(schema), _) => schema,
                 (None, Err(error)) if error::is_denied(&error) => {
                     let says = "postgres: the lock tables are missing and this user may not make them; have them made by what \
@@ -75,7 +77,7 @@ async fn set_up(
     Ok(Opened { tables, store: row.try_get(1).map_err(explain)? })
 }
 
-/// The schema that the tables are in.
+/// Returns the schema that contains the tables.
 async fn find_tables(
     config: &PostgresConfig,
     connection: &mut PgConnection,
@@ -85,7 +87,7 @@ async fn find_tables(
         Some(schema) => format!("{}.{meta}", quoted(schema)),
         None => meta,
     };
-    // Both names were checked: they hold nothing but letters, digits and underscores.
+    // Both names have been checked: they contain only letters, digits and underscores.
     let text = format!(
         "SELECT nspname::text FROM pg_class JOIN pg_namespace ON pg_namespace.oid = relnamespace \
          WHERE pg_class.oid = to_regclass('{named}')"
@@ -94,7 +96,7 @@ async fn find_tables(
     rows.first().map(|row| row.try_get(0).map_err(explain)).transpose()
 }
 
-/// Plain text, which a pooler in whatever mode passes on as it is.
+/// Returns the rows of a query that is sent as plain text, which every pooler passes on unchanged.
 async fn rows(connection: &mut PgConnection, text: String) -> Result<Vec<PgRow>, BackendError> {
     connection.fetch_all(raw_sql(AssertSqlSafe(text))).await.map_err(explain)
 }
@@ -107,8 +109,9 @@ async fn make_tables(
         Some(schema) => format!("SELECT set_config('search_path', '{}', true);", quoted(schema)),
         None => String::new(),
     };
-    // Statements that are sent together are one transaction: all of it is there, or nothing. Of several processes that find no tables one makes
-    // them while the others wait. The number is the first eight bytes of the SHA-256 of "lock-registry schema".
+    // Statements of one message are one transaction, so a partial schema is impossible. The
+    // advisory lock makes other processes wait while one creates the tables. Its number is the
+    // first eight bytes of the SHA-256 of "lock-registry schema".
     let text = format!(
         "SELECT set_config('client_min_messages', 'warning', true); SELECT pg_advisory_xact_lock({SCHEMA_LOCK}); {place} {}",
         schema(&config.tables.prefix)
@@ -117,7 +120,7 @@ async fn make_tables(
     Ok(())
 }
 
-/// What makes tables whose names begin with `prefix`.
+/// Returns the statements that create tables whose names begin with `prefix`.
 pub(super) fn schema(prefix: &str) -> String {
     sql::SCHEMA.replace("lock_registry", prefix)
 }
@@ -130,7 +133,7 @@ fn missing() -> BackendError {
 
 const SERVER_VERSION_MIN: u32 = 14_00_00;
 
-/// Making tables may wait for somebody else who does.
+/// The time limit for opening. It includes the wait for another process that creates the tables.
 const OPENING_LIMIT: Duration = Duration::from_secs(30);
 
 const SCHEMA_LOCK: i64 = -7_203_615_683_950_152_646;

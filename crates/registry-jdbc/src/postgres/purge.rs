@@ -1,6 +1,7 @@
-//! Deletes the rows of keys that nobody has locked for a while, a bounded piece at a time.
+//! Deletes the rows of keys that have not been locked for some time, in batches of limited size.
 //!
-//! Their tokens are not forgotten: a trigger of the tables keeps the largest in the same transaction.
+//! A trigger of the tables keeps the largest of their tokens in the same transaction. Called after
+//! releases.
 
 use std::time::Duration;
 
@@ -13,33 +14,34 @@ use super::sql::Texts;
 use super::statement::{Statement, Value};
 use crate::server::Errand;
 
-/// A release searches a piece if its claim's random id begins with this byte: one in 256.
+/// A release searches a batch if its claim's random id begins with this byte: one in 256.
 const SIGN: u8 = 0;
 
-/// How long a release may take longer for it, while all connections are at work perhaps.
+/// The maximum time that a batch adds to a release, even if all connections are busy.
 const TIME_MAX: Duration = Duration::from_millis(500);
 
-/// How many rows a piece has: twice as many as releases can have added since the last one, so that at most half of all rows are dead.
+/// The number of rows in a batch. It is twice the number that releases can have added since the
+/// last batch, so that at most half of all rows are dead.
 const PIECE_ROWS: i64 = 512;
 
 impl PostgresBackend {
-    /// Searches a piece, now and then: the claim's random id is the die.
+    /// Searches a batch if the claim's random id begins with [`SIGN`].
     pub(super) async fn purge_by_chance(&self, claim: &Claim) {
         by_chance(claim, &self.link, &self.texts, self.config.purge_after).await;
     }
 }
 
-/// For whatever has rows in the tables.
+/// The same for every backend with rows in the tables.
 pub(super) async fn by_chance(claim: &Claim, link: &Link, texts: &Texts, dead_for: Duration) {
     if claim.id().to_bytes()[0] == SIGN {
-        // The release is done and is not to fail because of housekeeping. What is wrong with the tables, the next
-        // acquisition will tell.
+        // The release is complete and must not fail because of housekeeping. The next acquisition
+        // returns any error of the tables.
         let place: [u8; 32] = std::array::from_fn(|_| fastrand::u8(..));
         let _ = timeout(TIME_MAX, piece(link, texts, dead_for, &place)).await;
     }
 }
 
-/// Searches the piece that follows `place`, and tells how many rows were deleted.
+/// Searches the batch that follows `place`, and returns the number of deleted rows.
 async fn piece(
     link: &Link,
     texts: &Texts,

@@ -1,4 +1,4 @@
-//! Renews many claims in few statements.
+//! Renews many claims with few statements.
 
 use registry_core::{BackendError, Claim, Renewal};
 
@@ -8,11 +8,11 @@ use super::link::Repeat;
 use super::statement::{Statement, Value};
 use crate::server::Errand;
 
-/// How many claims one statement renews.
+/// The maximum number of claims that one statement renews.
 pub(super) const CLAIMS_MAX: usize = 1000;
 
 impl PostgresBackend {
-    /// One answer for each claim, in their order.
+    /// Returns one answer for each claim, in the same order.
     pub(super) async fn renew_in_chunks(
         &self,
         claims: &[Claim],
@@ -20,7 +20,8 @@ impl PostgresBackend {
         let mut answers = Vec::with_capacity(claims.len());
         let mut trouble: Option<BackendError> = None;
         for chunk in claims.chunks(CLAIMS_MAX) {
-            // Whatever keeps one statement from being answered would make every other wait as long.
+            // After a store error the remaining chunks fail at once. Otherwise each could wait for
+            // the full time-out.
             let answer = match trouble.take() {
                 Some(error) => Err(error),
                 None => self.renew_chunk(chunk).await,
@@ -52,7 +53,7 @@ impl PostgresBackend {
             ],
         );
         let shortest = claims.iter().map(Claim::lease).min().unwrap_or_default();
-        // Two renewals do what one does.
+        // A repeated renewal has the same effect as a single one.
         let rows = self.link.rows(Errand::Renew(shortest), &statement, Repeat::Harmless).await?;
         if rows.len() != claims.len() {
             return Err(damaged("a renewal was not answered for each claim"));
@@ -62,7 +63,8 @@ impl PostgresBackend {
             .map(|(row, claim)| {
                 let (left, is_there): (Option<i64>, bool) = (column(row, 0)?, column(row, 1)?);
                 Ok(match left {
-                    // More than was asked for is there while the server's clock is behind, and gone when it is put right.
+                    // The time left can exceed the lease while the server's clock is behind. The
+                    // excess vanishes when the clock is corrected.
                     Some(left) => Ok(Renewal::Renewed(span(left).min(claim.lease()))),
                     None if is_there => Err(row_is_locked()),
                     None => Ok(Renewal::Gone),

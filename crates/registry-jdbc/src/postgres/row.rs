@@ -1,4 +1,7 @@
-//! Locks that are rows, locked in a transaction of ours for as long as they are held: `SELECT … FOR NO KEY UPDATE`.
+//! Locks that are rows: a transaction of this backend keeps each row locked for as long as the lock
+//! is held, by `SELECT … FOR NO KEY UPDATE`.
+//!
+//! The connections and their queues are in `server::sessions`; the statements are in `sql`.
 
 use std::fmt;
 use std::time::Duration;
@@ -19,49 +22,66 @@ use super::session::PostgresSessionBackend;
 use super::statement::{Statement, Value};
 use crate::server::{Failure, Place, Places, RowId, Sessions, Terms, Took, Wire};
 
-/// Locks in a PostgreSQL database that are rows, each locked by a transaction of its own until it is let go: the pessimistic lock of old.
+/// Locks in a PostgreSQL database that are rows: pessimistic row locks. A transaction of its own
+/// keeps each row locked until the lock is released.
 ///
-/// The rows are those that a [`PostgresBackend`] has its leases in, and the same that [`LockIn`](crate::LockIn) locks in a transaction of the caller.
-/// All three exclude each other, so a namespace may have locks of each kind, and move from one to another while it is in use.
+/// They are the rows in which a [`PostgresBackend`] stores its leases, and which
+/// [`LockIn`](crate::LockIn) locks in a transaction of the caller. All three exclude each other. So
+/// a namespace may contain locks of each kind, and may change from one to another while it is in
+/// use.
 ///
-/// A grant is two steps on one connection: a statement of its own notes the claim and a larger token in the row, unless somebody holds it,
-/// and is committed; then a transaction locks the row `FOR NO KEY UPDATE`, if it is still this claim that is noted in it. What is lost in
-/// between, by a crash, is a number. So a token was committed before anybody can use it, and no two transactions ever have the same.
-/// `FOR NO KEY UPDATE` keeps out all that `FOR UPDATE` does, but for the check of a [`Fence`](crate::Fence), which is what it leaves room for.
+/// A grant takes two steps on one connection:
 ///
-/// One transaction cannot let go one of several rows, so each held lock has a connection of its own, which is neither the application's nor one of
-/// a pool. There can be [so many](PostgresConfig::with_row_locks) at once; whoever wants one more is told of
-/// [`RowLocksExhausted`](crate::RowLocksExhausted). Who waits has none. A process that dies frees its locks in that moment. Where the server
-/// cannot notice (the host is gone, the process stands still) it ends the transaction after [`SILENCE`](Self::SILENCE), and a lease is never longer
-/// than that: so the holder has given up by then.
+/// - A separate, committed statement writes the claim and a larger token to the row, unless another
+///   client holds the row.
+/// - Then a transaction locks the row `FOR NO KEY UPDATE`, if the row still contains this claim.
 ///
-/// But when the *server* ends the connection (`pg_terminate_backend`, a restart, a failover, a firewall that cuts connections), the lock is free at
-/// once, while its holder learns of it up to a third of a second later, or when its lease is over if no word gets through. For that moment there can be two
-/// holders, which is why this store is of class C. Tokens grow all the same, so fenced writes stay safe, those of a [`Fence`](crate::Fence) included.
+/// A crash between the steps loses only a token. So every token is committed before use, and no two
+/// transactions have the same one. `FOR NO KEY UPDATE` excludes everything that `FOR UPDATE`
+/// excludes, except the check of a [`Fence`](crate::Fence).
 ///
-/// Who holds such a lock is told like the holder of a lease, but for the time that is left; so is, without a name, that a transaction of a caller has the key. To
-/// [break](LockBackend::force_release) such a lock ends the connection that holds it, for which the user must be the holder's, or have the rights of
-/// `pg_signal_backend`. A transaction of a caller is not ended.
+/// One transaction cannot release one of several rows. So each held lock has its own connection,
+/// which belongs neither to the application nor to a pool. The
+/// [configuration](PostgresConfig::with_row_locks) limits their number; an attempt beyond the limit
+/// fails with [`RowLocksExhausted`](crate::RowLocksExhausted). A waiting caller uses no connection.
 ///
-/// A transaction that stays open keeps the server from cleaning up dead rows, in all tables of the database: hold such locks for seconds or
-/// minutes. Through a pooler they work in every mode, as a transaction keeps its connection; each held lock takes one of the pooler's too.
+/// When a process dies, the server frees its locks at once. If the server cannot notice (host lost,
+/// process stopped), it ends the transaction after [`SILENCE`](Self::SILENCE). A lease is never
+/// longer than that, so the holder has given up by then.
+///
+/// If the *server* ends the connection (`pg_terminate_backend`, restart, failover, a firewall that
+/// cuts connections), the lock is free at once. Its holder notices up to a third of a second later,
+/// or at the end of its lease if no answer arrives. During that time there can be two holders,
+/// which is why this backend has guarantee class C. Tokens grow nevertheless, so fenced writes stay
+/// safe, including those of a [`Fence`](crate::Fence).
+///
+/// The holder of such a lock is listed like the holder of a lease, without the time left.
+/// [`inspect`](LockBackend::inspect) reports a caller's transaction that holds the key without a
+/// name. [Breaking](LockBackend::force_release) a lock ends the connection that holds it. For that
+/// the user must be the holder's user, or have the rights of `pg_signal_backend`. A caller's
+/// transaction is not ended.
+///
+/// An open transaction keeps the server from vacuuming dead rows in all tables of the database. So
+/// hold these locks for seconds or minutes. They work through a pooler in every mode, because a
+/// transaction keeps its connection. Each held lock also takes one of the pooler's connections.
 pub struct PostgresRowBackend {
-    /// For the tables, and for those who wait.
+    /// The tables and the listener.
     pub(super) rows: PostgresBackend,
     sessions: Sessions<RowWire>,
 }
 
 impl PostgresRowBackend {
-    /// How long the server hears nothing of a holder before it ends the transaction; and the longest lease.
+    /// The time without a sign of life after which the server ends a holder's transaction. It is
+    /// also the maximum lease.
     pub const SILENCE: Duration = PostgresSessionBackend::SILENCE;
 
-    /// Connects to the server, and makes the tables if they are absent.
+    /// Connects to the server, and creates the tables if they are missing.
     ///
     /// # Errors
     /// As for [`PostgresBackend::open`].
     ///
     /// # Cancel safety
-    /// Dropping the future may leave finished tables behind, never half-made ones.
+    /// Dropping the future may leave complete tables behind, never partial ones.
     pub async fn open(config: PostgresConfig) -> Result<Self, BackendError> {
         let rows = PostgresBackend::open(config.clone()).await?;
         let places = Places::new(config.row_locks);
@@ -69,7 +89,7 @@ impl PostgresRowBackend {
         Ok(Self { rows, sessions: Sessions::new(wire) })
     }
 
-    /// The namespace that this backend's locks live in.
+    /// Returns the namespace of this backend's locks.
     #[must_use]
     pub fn namespace(&self) -> &str {
         self.rows.namespace()
@@ -147,14 +167,14 @@ impl fmt::Debug for PostgresRowBackend {
     }
 }
 
-/// What is said to the server for one lock.
+/// Sends the statements of one lock's session.
 struct RowWire {
     rows: ForSession,
     config: PostgresConfig,
     places: Places<PgConnection>,
 }
 
-/// A connection for one lock.
+/// The connection of one lock.
 struct Connected {
     connection: PgConnection,
     place: Place,
@@ -162,7 +182,7 @@ struct Connected {
     transaction: Option<Transaction>,
 }
 
-/// How a transaction is known.
+/// The identity of a transaction.
 #[derive(Debug, PartialEq, Eq)]
 struct Transaction {
     server_process: i32,
@@ -176,18 +196,18 @@ impl Transaction {
 }
 
 impl Connected {
-    /// As text, so that it does not matter which connection a pooler has for it.
+    /// Sends plain text, so that it works on any connection that a pooler assigns.
     async fn ask(&mut self, text: String) -> Result<Vec<PgRow>, sqlx::Error> {
         self.connection.fetch_all(raw_sql(AssertSqlSafe(text))).await
     }
 }
 
-/// What became of the first step.
+/// The result of the first step.
 enum Noted {
     Token(FencingToken),
-    /// Somebody holds a lease.
+    /// Another client holds a lease.
     Leased,
-    /// Somebody's transaction has locked the row.
+    /// Another transaction has locked the row.
     Locked,
 }
 
@@ -196,7 +216,8 @@ impl RowWire {
         RowId::of(&self.config.namespace, key)
     }
 
-    /// Notes the claim and a larger token in the row, unless somebody holds it. It waits for nobody.
+    /// Writes the claim and a larger token to the row, unless another client holds the row. Does
+    /// not wait for locked rows.
     async fn note(&self, connected: &mut Connected, claim: &Claim) -> Result<Noted, Failure> {
         let id = self.row_id(claim.key());
         let statement = Statement::new(
@@ -223,7 +244,7 @@ impl RowWire {
         Ok(if is_leased { Noted::Leased } else { Noted::Locked })
     }
 
-    /// Locks the row, if the claim is still what is noted in it.
+    /// Locks the row if it still contains the claim.
     async fn lock(&self, connected: &mut Connected, claim: &Claim) -> Result<bool, Failure> {
         let id = self.row_id(claim.key());
         let silence = Value::Word(format!("{}s", PostgresRowBackend::SILENCE.as_secs()));
@@ -237,7 +258,7 @@ impl RowWire {
                 Value::Number(mark(claim.id())),
             ],
         );
-        // One message. What is set ends with the transaction.
+        // Sent as one message. The settings end with the transaction.
         let patience = self.config.busy_timeout.as_millis().max(1);
         let text = format!(
             "BEGIN ISOLATION LEVEL READ COMMITTED READ WRITE; SET LOCAL lock_timeout = {patience}; {}",
@@ -252,7 +273,7 @@ impl RowWire {
         Ok(true)
     }
 
-    /// Whether a transaction has marked itself as one with this lock.
+    /// Returns whether a transaction has marked itself as holding this lock.
     async fn is_marked(&self, connected: &mut Connected, key: &Key) -> Result<bool, Failure> {
         let mark = Value::Number(self.row_id(key).mark());
         let statement = Statement::new(&self.rows.texts.locked_in, [mark]);
@@ -281,7 +302,8 @@ impl Wire for RowWire {
         claim: &Claim,
         terms: &Terms,
     ) -> Result<Took, Failure> {
-        // Between a look at the row and the look at who has it somebody may let it go.
+        // The other transaction may release the row between the statement that reads the row and
+        // the one that reads the mark.
         const TRIES_MAX: u32 = 3;
         for _ in 0..TRIES_MAX {
             match self.note(connected, claim).await {
@@ -299,7 +321,7 @@ impl Wire for RowWire {
                 }
                 Err(failure) => {
                     if matches!(failure, Failure::Broken(_)) {
-                        // What one connection has met the others would.
+                        // The idle connections would probably fail in the same way.
                         self.places.close_idle();
                     }
                     return Err(failure);
@@ -312,14 +334,14 @@ impl Wire for RowWire {
     async fn give_back(&self, connected: &mut Connected, key: &Key) -> Result<(), Failure> {
         let id = self.row_id(key);
         let statement = Statement::new(&self.rows.texts.row_tell, self.rows.news(id));
-        // One message; those who listen are told by the commit.
+        // Sent as one message. The commit sends the notification.
         connected.ask(format!("{}; COMMIT", statement.plain())).await.map_err(broken)?;
         connected.transaction = None;
         Ok(())
     }
 
     async fn look(&self, connected: &mut Connected) -> Result<(), Failure> {
-        // Fails in a transaction that has failed; outside of one there is no number.
+        // The statement fails in a failed transaction. Without a transaction the number is `NULL`.
         let rows = connected.ask(LOOK.to_owned()).await.map_err(broken)?;
         let row = rows.first().ok_or_else(|| Failure::Broken(damaged("nothing was answered")))?;
         let number: Option<String> = column(row, 1).map_err(Failure::Broken)?;
@@ -328,7 +350,7 @@ impl Wire for RowWire {
         if is_the_same { Ok(()) } else { Err(Failure::Broken(mixed_up())) }
     }
 
-    // A row that is locked is not purged.
+    // A locked row is not purged.
     async fn keep(
         &self,
         _: &mut Connected,
@@ -368,14 +390,15 @@ impl Wire for RowWire {
     }
 }
 
-/// What the transaction marks itself with that holds the lock for this claim; two with the same mark cost a mistaken name.
+/// Returns the mark of the transaction that holds the lock for this claim. If two claims have the
+/// same mark, a holder may be listed under the wrong name.
 fn mark(claim: ClaimId) -> i64 {
     let mut mark = [0; 8];
     mark.copy_from_slice(&claim.to_bytes()[..8]);
     i64::from_be_bytes(mark)
 }
 
-/// In a transaction whatever fails is its end, and that of the lock.
+/// Any error ends the transaction, and with it the lock.
 fn broken(error: sqlx::Error) -> Failure {
     Failure::Broken(explain(error))
 }
@@ -388,5 +411,5 @@ fn mixed_up() -> BackendError {
 
 const LOOK: &str = "SELECT pg_backend_pid(), pg_current_xact_id_if_assigned()::text";
 
-/// How long the first step waits for somebody who makes the same row in this moment.
+/// How long the first step waits for another transaction that is inserting the same row.
 const ROW_WAIT: Duration = Duration::from_millis(200);

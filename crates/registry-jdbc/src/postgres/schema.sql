@@ -1,7 +1,7 @@
--- The tables of lock-registry's PostgreSQL store, version 1. Safe to run again; `PostgresBackend::open` does so by itself
--- unless it finds them. They are made in the first schema of the search_path.
+-- The tables of lock-registry's PostgreSQL store, version 1. They are created in the first schema of the
+-- search_path. The script may be run repeatedly. `PostgresBackend::open` runs it unless the tables exist.
 --
--- Who only locks needs no more than:
+-- Locking needs these rights:
 --   GRANT USAGE ON SCHEMA … TO …;
 --   GRANT SELECT, INSERT, UPDATE, DELETE ON lock_registry_locks TO …;
 --   GRANT SELECT, UPDATE ON lock_registry_meta TO …;
@@ -18,7 +18,7 @@ INSERT INTO lock_registry_meta (id, version, store, floor)
 VALUES (1, 1, gen_random_uuid(), 0)
 ON CONFLICT (id) DO NOTHING;
 
--- One row for each key that was locked lately. Times are microseconds since 1970 on the server's clock.
+-- One row for each recently locked key. Times are microseconds since 1970 on the server's clock.
 CREATE TABLE IF NOT EXISTS lock_registry_locks (
     id        bytea  NOT NULL PRIMARY KEY,          -- SHA-256 of namespace and key, which are too long for an index
     namespace bytea  NOT NULL,                      -- UTF-8
@@ -31,7 +31,7 @@ CREATE TABLE IF NOT EXISTS lock_registry_locks (
     until     bigint NOT NULL                       -- held until then, or free since then
 ) WITH (fillfactor = 70);
 
--- Whoever deletes rows, tokens never go backwards.
+-- Tokens never decrease when rows are deleted, by any client.
 CREATE OR REPLACE FUNCTION lock_registry_purged() RETURNS trigger LANGUAGE plpgsql AS $$
 DECLARE
     gone text := CASE TG_OP WHEN 'DELETE' THEN 'deleted' ELSE format('%I.%I', TG_TABLE_SCHEMA, TG_TABLE_NAME) END;

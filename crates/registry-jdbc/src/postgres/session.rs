@@ -1,4 +1,6 @@
-//! Locks that live as long as a connection: `pg_try_advisory_lock` on one of its own.
+//! Locks that last as long as a connection: `pg_try_advisory_lock` on a dedicated connection.
+//!
+//! The connection and its queue are in `server::session`; the statements are in `sql`.
 
 use std::fmt;
 use std::time::Duration;
@@ -19,46 +21,58 @@ use super::link;
 use super::statement::{Statement, Value};
 use crate::server::{Failure, RowId, Session, Terms, Took, Wire};
 
-/// Locks in a PostgreSQL database that end with the connection of the one who holds them, not with a lease.
+/// Locks in a PostgreSQL database that end with their holder's connection, not with a lease.
 ///
-/// They are advisory locks, `pg_try_advisory_lock(N)`, where N is the first eight bytes of the SHA-256 of namespace and key, as a signed number in
-/// network byte order. (What is hashed is the length of the namespace in eight bytes, the namespace, the key.) Of ten thousand keys that are
-/// held at once, the odds are 3 in 10^12 that any two share a number; they then exclude each other, nothing worse. Everybody in this database who
-/// takes the same number is kept out, whatever the language. Leases of a [`PostgresBackend`] are respected, but do not respect these: all
-/// who lock in one namespace must do it in the same way.
+/// They are advisory locks, `pg_try_advisory_lock(N)`. N is the first eight bytes of a SHA-256
+/// hash, as a signed number in network byte order. The hash covers the length of the namespace in
+/// eight bytes, the namespace, and the key. Among ten thousand keys that are held at once, two
+/// share a number with odds of 3 in 10^12; the only effect is that they exclude each other. The
+/// lock also excludes every other program in this database that takes the same number, in any
+/// language.
 ///
-/// All locks of a backend share one connection, which is neither the application's nor one of a pool. It is looked after several times a
-/// second while anything is held: when it is found broken, all holders are told at once. A process that dies frees its locks in that moment, without
-/// a lease to be waited for. Where the server cannot notice (the host is gone, the process stands still) it ends the session after
-/// [`SILENCE`](Self::SILENCE), and a lease is never longer than that: so the holder has given up by then.
+/// These locks respect the leases of a [`PostgresBackend`], but a `PostgresBackend` does not
+/// respect these locks. All programs that lock in one namespace must use the same kind of lock.
 ///
-/// But when the *server* ends the session (`pg_terminate_backend`, a restart, a failover, a firewall that cuts connections), the lock is free at
-/// once, while its holder learns of it up to a third of a second later, or when its lease is over if no word gets through. For that moment there can be two
-/// holders, which is why this store is of class C. Tokens grow as in a [`PostgresBackend`], in the same tables: fenced writes to other
-/// systems stay safe, those of a [`Fence`](crate::Fence) included. [`LockIn`](crate::LockIn) takes both the row and the advisory lock, for a transaction.
+/// All locks of a backend share one connection, which belongs neither to the application nor to a
+/// pool. While a lock is held, the backend checks the connection several times a second. If it is
+/// broken, all holders are notified at once. When a process dies, the server frees its locks at
+/// once, without waiting for a lease. If the server cannot notice (host lost, process stopped), it
+/// ends the session after [`SILENCE`](Self::SILENCE). A lease is never longer than that, so the
+/// holder has given up by then.
 ///
-/// What is behind such a lock, who holds it and since when, the server does not know; so it cannot be listed or broken, but by
-/// `pg_terminate_backend`, which takes all locks of that process.
+/// If the *server* ends the session (`pg_terminate_backend`, restart, failover, a firewall that
+/// cuts connections), the lock is free at once. Its holder notices up to a third of a second later,
+/// or at the end of its lease if no answer arrives. During that time there can be two holders,
+/// which is why this backend has guarantee class C. Tokens grow as in a [`PostgresBackend`], in the
+/// same tables. So fenced writes to other systems stay safe, including those of a
+/// [`Fence`](crate::Fence). [`LockIn`](crate::LockIn) takes both the row and the advisory lock for
+/// a transaction.
 ///
-/// A pooler that gives each transaction another connection would hand locks to strangers: where one is noticed, opening or locking fails. One that keeps
-/// a connection per session is fine.
+/// The server does not know the key or the holder of such a lock, so the lock cannot be listed or
+/// broken. An administrator can only end the session by `pg_terminate_backend`, which frees all of
+/// its locks.
+///
+/// A pooler that gives each transaction another connection would pass locks to unrelated clients.
+/// If one is detected, opening or locking fails. A pooler with one connection per session works.
 pub struct PostgresSessionBackend {
-    /// For the tables, and for those who wait.
+    /// The tables and the listener.
     pub(super) rows: PostgresBackend,
     pub(super) session: Session<PostgresWire>,
 }
 
 impl PostgresSessionBackend {
-    /// How long the server hears nothing of a session before it ends it; and the longest lease.
+    /// The time without a sign of life after which the server ends the session. It is also the
+    /// maximum lease.
     pub const SILENCE: Duration = Duration::from_secs(60);
 
-    /// Connects to the server, and makes the tables if they are absent.
+    /// Connects to the server, and creates the tables if they are missing.
     ///
     /// # Errors
-    /// As for [`PostgresBackend::open`]; `Misconfigured` also behind a pooler that mixes connections up.
+    /// As for [`PostgresBackend::open`]; also `Misconfigured` behind a pooler that changes
+    /// connections between transactions.
     ///
     /// # Cancel safety
-    /// Dropping the future may leave finished tables behind, never half-made ones.
+    /// Dropping the future may leave complete tables behind, never partial ones.
     pub async fn open(config: PostgresConfig) -> Result<Self, BackendError> {
         let rows = PostgresBackend::open(config.clone()).await?;
         let wire = PostgresWire { rows: rows.for_session(), config };
@@ -66,7 +80,7 @@ impl PostgresSessionBackend {
         Ok(Self { rows, session: Session::new(wire) })
     }
 
-    /// The namespace that this backend's locks live in.
+    /// Returns the namespace of this backend's locks.
     #[must_use]
     pub fn namespace(&self) -> &str {
         self.rows.namespace()
@@ -125,13 +139,13 @@ impl fmt::Debug for PostgresSessionBackend {
     }
 }
 
-/// What is said to the server of a session.
+/// Sends the statements of a session.
 pub(super) struct PostgresWire {
     rows: super::backend::ForSession,
     config: PostgresConfig,
 }
 
-/// A connection and which of the server's processes it was given.
+/// A connection, and the process id of its server process.
 pub(super) struct Connected {
     connection: PgConnection,
     server_process: i32,
@@ -147,7 +161,8 @@ impl Connected {
         self.is_the_same(&rows)
     }
 
-    /// Checks the first column: who mixes connections up is found out at the latest by the next answer.
+    /// Checks that the first column is the expected process id. So a pooler that changes
+    /// connections is detected no later than at the next answer.
     fn is_the_same(&self, rows: &[PgRow]) -> Result<(), Failure> {
         let row = rows.first().ok_or_else(|| Failure::Broken(damaged("nothing was answered")))?;
         if column::<i32>(row, 0).map_err(Failure::Broken)? == self.server_process {
@@ -159,13 +174,16 @@ impl Connected {
 }
 
 impl PostgresWire {
-    /// Refuses a pooler that mixes connections up. Leaves nothing behind on them.
+    /// Detects a pooler that changes connections between transactions. Leaves nothing behind on
+    /// them.
     async fn check_way(&self) -> Result<(), BackendError> {
-        // Two sessions at once are two processes of the server, or something in between lends the same one to both.
+        // Two simultaneous sessions must have two server processes. Otherwise a pooler shares one
+        // process between both.
         let (mut one, mut two) = (self.connect_plainly().await?, self.connect_plainly().await?);
         let are_two = one.server_process != two.server_process;
         let stay = async {
-            // One process is busy with a transaction; who has to go round it shows up.
+            // The open transaction occupies one process. A pooler that shares processes serves the
+            // second connection from another one, which changes its process id.
             one.ask("BEGIN").await.map_err(error::failure)?;
             one.look().await?;
             two.look().await?;
@@ -178,7 +196,7 @@ impl PostgresWire {
             Err(Failure::Answered(error) | Failure::Broken(error)) => return Err(error),
         }
         for connected in [one, two] {
-            // Tidiness: the server would notice anyway.
+            // Optional: the server would notice the end of the connection anyway.
             let _ = timeout(self.config.connect_timeout, connected.connection.close()).await;
         }
         Ok(())
@@ -234,7 +252,8 @@ impl PostgresWire {
         }
     }
 
-    /// Notes the claim and a larger token in the row, unless somebody holds it by a lease.
+    /// Writes the claim and a larger token to the row, unless another client holds the row by a
+    /// lease.
     async fn note(
         &self,
         connected: &mut Connected,
@@ -273,13 +292,14 @@ impl PostgresWire {
     }
 }
 
-/// How a lock comes to its session.
+/// How the session obtains the lock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum How {
     Take,
-    /// The session has it already. Who had it before is not known.
+    /// The session has the advisory lock already. The previous holder is unknown.
     Keep,
-    /// It has it already, and nobody else had it since it last had.
+    /// The session has the advisory lock already, and no other client had it since the session's
+    /// last grant.
     GoOn,
 }
 
@@ -289,7 +309,8 @@ impl Wire for PostgresWire {
     async fn connect(&self) -> Result<Connected, BackendError> {
         let mut connected = self.connect_plainly().await?;
         let tell = async {
-            // The server looks after the connection as well. On a socket in a folder some of these mean nothing, and do no harm.
+            // The server checks the connection as well. On a Unix socket some of these settings
+            // have no effect.
             let seconds = PostgresSessionBackend::SILENCE.as_secs();
             let patience = self.config.busy_timeout.as_millis().max(1);
             let text = format!(
@@ -317,7 +338,7 @@ impl Wire for PostgresWire {
     ) -> Result<Took, Failure> {
         match self.try_to_take(connected, claim, terms).await {
             Err(Failure::Answered(error)) => {
-                // The lock is the session's even if the statement that took it failed.
+                // The session keeps the advisory lock even if the statement that took it failed.
                 self.give_back(connected, claim.key()).await?;
                 if error::tells_of_locked_row(&error) {
                     return Ok(Took::RowLocked(error));
@@ -392,7 +413,8 @@ fn mixed_up() -> BackendError {
 
 const LOOK: &str = "SELECT pg_backend_pid()";
 
-/// How long a statement, and all locks of the session with it, waits for a row that another transaction has inserted and not committed.
+/// How long a statement waits for a row that another transaction has inserted and not committed.
+/// All locks of the session wait with it.
 const ROW_WAIT: Duration = Duration::from_millis(10);
 
 #[cfg(test)]
@@ -405,7 +427,7 @@ mod tests {
             |namespace: &str, key: &str| RowId::of(namespace, &Key::new(key).unwrap()).number();
         assert_eq!(number("default", "orders/42"), 0x03c4_a6d0_3c53_a5b0);
         assert_ne!(number("a", "bc"), number("ab", "c"));
-        // One whose first bit is set is negative.
+        // A number whose first bit is set is negative.
         assert!((0..64).any(|n| number("default", &n.to_string()) < 0));
     }
 }

@@ -1,14 +1,21 @@
-//! Every statement of the store. Each is a transaction of its own and one round trip, so nothing that is dropped half-way can leave one open.
+//! All statements of the store. Each is a transaction of its own and takes one round trip. So a
+//! dropped future cannot leave a transaction open. The exceptions run in a transaction of the
+//! caller ([`FENCE`], [`FENCE_HELD`], [`LOCK_IN`]) or in that of a row lock ([`ROW_LOCK`],
+//! [`ROW_TELL`]).
 //!
-//! A row is held when it has a claim and `until` lies ahead. Of a claim that has no lease, because it ends with a connection, `until` is zero, wherever the
-//! clock is put. All times are the server's, from `clock_timestamp()`: `now()` stands still in a
-//! transaction, and so while a statement waits for a row.
+//! A row is held if it has a claim and `until` is in the future. A claim that ends with a
+//! connection has no lease: its `until` is zero, so that no change of the clock makes it a lease.
+//! All times are the server's, from `clock_timestamp()`. `now()` is unsuitable: it is constant
+//! during a transaction, even while a statement waits for a row.
 //!
-//! Nothing may be left to the session: behind a pooler every statement may meet another one. What a statement needs it sets for itself,
-//! by `set_config(…, true)`, which lasts until its own end; where it stands decides when it is called.
+//! No statement relies on session state, except those of session locks ([`SESSION_LOOK`]): behind a
+//! pooler, each statement may run in another session. A statement sets what it needs by
+//! `set_config(…, true)`, which lasts until the statement's end. The position of the call in the
+//! statement determines when it takes effect.
 //!
-//! Whoever makes a key somebody else's locks its row FOR UPDATE, whoever renews or releases only FOR NO KEY UPDATE. Between the two stands
-//! FOR KEY SHARE, by which a fenced transaction keeps out the former and lets the latter through.
+//! A statement that passes a key to another claim locks its row FOR UPDATE. Renewals and releases
+//! lock it only FOR NO KEY UPDATE. A fenced transaction locks it FOR KEY SHARE, which blocks the
+//! former and permits the latter.
 
 use std::sync::Arc;
 
@@ -20,10 +27,10 @@ use crate::mutant::{self, Mutant, Slip, slipped};
 /// The version of the tables that this program reads and writes.
 pub(super) const VERSION: i32 = 1;
 
-/// Makes the tables. Several statements: for a connection of its own.
+/// Creates the tables. Several statements, to be sent on a separate connection.
 pub(super) const SCHEMA: &str = include_str!("schema.sql");
 
-/// The text of every statement, for tables of these names.
+/// The texts of all statements, for tables with these names.
 #[derive(Debug, Clone)]
 pub(super) struct Texts {
     pub(super) meta: Text,
@@ -116,7 +123,7 @@ const RELEASE_WITHOUT_OWNER: Slip =
     Slip::new(Mutant::ReleaseWithoutOwner, "claim = $2::bytea", "$2::bytea IS NOT NULL");
 const RENEWAL_REVIVES: Slip =
     Slip::new(Mutant::RenewalRevives, "l.until > {now}", "l.until IS NOT NULL");
-// The clock would make up for it.
+// The mutated texts omit the clock, which would hide the mutation.
 const TOKEN_STANDS_STILL: Slip = Slip::new(
     Mutant::TokenStandsStill,
     "greatest(excluded.token, l.token + l.block)",
@@ -133,12 +140,12 @@ const FENCE_WITHOUT_LOCK: Slip = Slip::new(Mutant::FenceWithoutLock, "FOR KEY SH
 const SESSION_TRUSTS_ITS_MEMORY: Slip =
     Slip::new(Mutant::SessionTrustsItsMemory, "AND claim = $2::bytea", "AND $2::bytea IS NOT NULL");
 
-/// One statement. Its parameters are numbered, and each has its type beside it.
+/// The text of one statement. Its parameters are numbered, and each is followed by its type.
 #[derive(Debug, Clone)]
 pub(super) struct Text(Arc<str>);
 
 impl Text {
-    /// For what is asked once in a while.
+    /// Wraps the text of a statement. The texts of frequent statements are in [`Texts`].
     pub(super) fn new(text: &str) -> Self {
         Self(text.into())
     }
@@ -147,29 +154,33 @@ impl Text {
         &self.0
     }
 
-    /// For the client, which asks for a promise that no value was put into it.
+    /// Returns the text for sqlx, which requires an assertion that it contains no untrusted value.
     pub(super) fn safe(&self) -> SqlStr {
         use sqlx::SqlSafeStr as _;
         AssertSqlSafe(Arc::clone(&self.0)).into_sql_str()
     }
 }
 
-/// Microseconds since 1970. Not by `extract`, whose decimal numbers cost more than the rest of an expression.
+/// Microseconds since 1970. `extract` is slower: its result is a decimal number.
 const NOW: &str = "(date_part('epoch', clock_timestamp()) * 1000000)::bigint";
 
-/// The last part: whether a transaction goes on seeing what was there when it began to read.
+/// The last column: whether the transaction keeps the snapshot of its first read.
 const META: &str = "SELECT version, store::text, current_setting('transaction_isolation') <> 'read committed' FROM {meta} WHERE id = 1";
 
-/// Grants the key, unless somebody holds it, the claim itself included; then it says nothing, see [`LOOK`].
+/// Grants the key if no claim holds it, not even this one. Otherwise it returns no row; see
+/// [`LOOK`].
 ///
-/// Who sees in its snapshot that the key is held does not touch the row, so a busy attempt costs no write and no flush. Who sees it free
-/// locks the row, in the strongest way: that is what the assignment of `id` to itself is for. The clock is read anew behind that lock.
+/// If the key is held in the statement's snapshot, the row is not touched. So a busy attempt costs
+/// no write and no flush. Otherwise the assignment of `id` to itself locks the row FOR UPDATE, and
+/// the clock is read again behind that lock.
 ///
-/// The new token is above those of this row as it was seen and as it is, and above those of all deleted rows.
+/// The new token is larger than those of the row in the snapshot, of the row as locked, and of all
+/// deleted rows.
 ///
-/// It is not told in the same breath who holds the key: what that takes would cost each grant an eighth of its time on the server.
+/// The statement does not return the holder: that would cost each grant an eighth of its time on
+/// the server.
 ///
-/// id, namespace, key, claim, block, label, lease
+/// Parameters: id, namespace, key, claim, block, label, lease
 const ACQUIRE: &str = "\
     INSERT INTO {locks} AS l (id, namespace, key, claim, token, block, label, since, until) \
     SELECT $1::bytea, $2::bytea, $3::bytea, $4::bytea, greatest(now, floor + 1, seen.token + seen.block), $5::bigint, $6::bytea, \
@@ -188,13 +199,16 @@ const ACQUIRE: &str = "\
     WHERE l.claim IS NULL OR l.until <= {now} \
     RETURNING token";
 
-/// Grants the key like [`ACQUIRE`], if there is a row that nobody holds: for less of the server's time, as nothing is read that only a row
-/// needs that is not there. Otherwise it says nothing.
+/// Grants the key like [`ACQUIRE`], if its row exists and is free. Otherwise it returns no row.
 ///
-/// The row is locked in the strongest way first, to keep out of a fence's way, which a mere update would not; whether it is free is judged behind that lock. Its own token
-/// covers all of the key's that came before: a row is made above those of deleted ones.
+/// It takes less of the server's time, because it does not read what only a missing row needs. The
+/// row's own token covers all earlier ones of the key: a new row starts above those of deleted
+/// rows.
 ///
-/// id, claim, block, label, lease
+/// The subquery locks the row FOR UPDATE, because a mere update would not conflict with a fence.
+/// Whether the row is free is decided behind that lock.
+///
+/// Parameters: id, claim, block, label, lease
 const TAKE_AGAIN: &str = "\
     UPDATE {locks} AS l SET \
         claim = $2::bytea, \
@@ -207,37 +221,39 @@ const TAKE_AGAIN: &str = "\
     WHERE l.id = $1::bytea \
     RETURNING token";
 
-/// Who holds the key, if anybody.
+/// Returns the holder of the key, if it is held.
 ///
-/// id
+/// Parameters: id
 const LOOK: &str = "\
     WITH clock AS MATERIALIZED (SELECT {now} AS now) \
     SELECT claim, token, label, now - since, until - now FROM {locks}, clock \
     WHERE id = $1::bytea AND claim IS NOT NULL AND until > now";
 
-/// Who holds one key or those of a namespace, by a lease, or by a transaction that has marked itself as that of the claim; see [`ROW_LOCK`].
+/// Returns the holder of one key, or the holders of a namespace. A key is held by a lease, or by a
+/// transaction that has marked itself as that of the claim; see [`ROW_LOCK`].
 ///
-/// id or namespace
+/// Parameters: id or namespace
 const HOLDERS: &str = "\
     WITH clock AS MATERIALIZED (SELECT {now} AS now) \
     SELECT key, token, label, now - since, CASE WHEN until > now THEN until - now END FROM {locks}, clock \
     WHERE {who} AND claim IS NOT NULL AND (until > now OR {claim_mark} IN (SELECT mark FROM ({marked}) AS marked))";
 
-/// What transactions have marked themselves with, and the server's processes that they are in.
+/// The marks of all transactions, with the ids of their server processes.
 const MARKED: &str = "\
     SELECT (classid::bigint << 32) | objid::bigint AS mark, pid FROM pg_locks \
     WHERE locktype = 'advisory' AND objsubid = 1 AND granted \
         AND database = (SELECT oid FROM pg_database WHERE datname = current_database())";
 
-/// What a transaction marks itself with that holds the lock for the claim in the row; see [`ROW_LOCK`].
+/// The mark of the transaction that holds the lock for the row's claim; see [`ROW_LOCK`].
 const CLAIM_MARK: &str = "('x' || encode(substr(claim, 1, 8), 'hex'))::bit(64)::bigint";
 
-/// Prolongs the grants that are still alive, and tells of each that was asked for how long it lasts now, and whether it was there at all.
+/// Extends the grants that are still alive. Returns, for each claim, the time left and whether its
+/// grant exists.
 ///
-/// A row that somebody else has locked is passed over, so that it does not hold up the others; it is there, and not prolonged. As
-/// nobody waits for a row here, nobody can wait in a circle.
+/// A row that another transaction has locked is skipped, so that it does not delay the others: its
+/// grant exists and is not extended. No wait for rows means that no deadlock is possible.
 ///
-/// ids, claims, leases
+/// Parameters: ids, claims, leases
 const RENEW: &str = "\
     WITH wanted AS MATERIALIZED ( \
         SELECT * FROM unnest($1::bytea[], $2::bytea[], $3::bigint[]) WITH ORDINALITY AS w (id, claim, lease, n)), \
@@ -252,63 +268,73 @@ const RENEW: &str = "\
         EXISTS (SELECT FROM {locks} AS l WHERE l.id = w.id AND l.claim = w.claim AND l.until > {now}) \
     FROM wanted AS w LEFT JOIN renewed ON renewed.id = w.id AND renewed.claim = w.claim ORDER BY w.n";
 
-/// Ends the grant of one claim, and tells those who listen, if there are any; see [`Channel`](super::ears::Channel). The row stays, for its
-/// tokens.
+/// Ends the grant of one claim, and notifies the listeners if there are any; see
+/// [`Channel`](super::ears::Channel). The row remains, for its tokens.
 ///
-/// An ended grant is left as it is: it is as free as it can be, and the caller is told that it held nothing. The server need not have
-/// written the release to its disk: one that a crash undoes costs the rest of the lease.
+/// An ended grant is not changed: it is free already, and the answer is that the claim held
+/// nothing. The release need not be flushed to disk: if a crash undoes it, the key is free at the
+/// end of its lease.
 ///
-/// Unused tokens of the block are reserved again, so that tokens do not outrun the clock.
+/// Unused tokens of the block become available again, so that tokens do not overtake the clock.
 ///
-/// id, claim, channel, message, mark, tokens used
+/// Parameters: id, claim, channel, message, mark, tokens used
 const RELEASE: &str = "\
     UPDATE {locks} SET claim = NULL, until = {now}, block = least(block, $6::bigint) \
     WHERE id = $1::bytea AND claim = $2::bytea AND until > {now} \
     RETURNING CASE WHEN NOT pg_try_advisory_xact_lock($5::bigint) THEN pg_notify($3::text, encode($4::bytea, 'hex')) IS NULL END, \
         set_config('synchronous_commit', 'off', true)";
 
-/// Ends the grant of whoever holds the key, and tells those who listen.
+/// Ends the grant of any holder of the key, and notifies the listeners.
 ///
-/// id, channel, message
+/// Parameters: id, channel, message
 const FORCE_RELEASE: &str = "\
     UPDATE {locks} SET claim = NULL, until = {now} \
     WHERE id = $1::bytea AND claim IS NOT NULL AND until > {now} \
     RETURNING pg_notify($2::text, encode($3::bytea, 'hex')) IS NULL";
 
-/// Ends the server's process whose transaction holds the key for the claim that is noted in the row, and waits for its end: whether it came in time.
+/// Ends the server process whose transaction holds the key for the row's claim. Returns whether it
+/// ended within the limit.
 ///
-/// id, milliseconds
+/// Parameters: id, milliseconds
 const END_ROW_HOLDER: &str = "\
     WITH holder AS MATERIALIZED ( \
         SELECT marked.pid FROM {locks} JOIN ({marked}) AS marked ON marked.mark = {claim_mark} WHERE id = $1::bytea AND claim IS NOT NULL) \
     SELECT pg_terminate_backend(pid, $2::bigint) FROM holder";
 
-/// Finds the grant as it was made, and keeps the row from becoming anybody else's until the caller's transaction ends.
+/// Finds the grant as it was issued, and keeps its row from passing to another claim until the
+/// caller's transaction ends.
 ///
-/// id, claim, token
+/// Parameters: id, claim, token
 const FENCE: &str = "\
     SELECT true FROM {locks} \
     WHERE id = $1::bytea AND claim = $2::bytea AND token <= $3::bigint AND $3::bigint < token + block AND until > {now} \
     FOR KEY SHARE";
 
-/// [`LOCK_IN`] for those that this chooses.
+/// Returns [`LOCK_IN`] for one of the two kinds of locks.
 fn lock_in(tried: &str, who: &str, kept_out: &str) -> String {
     LOCK_IN.replace("{tried}", tried).replace("{who}", who).replace("{kept_out}", kept_out)
 }
 
-/// Where locks are sessions' ([`SESSION_TAKE`]), the transaction needs what they need, too.
+/// The additional step where locks belong to sessions ([`SESSION_TAKE`]): the transaction takes the
+/// advisory lock too.
 ///
-/// number
+/// Parameters: number
 const LOCK_IN_SESSION: &str = "\
     tried AS MATERIALIZED (SELECT pg_try_advisory_xact_lock($9::bigint) AS got FROM allowed WHERE NOT EXISTS (SELECT FROM held)),";
 
-/// Locks the row for the caller's transaction, unless somebody holds a lease on it; and tells how long that still lasts.
+/// Locks the row for the caller's transaction, unless a lease holds it. In that case it returns the
+/// lease's time left.
 ///
-/// Like [`ACQUIRE`], but that it grants no lease: what is committed is a free row with a larger token, and those who wait are told then. Locks nothing in a
-/// transaction with a snapshot that is older than the lock. Its last columns: the isolation level of such a transaction, two of no interest, and whether a
-/// session has the lock, see [`LOCK_IN_SESSION`]. The advisory lock is a mark for others who find the row locked; nobody ever waits for it. The limit for the wait is put back, as it is the caller's.
+/// It resembles [`ACQUIRE`] without the lease: the commit leaves a free row with a larger token,
+/// and notifies the listeners. It locks nothing if the transaction's snapshot is older than the
+/// lock. The advisory lock is a mark for other clients that find the row locked; no statement waits
+/// for it. The statement restores the caller's `lock_timeout`.
 ///
-/// id, namespace, key, store, lock_timeout, mark, channel, message
+/// Columns: whether this is the store's database, the token, the lease's time left, the isolation
+/// level if it is unsuitable, two without a meaning, and whether a session holds the lock
+/// ([`LOCK_IN_SESSION`]).
+///
+/// Parameters: id, namespace, key, store, lock_timeout, mark, channel, message
 const LOCK_IN: &str = "\
     WITH patience AS MATERIALIZED ( \
         SELECT current_setting('lock_timeout') AS was, set_config('lock_timeout', $5::text, true)), \
@@ -341,21 +367,24 @@ const LOCK_IN: &str = "\
         CASE WHEN taken.token IS NOT NULL THEN pg_notify($7::text, encode($8::bytea, 'hex')) IS NULL END, {kept_out} \
     FROM patience CROSS JOIN clock CROSS JOIN level LEFT JOIN meta ON true LEFT JOIN taken ON true LEFT JOIN held ON true";
 
-/// Takes an advisory lock for the session, unless it has it, and notes a larger token in the row, which is a free one for those who want a lease.
+/// Takes an advisory lock for the session, unless the session has it, and writes a larger token to
+/// the row. For clients that want a lease the row is free.
 ///
-/// Returns no token if somebody holds a lease, or if another transaction has locked the row. Then the session does not have the advisory lock
-/// afterwards, and nobody is told of it: whoever were told would try in vain, and wake the others in turn. After an error, which takes back everything
-/// else, the lock must be given back.
+/// Returns no token if another client holds a lease, or if another transaction has locked the row.
+/// Then the session does not keep the advisory lock. No notification is sent, because a notified
+/// client would fail too and wake the others in turn. After an error the caller must release the
+/// advisory lock: an error undoes everything else.
 ///
-/// Waits for no row: all locks of the session would wait with it. The limit is for a row that another transaction has inserted and not committed.
+/// It does not wait for locked rows, because all locks of the session would wait with it. The limit
+/// is for a row that another transaction has inserted and not committed.
 ///
-/// As in [`ACQUIRE`] the token is above those of the row as it was seen: it may be deleted meanwhile, and the floor that it was seen with
-/// does not cover it yet.
+/// As in [`ACQUIRE`], the token exceeds those of the row in the snapshot: the row may be deleted
+/// meanwhile, and the floor in the snapshot does not cover it yet.
 ///
-/// Nothing waits for the disk, unless the token is ahead of the clock: a session does not survive a crash, and any other token that was lost in one is
-/// below the clock.
+/// No flush to disk is necessary unless the token is ahead of the clock. A session does not survive
+/// a crash, and every other token that a crash loses is below the clock.
 ///
-/// id, namespace, key, claim, block, label, number, lock_timeout
+/// Parameters: id, namespace, key, claim, block, label, number, lock_timeout
 const SESSION_TAKE: &str = "\
     WITH ease AS MATERIALIZED (SELECT set_config('lock_timeout', $8::text, true)), \
     seen AS MATERIALIZED ( \
@@ -386,45 +415,50 @@ const SESSION_TAKE: &str = "\
         CASE WHEN tried.got AND taken.token IS NULL THEN pg_advisory_unlock($7::bigint) END \
     FROM ease LEFT JOIN tried ON true LEFT JOIN taken ON true LEFT JOIN seen ON true";
 
-/// Takes an advisory lock for the session. Prepared by [`SESSION_PREPARE`].
+/// Takes an advisory lock for the session. Prepared by [`session_prepare`].
 ///
-/// number
+/// Parameters: number
 const SESSION_TRY: &str = "SELECT pg_backend_pid(), pg_try_advisory_lock($1::bigint)";
 
-/// What time it is, if this claim is still noted in the row.
+/// Returns the time, if the row still contains this claim.
 ///
-/// id, claim
+/// Parameters: id, claim
 const SESSION_SEEN: &str = "SELECT {now} FROM {locks} WHERE id = $1::bytea AND claim = $2::bytea";
 
-/// Keeps [`SESSION_TRY`] and [`SESSION_SEEN`] prepared, for [`SESSION_LOOK`].
+/// Returns the statements that prepare [`SESSION_TRY`] and [`SESSION_SEEN`], for [`SESSION_LOOK`].
 fn session_prepare() -> String {
     format!(
         "PREPARE lock_registry_try (bigint) AS {SESSION_TRY}; PREPARE lock_registry_seen (bytea, bytea) AS {SESSION_SEEN}"
     )
 }
 
-/// Takes an advisory lock for the session, and looks whether a claim of this session is still noted in the row, and what time it is. Changes nothing.
+/// Takes an advisory lock for the session. Returns the time if the row still contains a claim of
+/// this session. Writes nothing.
 ///
-/// Two statements in one message: the second one sees what was committed until it begins (READ COMMITTED, which the session has asked for), and so all that
-/// was done by those who had the lock before. One statement would see the row as it was before it had the lock.
+/// It is two statements in one message. Under READ COMMITTED, which the session has set, the second
+/// one sees everything that earlier holders of the lock have committed. A single statement would
+/// see the row as it was before the lock was taken.
 ///
-/// number, id, claim
+/// Parameters: number, id, claim
 const SESSION_LOOK: &str = "\
     EXECUTE lock_registry_try ($1::bigint); EXECUTE lock_registry_seen ($2::bytea, $3::bytea)";
 
-/// Gives an advisory lock back, and tells those who listen, if there are any; see [`Channel`](super::ears::Channel). The mark is this transaction's until the
-/// lock is free for all to see, whichever of the two is done first. Only a message is something that the server would flush.
+/// Releases an advisory lock, and notifies the listeners if there are any; see
+/// [`Channel`](super::ears::Channel). The transaction keeps the mark until the lock is visibly
+/// free, whichever call runs first. `synchronous_commit` is set only with a notification, because
+/// nothing else would be flushed.
 ///
-/// number, channel, message, mark
+/// Parameters: number, channel, message, mark
 const SESSION_GIVE_BACK: &str = "\
     SELECT pg_backend_pid(), pg_advisory_unlock($1::bigint), \
         CASE WHEN NOT pg_try_advisory_xact_lock($4::bigint) THEN \
             set_config('synchronous_commit', 'off', true) IS NULL OR pg_notify($2::text, encode($3::bytea, 'hex')) IS NULL END";
 
-/// Has the row there with this claim noted in it, by the session that has the lock: rows without a lease are purged after a while, and a claim whose token was
-/// reserved by an earlier one of the session is not noted yet.
+/// Ensures that the row exists and contains this claim, for the session that has the lock. The row
+/// may have been purged, as it has no lease. Or it contains an earlier claim of the session, which
+/// reserved this claim's token.
 ///
-/// id, namespace, key, claim, token, block, lock_timeout, noted
+/// Parameters: id, namespace, key, claim, token, block, lock_timeout, noted
 const SESSION_KEEP: &str = "\
     WITH ease AS MATERIALIZED ( \
         SELECT set_config('lock_timeout', $7::text, true), set_config('synchronous_commit', 'off', true)), \
@@ -441,21 +475,22 @@ const SESSION_KEEP: &str = "\
         RETURNING id) \
     SELECT pg_backend_pid(), (SELECT count(*) FROM kept) FROM ease";
 
-/// Like [`FENCE`], for a lock that ends with a connection: whoever comes next changes the row first, whatever became of the connection.
+/// Like [`FENCE`], for a lock that ends with a connection. The next holder must change the row
+/// first, even if the connection is lost.
 ///
-/// id, claim, token
+/// Parameters: id, claim, token
 const FENCE_HELD: &str = "\
     SELECT true FROM {locks} \
     WHERE id = $1::bytea AND claim = $2::bytea AND token <= $3::bigint AND $3::bigint < token + block \
     FOR KEY SHARE";
 
-/// Notes a claim and a larger token in the row, unless somebody holds a lease on it or a transaction has locked it; and tells whether there
-/// is a lease. What is left is a free row, for those who want one.
+/// Writes a claim and a larger token to the row, unless a lease holds it or a transaction has
+/// locked it. Returns whether a lease exists. For clients that want a lease the row stays free.
 ///
-/// Nothing waits for the disk, unless the token is ahead of the clock: what follows does not survive a crash, and any other token that was lost in one is
-/// below the clock.
+/// No flush to disk is necessary unless the token is ahead of the clock. The lock does not survive
+/// a crash, and every other token that a crash loses is below the clock.
 ///
-/// id, namespace, key, claim, block, label, lock_timeout
+/// Parameters: id, namespace, key, claim, block, label, lock_timeout
 const ROW_NOTE: &str = "\
     WITH ease AS MATERIALIZED (SELECT set_config('lock_timeout', $7::text, true)), \
     seen AS MATERIALIZED ( \
@@ -487,12 +522,14 @@ const ROW_NOTE: &str = "\
         CASE WHEN token <= {now} THEN set_config('synchronous_commit', 'off', true) END \
     FROM granted";
 
-/// Locks the row for a transaction, if the claim is noted in it, and marks the transaction as one with this lock, and as that of the claim; for the second of two
-/// statements, of which the first one begins it. Tells which transaction of which process it is, and nothing if nothing was locked.
+/// Locks the row for a transaction if the row contains the claim. Marks the transaction as holding
+/// this lock, and as that of the claim. Sent as the second of two statements, after `BEGIN`.
 ///
-/// From then on the server ends the transaction if it hears nothing for too long, but not because of its age.
+/// Returns the ids of the server process and of the transaction, or no row if nothing was locked.
+/// From then on the server ends the transaction after too long a silence, but not because of its
+/// age.
 ///
-/// id, claim, mark, silence, mark of the claim
+/// Parameters: id, claim, mark, silence, mark of the claim
 const ROW_LOCK: &str = "\
     WITH ease AS MATERIALIZED ( \
         SELECT set_config('idle_in_transaction_session_timeout', $4::text, true), set_config('tcp_user_timeout', $4::text, true), \
@@ -505,25 +542,26 @@ const ROW_LOCK: &str = "\
         SELECT pg_try_advisory_xact_lock_shared($3::bigint), pg_try_advisory_xact_lock_shared($5::bigint) FROM mine, ease) \
     SELECT pg_backend_pid(), pg_current_xact_id()::text FROM marked";
 
-/// Tells those who listen, if there are any, when the transaction is committed; see [`Channel`](super::ears::Channel).
+/// Notifies the listeners, if there are any, when the transaction is committed; see
+/// [`Channel`](super::ears::Channel).
 ///
-/// channel, message, mark
+/// Parameters: channel, message, mark
 const ROW_TELL: &str = "\
     SELECT CASE WHEN NOT pg_try_advisory_xact_lock($3::bigint) THEN pg_notify($1::text, encode($2::bytea, 'hex')) IS NULL END";
 
-/// Whether a transaction has marked itself as one with this lock.
+/// Returns whether a transaction has marked itself as holding this lock.
 ///
-/// mark
+/// Parameters: mark
 const LOCKED_IN: &str = "\
     SELECT EXISTS ( \
         SELECT FROM pg_locks WHERE locktype = 'advisory' AND objsubid = 1 AND granted \
             AND database = (SELECT oid FROM pg_database WHERE datname = current_database()) \
             AND classid::bigint = (($1::bigint >> 32) & 4294967295) AND objid::bigint = ($1::bigint & 4294967295))";
 
-/// Deletes the dead rows of a piece; a trigger keeps the largest of their tokens. The rows of a piece follow a place that is chosen at
-/// random: ids are hashes, so all rows are found equally often.
+/// Deletes the dead rows of a batch. A trigger keeps the largest of their tokens. The batch follows
+/// a random position: ids are hashes, so all rows are found equally often.
 ///
-/// place, rows, microseconds that a row must have been dead for
+/// Parameters: position, rows, minimum microseconds since the row's end
 const PURGE: &str = "\
     WITH ease AS MATERIALIZED (SELECT set_config('synchronous_commit', 'off', true)), \
     piece AS MATERIALIZED (SELECT id, greatest(since, until) AS until FROM {locks} WHERE id >= $1::bytea ORDER BY id LIMIT $2::bigint), \

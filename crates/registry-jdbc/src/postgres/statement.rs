@@ -1,8 +1,9 @@
-//! A statement with its values, ready to be sent: as one that the server keeps prepared, or as plain text.
+//! A statement with its values, sent either as a prepared statement or as plain text.
 //!
-//! Plain text is for poolers that give each transaction another connection. What was prepared on one connection would be missing on the
-//! next, or worse: be what somebody else has prepared there under the same name. All values are numbers and bytes, and bytes are written
-//! in hexadecimal digits, so there is nothing to escape.
+//! Plain text is for poolers that give each transaction another connection. There, a statement
+//! prepared on one connection is missing on the next, or another client has prepared a different
+//! one under the same name. All values are numbers, bytes in hexadecimal digits, or plain words, so
+//! escaping is not necessary.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -13,27 +14,28 @@ use sqlx::{AssertSqlSafe, Executor as _, Postgres, query, raw_sql};
 
 use super::sql::Text;
 
-/// What a parameter stands for.
+/// The value of a parameter.
 #[derive(Debug, Clone)]
 pub(super) enum Value {
     Bytes(Vec<u8>),
     MaybeBytes(Option<Vec<u8>>),
     Number(i64),
-    /// A word of ours: letters, digits and underscores.
+    /// A text of this program: letters, digits and underscores.
     Word(String),
     ManyBytes(Vec<Vec<u8>>),
     Numbers(Vec<i64>),
 }
 
-/// In which way statements are sent.
+/// How statements are sent.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Manner {
-    /// The server keeps them prepared. How long they wait for their tables the connection was told before.
+    /// As prepared statements. The connection's greeting has set how long they wait for their
+    /// tables.
     Prepared,
-    /// As text.
+    /// As plain text.
     Plain {
-        /// How long they wait for their tables: whoever waited for ever, for somebody who rebuilds one, would be granted a lock after all when nobody
-        /// wants it any more.
+        /// How long they wait for their tables. Without a limit, a statement that waits for a table
+        /// rebuild could grant a lock that its caller has given up.
         patience: Duration,
     },
 }
@@ -42,7 +44,7 @@ pub(super) enum Manner {
 pub(super) struct Statement<'a> {
     text: &'a Text,
     values: Vec<Value>,
-    /// Whether one row is all that it can be answered with, which the client takes in with less ado.
+    /// The answer has at most one row, which the client reads with less work.
     is_for_one: bool,
 }
 
@@ -51,12 +53,12 @@ impl<'a> Statement<'a> {
         Self { text, values: values.into(), is_for_one: false }
     }
 
-    /// One that is answered with one row, or none.
+    /// Declares that the answer has at most one row.
     pub(super) fn for_one(self) -> Self {
         Self { is_for_one: true, ..self }
     }
 
-    /// Asks and collects the answer.
+    /// Sends the statement and returns its rows.
     pub(super) async fn send(
         &self,
         connection: &mut PgConnection,
@@ -69,8 +71,9 @@ impl<'a> Statement<'a> {
             }
             Manner::Prepared => self.query().fetch_all(connection).await,
             Manner::Plain { patience } => {
-                // Two statements in one message are one transaction, and the first is over before the second one waits for anything. What it
-                // sets ends with that transaction, so a pooler leaves it to nobody.
+                // Two statements in one message are one transaction. The first completes before the
+                // second waits for anything. Its setting ends with that transaction, so it does not
+                // reach a pooler's next client.
                 let patience = patience.as_millis().max(1);
                 let text = format!("SET LOCAL lock_timeout = {patience}; {}", self.plain());
                 connection.fetch_all(raw_sql(AssertSqlSafe(text))).await
@@ -78,7 +81,7 @@ impl<'a> Statement<'a> {
         }
     }
 
-    /// With its values beside it.
+    /// Returns the statement with bound values.
     pub(super) fn query(&self) -> Query<'_, Postgres, PgArguments> {
         self.values.iter().fold(query(self.text.safe()), |query, value| match value {
             Value::Bytes(bytes) => query.bind(bytes),
@@ -90,7 +93,7 @@ impl<'a> Statement<'a> {
         })
     }
 
-    /// With its values in it.
+    /// Returns the statement as text that contains its values.
     pub(super) fn plain(&self) -> String {
         let mut plain = String::with_capacity(self.text.as_str().len() * 2);
         let mut parts = self.text.as_str().split('$');
@@ -129,7 +132,7 @@ impl Value {
     }
 }
 
-/// In the way that all servers read alike, whatever they are told of backslashes.
+/// Writes bytes in a form that does not depend on the server's setting for backslashes.
 fn write_bytes(text: &mut String, bytes: &[u8]) {
     const DIGITS: &[u8; 16] = b"0123456789abcdef";
     text.push_str("E'\\\\x");
@@ -141,7 +144,7 @@ fn write_bytes(text: &mut String, bytes: &[u8]) {
 }
 
 fn write_number(text: &mut String, number: i64) {
-    // In brackets, because a sign binds less than a type does.
+    // In parentheses, because a type cast binds tighter than a sign.
     let _ = write!(text, "({number})");
 }
 

@@ -1,18 +1,23 @@
-//! How connections to servers are encrypted.
+//! The encryption of connections to servers.
 
-/// Whether connections are encrypted, and whom they trust.
+/// Whether connections are encrypted, and which servers are trusted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Encryption {
-    /// Never.
+    /// Connections are never encrypted.
     Off,
-    /// If the server can, without a look at its certificate: keeps out those who only listen. Without the feature `tls` as [`Off`](Self::Off).
+    /// Connections are encrypted if the server supports it, without a check of its certificate.
+    /// This protects only against passive listeners. Without the feature `tls` it has the effect of
+    /// [`Off`](Self::Off).
     #[default]
     Preferred,
-    /// Always, without a look at the server's certificate. Feature `tls`.
+    /// Connections are always encrypted, without a check of the server's certificate. Feature
+    /// `tls`.
     Required,
-    /// Always, with a certificate of an authority that is trusted. Feature `tls`.
+    /// Connections are always encrypted, and a trusted authority must have issued the server's
+    /// certificate. Feature `tls`.
     VerifyAuthority,
-    /// Always, with a certificate of an authority that is trusted, made out to the host's name. Feature `tls`.
+    /// Connections are always encrypted. A trusted authority must have issued the server's
+    /// certificate for the host's name. Feature `tls`.
     VerifyHost,
 }

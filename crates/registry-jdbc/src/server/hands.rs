@@ -1,10 +1,13 @@
-//! In whose hands a desk is: those of the caller whose errand it runs, those of the task that attends to it, or nobody's. Knows nothing of what is done at it.
+//! The connection actor: runs commands on a session's state, one at a time. Knows nothing of the
+//! commands. Used by `session`.
 //!
-//! Whoever comes to a desk that nobody has runs their errand themselves, which costs no message to the task and none back. The task does everything else: the errands of those
-//! who come meanwhile, what has its time, and whatever a caller leaves unfinished. For the last of these an errand stays where the task can reach it. So nothing waits for a caller who is
-//! gone, or who is there and does not go on.
+//! If the state is free, a caller runs its command itself, which saves a message to the actor's
+//! task and one back. The task runs everything else: commands of concurrent callers, scheduled
+//! work, and commands that a caller has not finished. For the latter, a command is stored where the
+//! task can reach it. So no caller waits for another one that was dropped or is not polled.
 //!
-//! Errands run in the task's runtime, whoever polls them: their timers and connections are that runtime's and live as long as the task.
+//! Commands run in the task's runtime, whichever task polls them. Their timers and connections
+//! belong to that runtime, and last as long as the task.
 
 use std::future::Future;
 use std::mem;
@@ -18,35 +21,35 @@ use tokio::runtime::Handle;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until};
 
-/// Where errands are run, one after the other.
+/// The state on which commands run, one after the other.
 pub(super) trait Desk: Send + 'static {
-    /// The answer to an errand, and whom to tell.
+    /// The result of a command, with the channel for its caller.
     type Answer: Send + 'static;
 
-    /// When there is something to do that nobody asks for.
+    /// Returns when scheduled work is due.
     fn next_errand(&self) -> Option<Instant>;
 }
 
-/// An errand under way. Gives the desk back.
+/// A running command. Returns the state at its end.
 pub(super) type Errand<D> =
     Pin<Box<dyn Future<Output = (Box<D>, <D as Desk>::Answer)> + Send + 'static>>;
 
 pub(super) struct Hands<D: Desk> {
     state: Mutex<State<D>>,
-    /// Whether a caller has left an errand to the task.
+    /// Whether a caller has left a command to the task.
     is_left: AtomicBool,
-    /// For the task: something is to be looked at.
+    /// Wakes the task, which then checks what to do.
     bell: Notify,
     runtime: Handle,
 }
 
 struct State<D: Desk> {
     desk: Whose<D>,
-    /// Numbers the errands of callers.
+    /// The number of the latest command that a caller runs.
     errands: u64,
-    /// When the task comes by itself.
+    /// When the task next runs without being woken.
     planned: Option<Instant>,
-    /// Whether a caller had the desk since the task did.
+    /// Whether a caller used the state since the task last did.
     was_used: bool,
 }
 
@@ -58,22 +61,22 @@ enum Whose<D: Desk> {
         caller: Option<Waker>,
     },
     Tasks,
-    /// The task has ended, and all that was at the desk with it.
+    /// The task has ended, and the state was dropped.
     Gone,
 }
 
-/// What comes of trying to run an errand oneself.
+/// The result of an attempt to run a command in the caller.
 pub(super) enum Begun<D: Desk, C> {
-    /// It runs as this is polled.
+    /// The command runs while this is polled.
     Here(Here<D>),
-    /// Somebody has the desk: ask the task.
+    /// The state is in use: send the command to the task.
     Taken(C),
-    /// There is no desk any more.
+    /// The state was dropped.
     Gone(C),
 }
 
 impl<D: Desk> Hands<D> {
-    /// A desk that a task of this runtime is about to attend to.
+    /// Creates an actor for `desk`. The caller then starts its task in `runtime`.
     pub(super) fn new(desk: D, runtime: Handle) -> Self {
         let desk = Whose::Nobodys(Box::new(desk));
         let state = State { desk, errands: 0, planned: None, was_used: false };
@@ -81,13 +84,13 @@ impl<D: Desk> Hands<D> {
         Self { state, is_left: AtomicBool::new(false), bell: Notify::new(), runtime }
     }
 
-    /// Runs `errand` with `command`, if nobody has the desk.
+    /// Runs `errand` with `command` in the caller, if the state is free.
     pub(super) fn begin<C>(
         self: &Arc<Self>,
         command: C,
         errand: impl FnOnce(Box<D>, C) -> Errand<D>,
     ) -> Begun<D, C> {
-        // Whoever has the lock may be in the middle of an errand.
+        // The mutex is locked during each poll of a command, so this must not block.
         let mut state = match self.state.try_lock() {
             Ok(state) => state,
             Err(TryLockError::WouldBlock) => return Begun::Taken(command),
@@ -108,12 +111,13 @@ impl<D: Desk> Hands<D> {
         }
     }
 
-    /// For the task: takes the desk, and finishes what a caller may have begun. `None` if there is none any more.
+    /// For the task: takes the state, and finishes a caller's command. Returns `None` if the state
+    /// is gone.
     pub(super) async fn fetch(&self) -> Option<(Box<D>, Option<D::Answer>)> {
         match self.take() {
             Whose::Nobodys(desk) => Some((desk, None)),
             Whose::Callers { errand, caller, .. } => {
-                // Who waits for the errand waits for its answer from now on.
+                // The caller of the command must now wait for its reply channel.
                 if let Some(caller) = caller {
                     caller.wake();
                 }
@@ -132,17 +136,18 @@ impl<D: Desk> Hands<D> {
         mem::replace(&mut self.state().desk, Whose::Tasks)
     }
 
-    /// For the task: gives the desk back.
+    /// For the task: returns the state.
     pub(super) fn leave(&self, desk: Box<D>) {
         let mut state = self.state();
         let was_used = mem::take(&mut state.was_used);
-        // Whoever used it just now may do so again: then nobody need ring for what comes of it.
+        // A recent caller will probably return. While the task stays scheduled, that caller need
+        // not wake it.
         let soon = was_used.then(|| Instant::now() + ROUND);
         state.planned = desk.next_errand().into_iter().chain(soon).min();
         state.desk = Whose::Nobodys(desk);
     }
 
-    /// For the task: waits until there is something to do for it.
+    /// For the task: waits until there is something to do.
     pub(super) async fn idle(&self) {
         loop {
             if self.is_left.swap(false, Ordering::AcqRel) {
@@ -162,7 +167,7 @@ impl<D: Desk> Hands<D> {
         }
     }
 
-    /// Has the task come at this moment at the latest.
+    /// Schedules the task for `moment` at the latest.
     fn plan(&self, mut state: MutexGuard<'_, State<D>>, moment: Instant) {
         if state.planned.is_none_or(|planned| moment < planned) {
             state.planned = Some(moment);
@@ -171,7 +176,7 @@ impl<D: Desk> Hands<D> {
         }
     }
 
-    /// Ends the desk, and whatever is at it.
+    /// Drops the state, and any command that runs on it.
     pub(super) fn give_up(&self) {
         let rest = mem::replace(&mut self.state().desk, Whose::Gone);
         if let Whose::Callers { errand, caller: Some(caller), .. } = rest {
@@ -185,7 +190,7 @@ impl<D: Desk> Hands<D> {
     }
 }
 
-/// An errand that its caller runs. Dropped in the middle it is left to the task.
+/// A command that its caller runs. Dropping it unfinished leaves the command to the task.
 pub(super) struct Here<D: Desk> {
     hands: Arc<Hands<D>>,
     number: u64,
@@ -193,10 +198,12 @@ pub(super) struct Here<D: Desk> {
 }
 
 impl<D: Desk> Here<D> {
-    /// Goes on with the errand. `None` when it was left to the task, which tells the answer itself, or nobody does.
+    /// Polls the command. Returns `None` if the task has taken it over, or if the state is gone. In
+    /// the first case the task sends the answer.
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Option<D::Answer>> {
         let hands = Arc::clone(&self.hands);
-        // Held while the errand goes on: until then the task, and with it the runtime, does not end. An errand wakes nobody, so no foreign code runs in here.
+        // Locked during the poll, so that the task, and with it the runtime, cannot end meanwhile.
+        // A command wakes no caller, so no foreign code runs under this lock.
         let mut state = hands.state();
         let (mut errand, mut caller) = match mem::replace(&mut state.desk, Whose::Gone) {
             Whose::Callers { number, errand, caller } if number == self.number => (errand, caller),
@@ -206,7 +213,7 @@ impl<D: Desk> Here<D> {
                 return Poll::Ready(None);
             }
         };
-        // If this panics, the desk is gone.
+        // If this panics, the state remains `Gone`.
         let polled = {
             let _runtime = hands.runtime.enter();
             errand.as_mut().poll(cx)
@@ -217,7 +224,8 @@ impl<D: Desk> Here<D> {
                 none => *none = Some(cx.waker().clone()),
             }
             state.desk = Whose::Callers { number: self.number, errand, caller };
-            // If the caller does not go on, what was asked for may be done, and nobody know of it.
+            // If the caller stops polling, the command may be complete on the server without an
+            // answer. So the task takes over after a while.
             hands.plan(state, Instant::now() + ROUND);
             return Poll::Pending;
         };
@@ -234,7 +242,8 @@ impl<D: Desk> Here<D> {
 
 impl<D: Desk> Drop for Here<D> {
     fn drop(&mut self) {
-        // The task may have taken it over: it finds out. Whoever goes away waits for nobody who has the desk meanwhile.
+        // If the task has taken the command over, it detects that. The drop must not wait for the
+        // current user of the state, so it only sets a flag.
         if !self.is_done {
             self.hands.is_left.store(true, Ordering::Release);
             self.hands.bell.notify_one();
@@ -242,7 +251,8 @@ impl<D: Desk> Drop for Here<D> {
     }
 }
 
-/// How long the task stays awake for those who use the desk again and again, and leaves alone those who do not go on.
+/// How long the task stays scheduled after a caller's command, and how long a caller may leave its
+/// command unpolled.
 const ROUND: Duration = Duration::from_millis(300);
 
 #[cfg(test)]
@@ -275,7 +285,7 @@ mod tests {
         Arc::new(Hands::new(Toy::default(), Handle::current()))
     }
 
-    /// Is done when the gate opens.
+    /// Returns a command that ends when the gate opens.
     fn waiting(mut toy: Box<Toy>, (number, gate): (u32, Arc<Semaphore>)) -> Errand<Toy> {
         Box::pin(async move {
             gate.acquire().await.unwrap().forget();
@@ -332,7 +342,7 @@ mod tests {
         assert_eq!(hands.fetch().await.unwrap().1, Some(1));
     }
 
-    /// Although nobody wants anything else, and nothing has its time soon.
+    /// Even if no other command and no scheduled work wakes the task.
     #[tokio::test(start_paused = true)]
     async fn what_a_caller_does_not_go_on_with_is_finished_by_the_task() {
         let gate = Arc::new(Semaphore::new(0));
@@ -349,7 +359,7 @@ mod tests {
         assert_eq!(hands.fetch().await.unwrap().1, Some(1));
     }
 
-    /// Nor for one that is under way in the same thread.
+    /// Not even for a command that runs on the same thread.
     #[tokio::test]
     async fn who_drops_an_errand_waits_for_no_other() {
         let (hands, gate) = (toy(), Arc::new(Semaphore::new(1)));
@@ -382,12 +392,12 @@ mod tests {
         assert_eq!(poll_fn(|cx| errand.poll(cx)).await, Some(0));
         timeout(HOUR, idle).await.unwrap();
         assert_eq!(Instant::now(), due);
-        // Whoever has used it may do so again.
+        // The task stays scheduled once more for a repeated use.
         let (mut desk, _) = hands.fetch().await.unwrap();
         desk.due = None;
         hands.leave(desk);
         timeout(ROUND, hands.idle()).await.unwrap();
-        // And then there is nothing more to come for.
+        // After that nothing is scheduled.
         let (desk, _) = hands.fetch().await.unwrap();
         hands.leave(desk);
         assert!(timeout(HOUR, hands.idle()).await.is_err());

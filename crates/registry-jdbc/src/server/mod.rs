@@ -1,4 +1,5 @@
-//! What stores in database servers have in common, whatever they speak. Knows no SQL.
+//! Machinery that the stores for database servers share, whatever their SQL dialect. Contains no
+//! SQL. Used by `postgres` and `mysql`.
 
 mod encryption;
 mod hands;
@@ -8,7 +9,7 @@ mod row_id;
 mod runs;
 mod session;
 mod sessions;
-// Locks that look like those of another program.
+// Locks in the table of another program.
 pub(crate) mod spring;
 
 pub use encryption::Encryption;
@@ -25,9 +26,9 @@ pub use sessions::RowLocksExhausted;
 pub(crate) use sessions::{Place, Places, Sessions};
 pub use spring::SpringTable;
 
-/// The shortest time that rows of free keys are kept. Far longer than any statement, or any wait for a row, so that nobody who saw a key before its row
-/// was deleted still acts on what was seen.
+/// The minimum time for which rows of free keys are kept. It is far longer than any statement or
+/// wait for a row. So no client acts on what it read of a key before the key's row was deleted.
 pub(crate) const PURGE_AFTER_MIN: std::time::Duration = std::time::Duration::from_secs(60);
 
-/// How many row locks may be held at once, unless it is set.
+/// The default maximum number of row locks that are held at once.
 pub(crate) const ROW_LOCKS: u32 = 16;

@@ -1,8 +1,9 @@
-//! Connections to a server, for statements that are transactions of their own.
+//! A connection pool for statements that are transactions of their own.
 //!
-//! sqlx's pool is not used: it asks the server a question more each time that a connection comes back, from a task of its own, and it
-//! takes back connections whose last use was dropped half-way, with whatever that left open. Here a connection comes back only from
-//! whoever says that its use is complete; every other one is closed. So a transaction that somebody forgot cannot swallow a grant.
+//! sqlx's pool is unsuitable. It pings the server, from a separate task, each time that a
+//! connection is returned. It also takes back connections whose last use was cancelled, with any
+//! open transaction. Here a caller returns a connection explicitly after complete use; every other
+//! connection is closed. So a forgotten transaction cannot undo a grant.
 
 use std::fmt;
 use std::future::Future;
@@ -16,33 +17,34 @@ use sqlx::Connection;
 use tokio::sync::{Semaphore, SemaphorePermit};
 use tokio::time::{Instant, timeout};
 
-/// What a connection is wanted for. Whatever acquisitions do, renewals and releases get through: each has a connection that
-/// no acquisition can take.
+/// The purpose of a connection. Renewals and releases each have a reserved connection, which no
+/// acquisition can take.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Errand {
     Acquire,
-    /// Of claims with this lease.
+    /// With the shortest lease of the claims.
     Renew(Duration),
     Release,
 }
 
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct PoolLimits {
-    /// How many connections there are, besides the two that are kept for renewals and releases.
+    /// The number of connections, in addition to the two that are reserved for renewals and
+    /// releases.
     pub(crate) connections: u32,
-    /// How long connecting may take.
+    /// The time limit for connecting.
     pub(crate) connect: Duration,
-    /// How long one waits for a connection to come free.
+    /// The time limit for a connection to become free.
     pub(crate) patience: Duration,
-    /// How long an answer may take.
+    /// The time limit for an answer.
     pub(crate) answer: Duration,
     /// How long a statement may wait for a row on the server.
     pub(crate) row: Duration,
 }
 
 impl PoolLimits {
-    /// After this time without an answer the connection is probably half open. A renewal waits for no row, and several tries must
-    /// fit into the rest of the lease.
+    /// Returns the time without an answer after which the connection is probably half open. A
+    /// renewal does not wait for rows, and several attempts must fit into the rest of the lease.
     fn doubt_after(&self, errand: Errand) -> Duration {
         let doubt = match errand {
             Errand::Renew(lease) => lease / DOUBT_PART_OF_LEASE,
@@ -52,32 +54,33 @@ impl PoolLimits {
     }
 }
 
-/// Why there is no connection. Nothing was sent.
+/// The reason why no connection is available. No statement was sent.
 #[derive(Debug)]
 pub(crate) enum Refusal {
-    /// All of them are at work.
+    /// All connections are busy.
     Exhausted,
-    /// The server did not answer in time.
+    /// The server did not answer within the time limit.
     Silent,
-    /// The server, or the way to it, said no.
+    /// The server or the network returned an error.
     Sqlx(sqlx::Error),
 }
 
-/// Connections of one kind to one place.
+/// Connections with the same options.
 pub(crate) struct Pool<C: Connection> {
     options: C::Options,
     limits: PoolLimits,
     greet: Option<Greet<C>>,
-    /// The one that came back last is on top.
+    /// The most recently returned connection is last.
     idle: Mutex<Vec<Idle<C>>>,
     all: Semaphore,
     for_renewals: Semaphore,
     for_releases: Semaphore,
-    /// For connections that are probably half open: each leaves its place among the others to one that works.
+    /// For connections that are probably half open. Each exchanges its permit for one of these, so
+    /// that a new connection can use the first one.
     doubtful: Semaphore,
 }
 
-/// Tells a new connection what it has to know before it is used.
+/// Prepares a new connection before its first use.
 pub(crate) type Greet<C> =
     Box<dyn for<'c> Fn(&'c mut C) -> BoxFuture<'c, Result<(), sqlx::Error>> + Send + Sync>;
 
@@ -87,7 +90,7 @@ struct Idle<C> {
 }
 
 impl<C: Connection> Pool<C> {
-    /// Connects to nothing yet.
+    /// Creates the pool without connecting.
     pub(crate) fn new(options: C::Options, limits: PoolLimits) -> Self {
         let connections = usize::try_from(limits.connections).unwrap_or(1).max(1);
         let connections = connections.min(Semaphore::MAX_PERMITS / 2);
@@ -103,32 +106,34 @@ impl<C: Connection> Pool<C> {
         }
     }
 
-    /// The same with connections that are told this before they are used.
+    /// Sets what prepares each new connection.
     pub(crate) fn with_greeting(mut self, greet: Greet<C>) -> Self {
         self.greet = Some(greet);
         self
     }
 
-    /// A connection for `errand`, when there is one.
+    /// Returns a connection for `errand`. Waits for a free one.
     pub(crate) async fn enter(&self, errand: Errand) -> Result<Seat<'_, C>, Refusal> {
         let permit = timeout(self.limits.patience, self.permit(errand))
             .await
             .map_err(|_| Refusal::Exhausted)?;
         if let Some(idle) = self.pop() {
             let mut connection = idle.connection;
-            // Firewalls forget connections that are silent.
+            // Firewalls drop idle connections without a notification.
             if idle.since.elapsed() < SILENCE_MAX
                 || matches!(timeout(PING_LIMIT, connection.ping()).await, Ok(Ok(())))
             {
                 return Ok(Seat::new(self, errand, permit, connection, true));
             }
-            // The others have been silent for longer; to ask them all would take long if nobody answers.
+            // The other connections have been idle for longer. Without an answer, pinging each
+            // would take too long.
             self.close_idle();
         }
         self.connect(errand, permit).await
     }
 
-    /// A new connection for `errand`. Those that wait for work are closed: whoever asks has found one of them broken.
+    /// Returns a new connection for `errand`. Closes the idle ones, because the caller has found
+    /// one of them broken.
     pub(crate) async fn enter_anew(&self, errand: Errand) -> Result<Seat<'_, C>, Refusal> {
         self.close_idle();
         let permit = timeout(self.limits.patience, self.permit(errand))
@@ -137,17 +142,17 @@ impl<C: Connection> Pool<C> {
         self.connect(errand, permit).await
     }
 
-    /// Closes the connections that are not at work.
+    /// Closes the idle connections.
     pub(crate) fn close_idle(&self) {
         let idle = std::mem::take(&mut *self.idle());
         drop(idle);
     }
 
-    /// Closes the connections that are not at work, and says so to the server.
+    /// Closes the idle connections, and sends the server a termination message for each.
     pub(crate) async fn close(&self) {
         let idle = std::mem::take(&mut *self.idle());
         for idle in idle {
-            // The server notices anyway.
+            // The server notices the closed connection anyway.
             let _ = timeout(PING_LIMIT, idle.connection.close()).await;
         }
     }
@@ -193,7 +198,7 @@ impl<C: Connection> Pool<C> {
     fn push(&self, connection: C) {
         let mut idle = self.idle();
         idle.push(Idle { connection, since: Instant::now() });
-        // What a crowd has left behind goes one by one.
+        // Connections of a past peak are closed one at a time.
         let stale = idle.first().is_some_and(|oldest| oldest.since.elapsed() > IDLE_MAX);
         let stale = stale.then(|| idle.remove(0));
         drop(idle);
@@ -205,7 +210,7 @@ impl<C: Connection> Pool<C> {
     }
 }
 
-// By hand: the options hold a password, and print it.
+// Implemented manually: the options contain a password and print it.
 impl<C: Connection> fmt::Debug for Pool<C> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Pool")
@@ -215,7 +220,8 @@ impl<C: Connection> fmt::Debug for Pool<C> {
     }
 }
 
-/// A connection at work. Closed when it is dropped; see [`leave`](Self::leave).
+/// A connection in use. Dropping it closes the connection; [`leave`](Self::leave) returns it to the
+/// pool.
 pub(crate) struct Seat<'a, C: Connection> {
     pool: &'a Pool<C>,
     errand: Errand,
@@ -235,21 +241,22 @@ impl<'a, C: Connection> Seat<'a, C> {
         Self { pool, errand, connection, was_idle, permit }
     }
 
-    /// The connection, and what watches over the answer to a statement on it.
+    /// Returns the connection, and a watch for the answer to a statement on it.
     pub(crate) fn ask(&mut self) -> (&mut C, Watch<'a, '_, C>) {
         let Self { pool, errand, connection, permit, .. } = self;
         (connection, Watch { pool: *pool, errand: *errand, permit })
     }
 
-    /// Whether it was connected before, so that it may have broken since.
+    /// Returns whether the connection was idle before, so that it may have broken meanwhile.
     pub(crate) const fn was_idle(&self) -> bool {
         self.was_idle
     }
 
-    /// Says that the use is complete: all that was asked has been answered, and no transaction is open.
+    /// Returns the connection to the pool. All statements must have been answered, and no
+    /// transaction may be open.
     pub(crate) fn leave(self) {
         self.pool.push(self.connection);
-        // Only now may the next one look for a connection.
+        // Released last, so that the next caller finds the connection.
         drop(self.permit);
     }
 }
@@ -262,11 +269,11 @@ pub(crate) struct Watch<'a, 's, C: Connection> {
 }
 
 impl<C: Connection> Watch<'_, '_, C> {
-    /// Waits for `answer` as long as it may take. `None` when the server was silent for all that time.
+    /// Waits for `answer` up to the time limit. Returns `None` if the server did not answer.
     ///
-    /// Before that it comes to doubt the connection. The peer of a half-open connection says nothing, and the idle connections
-    /// are as old: they are closed, and another connection may be opened in the place of this one. So a renewal that is repeated
-    /// does not meet one half-open connection after the other.
+    /// After a shorter time it assumes that the connection is half open. The idle connections are
+    /// as old, so it closes them, and it permits one more connection in place of this one. So a
+    /// repeated renewal does not meet one half-open connection after the other.
     pub(crate) async fn answered<T>(self, answer: impl Future<Output = T>) -> Option<T> {
         let limits = &self.pool.limits;
         let doubt = limits.doubt_after(self.errand);
@@ -296,20 +303,21 @@ impl<C: Connection> DerefMut for Seat<'_, C> {
     }
 }
 
-/// A connection that has not been used for this long is asked whether it is alive.
+/// The idle time after which a connection is pinged before use.
 const SILENCE_MAX: Duration = Duration::from_secs(30);
 
-/// How long it may take to answer that.
+/// The time limit for a ping or for closing a connection.
 const PING_LIMIT: Duration = Duration::from_secs(1);
 
-/// An answer that takes longer than this, besides the wait for a row, makes the connection doubtful.
+/// The time after which an answer is late, in addition to the wait for a row.
 const DOUBT_AFTER: Duration = Duration::from_millis(500);
 
-/// The answer to a renewal makes it so after this part of the lease: sooner than the engine repeats it.
+/// The answer to a renewal is late after the lease divided by this number, which is before the
+/// engine repeats the renewal.
 const DOUBT_PART_OF_LEASE: u32 = 8;
 
-/// The connections that are kept for renewals and releases.
+/// The number of connections that are reserved for renewals and releases.
 const KEPT: usize = 2;
 
-/// A connection that nobody needs for this long is closed.
+/// The idle time after which a connection is closed.
 const IDLE_MAX: Duration = Duration::from_secs(300);

@@ -1,16 +1,18 @@
-//! What this store has lately found out about rows. A guess at what the server would answer: whoever relies on it asks the server.
+//! Remembers what this store has recently learnt about rows. It is only a guess at the server's
+//! state: callers must verify it with the server.
 
 use std::collections::HashSet;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::RowId;
 
-/// Rows of which one thing is known, most likely: that they were let go, or that somebody holds them. It saves the server work to ask first what fits.
+/// Rows that probably share one property: this process released them, or they are held. It helps a
+/// backend to send the best statement first.
 #[derive(Debug, Default)]
 pub(crate) struct RecentRows(Mutex<HashSet<RowId>>);
 
 impl RecentRows {
-    /// How many are remembered. To forget one costs its next grant a little time, and nothing else.
+    /// The maximum number of remembered rows. Forgetting a row only slows its next grant.
     const MAX: usize = 4_096;
 
     pub(crate) fn note(&self, id: RowId) {
@@ -21,7 +23,7 @@ impl RecentRows {
         rows.insert(id);
     }
 
-    /// Whether the row was noted. It is not any more from now on.
+    /// Removes the row, and returns whether it was noted.
     pub(crate) fn take(&self, id: RowId) -> bool {
         self.rows().remove(&id)
     }

@@ -1,4 +1,5 @@
-//! Where the row of a lock is: a key may be longer than what a server's index takes, so rows are found by a hash.
+//! The id of a lock's row. A key may be longer than a server's index permits, so rows are found by
+//! a hash.
 
 use registry_core::Key;
 use sha2::{Digest as _, Sha256};
@@ -9,7 +10,7 @@ pub(crate) struct RowId([u8; 32]);
 
 impl RowId {
     pub(crate) fn of(namespace: &str, key: &Key) -> Self {
-        // The length comes first, so that no two pairs are the same bytes.
+        // The length prefix ensures that different pairs are different bytes.
         let length = u64::try_from(namespace.len()).unwrap_or(u64::MAX);
         let hash = Sha256::new()
             .chain_update(length.to_be_bytes())
@@ -18,11 +19,12 @@ impl RowId {
         Self(hash.finalize().into())
     }
 
-    /// Beside another program's record of this name, in a part of its table; never where a lock of ours has its row.
+    /// Returns the id of the native row for another program's lock `name`, in the part `part` of
+    /// its table. It never equals the id of a native lock.
     pub(crate) fn beside(part: &str, name: &str) -> Self {
         let length = u64::try_from(part.len()).unwrap_or(u64::MAX);
         let hash = Sha256::new()
-            // No namespace is as long as that.
+            // No namespace has this length.
             .chain_update(u64::MAX.to_be_bytes())
             .chain_update(length.to_be_bytes())
             .chain_update(part)
@@ -30,7 +32,7 @@ impl RowId {
         Self(hash.finalize().into())
     }
 
-    /// Tells namespaces apart, where a mistake does no harm.
+    /// Returns a short hash of a namespace, for uses in which a collision is harmless.
     #[cfg(feature = "postgres")]
     pub(crate) fn of_namespace(namespace: &str) -> [u8; 8] {
         let mut short = [0; 8];
@@ -38,7 +40,7 @@ impl RowId {
         short
     }
 
-    /// The number of an advisory lock.
+    /// Returns the number of the lock's advisory lock.
     #[cfg(feature = "postgres")]
     pub(crate) fn number(self) -> i64 {
         let mut number = [0; 8];
@@ -46,7 +48,7 @@ impl RowId {
         i64::from_be_bytes(number)
     }
 
-    /// What a transaction marks itself with that has this lock, where a mistake costs a wait.
+    /// Returns the mark of a transaction that holds this lock. A collision costs only a wait.
     #[cfg(feature = "postgres")]
     pub(crate) fn mark(self) -> i64 {
         let mut mark = [0; 8];
@@ -58,7 +60,7 @@ impl RowId {
         &self.0
     }
 
-    /// 64 hexadecimal digits: what a named lock is called.
+    /// Returns 64 hexadecimal digits, the name of a named lock.
     #[cfg(feature = "mysql")]
     pub(crate) fn hex(self) -> String {
         use std::fmt::Write as _;
@@ -68,7 +70,7 @@ impl RowId {
         })
     }
 
-    /// Enough of it to tell locks apart in messages, where a mistake costs a look.
+    /// Returns a short id for notifications. A collision costs only a check of the lock.
     #[cfg(feature = "postgres")]
     pub(crate) fn short(self) -> [u8; 16] {
         let mut short = [0; 16];

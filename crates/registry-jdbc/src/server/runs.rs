@@ -1,11 +1,14 @@
-//! Grants of one key after another to the same session, which need not all be written down. Knows no server and no connection.
+//! Repeated grants of one key to the same session, some of which need no write. Contains no
+//! connection and no SQL. Used by `session`.
 //!
-//! A grant changes the key's row, so that tokens grow and a fence holds. If nobody else was granted the key since this session was, the row still says so,
-//! and then there is nothing to be changed: the session only reads it. For that the row reserves the tokens of some time to come. A reserved token is only
-//! given out when the server's clock has reached it, so tokens are above those that a crash may have swallowed, with the row that reserved them, as long as the clock is.
+//! A grant changes the key's row, so that tokens grow and fences hold. If no other client was
+//! granted the key since, the row still contains this session's claim, and reading it is enough.
+//! For that, a write reserves the tokens of some time ahead. A reserved token is issued only when
+//! the server's clock has reached it. A crash may lose a row with its reserved tokens; later
+//! tokens, taken from the clock, exceed every issued one, unless the clock goes backwards.
 //!
-//! What a session leaves of its reserve, others have to jump over, and are then ahead of the clock. So it reserves no more than a part of the time for which
-//! nobody else has wanted the key.
+//! Other clients must skip the unused tokens of a reservation, and are then ahead of the clock. So
+//! a session reserves only a part of the time during which no other client has wanted the key.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -14,21 +17,22 @@ use std::time::Duration;
 use registry_core::{Claim, ClaimId, FencingToken};
 use tokio::time::Instant;
 
-/// What was noted in a row by this session, and the tokens that it has reserved and not used.
+/// What this session has written to a row: its claim, and the reserved tokens that are not used
+/// yet.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Note {
     pub(crate) claim: ClaimId,
     pub(crate) tokens: Range<i64>,
 }
 
-/// How a grant may come by its token.
+/// The ways in which a grant may obtain its token.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Terms {
-    /// What the row says, if nobody else was granted the key since.
+    /// What the row contains, if no other client was granted the key since.
     pub(crate) last: Option<Note>,
-    /// How many tokens the grant itself needs.
+    /// The number of tokens that the grant itself needs.
     own: i64,
-    /// How many are to be reserved with them, if the row still says what it did.
+    /// The number of tokens to reserve in addition, if the row is unchanged.
     ahead: i64,
 }
 
@@ -36,19 +40,20 @@ pub(crate) struct Terms {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Taken {
     pub(crate) token: FencingToken,
-    /// What stands in the row now, with the tokens that this grant has left of it.
+    /// The current content of the row, with the tokens that this grant leaves.
     pub(crate) note: Note,
-    /// Whether nobody else was granted the key since the last time.
+    /// Whether no other client was granted the key since this session's last grant.
     pub(crate) goes_on: bool,
 }
 
 impl Terms {
-    /// How many tokens to write down.
+    /// Returns the number of tokens to write to the row.
     pub(crate) const fn block(&self, goes_on: bool) -> i64 {
         if goes_on { self.own.saturating_add(self.ahead) } else { self.own }
     }
 
-    /// The grant if the row need not be changed, because the clock has come to a token that is reserved for this session and nobody has had.
+    /// Returns the grant without a change of the row, if the clock has reached a reserved token
+    /// that is not used yet.
     pub(crate) fn unwritten(&self, now: i64) -> Option<Taken> {
         let last = self.last.as_ref()?;
         let rest = now.checked_add(self.own)?;
@@ -59,7 +64,7 @@ impl Terms {
         Some(Taken { token: FencingToken::try_from(now).ok()?, note, goes_on: true })
     }
 
-    /// The grant if the row was changed for it. `None` if that is no token.
+    /// Returns the grant after a change of the row, or `None` if `token` is not a valid token.
     pub(crate) fn written(&self, claim: &Claim, token: i64, goes_on: bool) -> Option<Taken> {
         let tokens = token.checked_add(self.own)?..token.checked_add(self.block(goes_on))?;
         let note = Note { claim: claim.id(), tokens };
@@ -67,11 +72,11 @@ impl Terms {
     }
 }
 
-/// What a session knows of the keys that it was granted lately, by the names of their locks. It is worth nothing in another session.
+/// What a session knows of its recent grants, by lock name. It is invalid in another session.
 #[derive(Debug, Default)]
 pub(crate) struct Runs(HashMap<Vec<u8>, Run>);
 
-/// Grants that no other came between.
+/// Consecutive grants of one key to this session, without another client's grant in between.
 #[derive(Debug)]
 struct Run {
     began: Instant,
@@ -84,7 +89,8 @@ impl Run {
         now.saturating_duration_since(self.latest) >= AHEAD_MAX
     }
 
-    /// How much time to reserve tokens for; none, if the next grant is likely to come after that.
+    /// Returns for how much time to reserve tokens: none if the next grant will probably come later
+    /// than that.
     fn ahead(&self, now: Instant) -> Duration {
         let ahead = (now.saturating_duration_since(self.began) / PART_OF_RUN).min(AHEAD_MAX);
         let pause = now.saturating_duration_since(self.latest);
@@ -93,7 +99,7 @@ impl Run {
 }
 
 impl Runs {
-    /// For a grant that is asked for now.
+    /// Returns the terms of a grant that is requested now.
     pub(crate) fn terms(&self, name: &[u8], claim: &Claim, now: Instant) -> Terms {
         let run = self.0.get(name).filter(|run| !run.is_over(now));
         let ahead = run.map_or(Duration::ZERO, |run| run.ahead(now));
@@ -105,7 +111,7 @@ impl Runs {
         }
     }
 
-    /// It was granted.
+    /// Records a grant.
     pub(crate) fn went_on(&mut self, name: &[u8], taken: &Taken, now: Instant) {
         if self.0.len() >= RUNS_MAX {
             self.0.retain(|_, run| !run.is_over(now));
@@ -118,24 +124,25 @@ impl Runs {
         }
     }
 
-    /// The next grant has to change the row, whatever it says.
+    /// Forgets the key: its next grant must change the row.
     pub(crate) fn forget(&mut self, name: &[u8]) {
         self.0.remove(name);
     }
 
-    /// The session is another one.
+    /// Forgets everything, because the session has changed.
     pub(crate) fn clear(&mut self) {
         self.0.clear();
     }
 }
 
-/// For no longer than that tokens are reserved, and a run lasts without a grant. Far shorter than what rows of free keys are kept.
+/// The maximum time for which tokens are reserved, and the maximum pause within a run. It is far
+/// shorter than the time for which rows of free keys are kept.
 const AHEAD_MAX: Duration = Duration::from_secs(1);
 
-/// Tokens are reserved for this part of the time that the run has lasted.
+/// Tokens are reserved for the duration of the run divided by this number.
 const PART_OF_RUN: u32 = 8;
 
-/// So many keys are remembered. Others have their rows changed with each grant.
+/// The maximum number of remembered keys. For other keys each grant changes the row.
 const RUNS_MAX: usize = 4096;
 
 #[cfg(test)]
@@ -150,7 +157,7 @@ mod tests {
         Claim::new(Key::new("orders/42").unwrap(), Duration::from_secs(30)).with_token_block(3)
     }
 
-    /// A run that has lasted for `lasted`, with a grant just now.
+    /// A run of duration `lasted`, whose latest grant is at its end.
     fn run_of(lasted: Duration) -> (Runs, Claim, Instant) {
         let (mut runs, claim, began) = (Runs::default(), claim(), Instant::now());
         let taken = runs.terms(NAME, &claim, began).written(&claim, 100, false).unwrap();
@@ -164,13 +171,13 @@ mod tests {
         let (runs, claim, now) = run_of(Duration::from_millis(80));
         let terms = runs.terms(NAME, &claim, now);
         assert_eq!((terms.block(true), terms.block(false)), (3 + 10_000, 3));
-        // Whoever comes rarely reserves nothing, and there is a limit.
+        // Rare grants reserve nothing, and the reservation has a limit.
         let later = runs.terms(NAME, &claim, now + Duration::from_millis(40));
         assert_eq!(later.block(true), 3);
         let (runs, claim, now) = run_of(Duration::from_secs(3_600));
         assert_eq!(runs.terms(NAME, &claim, now).block(true), 3 + 1_000_000);
         assert_eq!(runs.terms(NAME, &claim, now + AHEAD_MAX).last, None);
-        // Somebody else came: from the beginning.
+        // After another client's grant the run starts again.
         let mut runs = runs;
         let taken = runs.terms(NAME, &claim, now).written(&claim, 500, false).unwrap();
         runs.went_on(NAME, &taken, now);
@@ -184,7 +191,7 @@ mod tests {
         assert_eq!(taken.note.tokens, 1_003..11_003);
         runs.went_on(NAME, &taken, now);
         let terms = runs.terms(NAME, &claim, now);
-        // The clock stands still, or was put back.
+        // The clock stands still or was set back.
         assert_eq!(terms.unwritten(1_002), None);
         let next = terms.unwritten(1_003).unwrap();
         assert_eq!((i64::from(next.token), &next.note.tokens), (1_003, &(1_006..11_003)));

@@ -1,9 +1,12 @@
-//! Locks that live as long as a connection: one at one desk, for all of its locks. A backend has one such session for all it
-//! locks, or, see `sessions`, one for each lock.
+//! Locks that last as long as a connection. A session has one connection for all of its locks. A
+//! backend has either one session, or, see `sessions`, one for each lock. Contains no SQL, see
+//! [`Wire`].
 //!
-//! Speaks no SQL, see [`Wire`]. Whoever wants something is at the desk alone, see `hands`, and an errand that was begun is carried through; so no caller that goes away leaves half an exchange
-//! on the connection. The server counts no lease here, so the desk's task does: what is not renewed in time is given back. While anything is held the
-//! server is asked again and again whether the session is still there. If it is not, all is gone, and the holders are told at once.
+//! The connection actor in `hands` runs one command at a time and completes each command that it
+//! has started. So a dropped caller leaves no partial exchange on the connection. The server counts
+//! no leases here, so the actor's task does: it releases a lock that is not renewed in time. While
+//! a lock is held, the task regularly checks on the server that the session still exists. If it
+//! does not, all locks are lost, and their holders are notified at once.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -26,17 +29,19 @@ use super::hands::{self, Begun, Desk as _, Errand, Hands, Here};
 use super::runs::{Runs, Taken, Terms};
 use crate::mutant::{Mutant, mutated};
 
-/// What a server is asked for.
+/// The statements that a session sends.
 pub(crate) trait Wire: Send + Sync + 'static {
     type Connection: Send;
 
-    /// Begins a session.
+    /// Opens a session.
     fn connect(&self) -> impl Future<Output = Result<Self::Connection, BackendError>> + Send;
 
-    /// Takes the lock if nobody has it. This session does not. The row is changed for it, unless the terms allow otherwise. Unless it
-    /// is granted or the session is over, the session does not have it afterwards.
+    /// Takes the lock, which this session does not hold, if it is free. Writes the row, unless the
+    /// terms permit otherwise. Unless the lock is granted or the session is over, the session does
+    /// not hold it afterwards.
     ///
-    /// Does not wait for a row that another transaction has locked: all locks of the session would wait with it.
+    /// Does not wait for a row that another transaction has locked: all locks of the session would
+    /// wait with it.
     fn take(
         &self,
         connection: &mut Self::Connection,
@@ -44,21 +49,22 @@ pub(crate) trait Wire: Send + Sync + 'static {
         terms: &Terms,
     ) -> impl Future<Output = Result<Took, Failure>> + Send;
 
-    /// Gives the lock back. If that fails the session is over: as long as it lives nobody else would get the lock.
+    /// Releases the lock. If that fails the session is over, because no other client could take the
+    /// lock while the session exists.
     fn give_back(
         &self,
         connection: &mut Self::Connection,
         key: &Key,
     ) -> impl Future<Output = Result<(), Failure>> + Send;
 
-    /// Finds out whether the session is the same as ever.
+    /// Checks that the session still exists.
     fn look(
         &self,
         connection: &mut Self::Connection,
     ) -> impl Future<Output = Result<(), Failure>> + Send;
 
-    /// Makes sure that the row of a lock that the session has is there, with the claim and its token in it, although it may have been purged, or
-    /// have no more in it than what `noted` had reserved.
+    /// Ensures that the row of a held lock exists and contains the claim and its token. The row may
+    /// have been purged, or it may contain `noted`, the earlier claim that reserved the token.
     fn keep(
         &self,
         connection: &mut Self::Connection,
@@ -67,24 +73,25 @@ pub(crate) trait Wire: Send + Sync + 'static {
         noted: ClaimId,
     ) -> impl Future<Output = Result<(), Failure>> + Send;
 
-    /// Takes back a connection by which nothing is held, or leaves it with the session.
+    /// Takes a connection without locks, or returns it to the session.
     fn spare(&self, connection: Self::Connection) -> Option<Self::Connection> {
         Some(connection)
     }
 
-    /// What the server's lock goes by. Keys of which this is the same are never held at once.
+    /// Returns the name of the server's lock. Two keys with the same name are never held at once.
     fn name(&self, key: &Key) -> Vec<u8>;
 
-    /// The server did not answer in time.
+    /// Returns the error for an answer that did not arrive in time.
     fn silent(&self) -> BackendError;
 
-    /// Nobody takes care of the session any more.
+    /// Returns the error for a session whose task has ended.
     fn closed(&self) -> BackendError;
 
-    /// An acquisition was not sent, because the connection had other statements to send for too long.
+    /// Returns the error for an acquisition that was not sent, because the connection was busy with
+    /// other statements for too long.
     fn overdue(&self) -> BackendError;
 
-    /// How long an answer may take.
+    /// Returns the time limit for an answer.
     fn answer_limit(&self) -> Duration;
 }
 
@@ -94,22 +101,22 @@ pub(crate) enum Took {
     Grant(Taken),
     /// Another client holds the lock. The time that its lease has left, if the server returned it.
     Busy(Option<Duration>),
-    /// Another transaction has locked the row, so it is not known whether the lock is free. The error is for callers that
-    /// have retried long enough.
+    /// Another transaction has locked the row, so it is not known whether the lock is free. The
+    /// error is for callers that have retried long enough.
     RowLocked(BackendError),
 }
 
-/// What became of a question that failed.
+/// The effect of a failed command.
 #[derive(Debug)]
 pub(crate) enum Failure {
-    /// The server said no; nothing was taken or given back, and the session lives.
+    /// The server refused the command. Nothing was taken or released, and the session continues.
     Answered(BackendError),
     /// The session is over.
     Broken(BackendError),
 }
 
 impl Failure {
-    /// Of what the session cannot go on without.
+    /// Returns the failure of a command without which the session cannot continue.
     pub(crate) fn into_broken(self) -> Self {
         match self {
             Self::Answered(error) | Self::Broken(error) => Self::Broken(error),
@@ -117,39 +124,39 @@ impl Failure {
     }
 }
 
-/// All locks of one backend.
+/// The locks of one connection.
 pub(crate) struct Session<W: Wire> {
     wire: Arc<W>,
     hints: Arc<Hints>,
     desk: Mutex<Option<Attended<W>>>,
-    /// Whether anything is held.
+    /// Whether a lock is held.
     holds: Arc<AtomicBool>,
 }
 
-/// A desk and its task.
+/// The connection actor, its queues and its task.
 struct Attended<W: Wire> {
     hands: Arc<Hands<Desk<W>>>,
     commands: Commands,
     work: JoinHandle<()>,
 }
 
-/// Whom losses are told: registries, each with the runtime that it lives in.
+/// The receivers of loss notifications: registries, each with its runtime.
 #[derive(Default)]
 pub(super) struct Hints(Mutex<Vec<(LossHints, Option<Handle>)>>);
 
 impl<W: Wire> Session<W> {
-    /// Connects to nothing yet.
+    /// Creates the session without connecting.
     pub(crate) fn new(wire: W) -> Self {
         Self::of(Arc::new(wire), Arc::default())
     }
 
-    /// One of several with the same wire.
+    /// Creates one of several sessions with the same wire.
     pub(super) fn of(wire: Arc<W>, hints: Arc<Hints>) -> Self {
         Self { wire, hints, desk: Mutex::default(), holds: Arc::default() }
     }
 
-    /// Tries to take the lock. Retries for a short time while another transaction has the row locked, as a purge does; between
-    /// two tries the connection is free for other statements.
+    /// Tries to take the lock. Retries for a short time while another transaction has the row
+    /// locked, as a purge does; between two tries the connection is free for other statements.
     pub(crate) async fn take(&self, claim: &Claim) -> Result<Attempt, BackendError> {
         let mut pauses = ROW_PAUSES.iter();
         loop {
@@ -164,7 +171,8 @@ impl<W: Wire> Session<W> {
         }
     }
 
-    /// Sleeps by the timer of the session's runtime: the caller's runtime may end while another one polls this.
+    /// Sleeps by the timer of the session's runtime: the caller's runtime may end while another one
+    /// polls this.
     fn pause(&self, pause: Duration) -> Sleep {
         let home = self.home();
         let _home = home.enter();
@@ -184,7 +192,8 @@ impl<W: Wire> Session<W> {
         self.ask(|reply| Command::Release { claim, reply }).await
     }
 
-    /// Makes sure that a fence finds the row of the claim's lock. False if the claim holds nothing.
+    /// Ensures that a fence finds the row of the claim's lock. Returns false if the claim holds
+    /// nothing.
     pub(crate) async fn keep(&self, claim: &Claim) -> Result<bool, BackendError> {
         let claim = claim.clone();
         self.ask(|reply| Command::Keep { claim, reply }).await?
@@ -198,7 +207,8 @@ impl<W: Wire> Session<W> {
         self.holds.load(Ordering::Acquire)
     }
 
-    /// Ends the session, unless there are locks, which may be those of another registry. Another one begins if somebody asks for a lock.
+    /// Closes the session, unless it holds locks, which may belong to another registry. The next
+    /// acquisition opens a new one.
     pub(crate) async fn close(&self) {
         let commands = self.desk().as_ref().map(|desk| desk.commands.clone());
         let Some(commands) = commands else { return };
@@ -227,7 +237,7 @@ impl<W: Wire> Session<W> {
         answer.await.map_err(|_| self.wire.closed())
     }
 
-    /// Goes to the desk; to a new one, if the runtime of the last one is gone, and all that it held with it.
+    /// Starts the command. Opens a new connection actor if the runtime of the last one has ended.
     fn begin(&self, command: Command) -> Begin<W> {
         let mut desk = self.desk();
         let attended = desk.get_or_insert_with(|| self.open());
@@ -239,7 +249,8 @@ impl<W: Wire> Session<W> {
         *attended = self.open();
         match attended.hands.begin(command, Desk::run) {
             Begun::Here(here) => Begin::Here(here),
-            // In a runtime that is about to end, the task is gone again, which whoever asks it is told.
+            // In a runtime that is about to end, the new task is gone too. Sending the command then
+            // returns an error.
             Begun::Taken(command) | Begun::Gone(command) => {
                 Begin::Ask(attended.commands.clone(), command)
             }
@@ -268,7 +279,8 @@ impl<W: Wire> Session<W> {
         Attended { hands, commands, work }
     }
 
-    /// The runtime of a registry. A caller's runtime may end before what was taken in it does.
+    /// Returns the runtime of a registry. A caller's runtime may end while locks that it took are
+    /// still held.
     fn home(&self) -> Handle {
         self.hints.home().unwrap_or_else(Handle::current)
     }
@@ -278,16 +290,16 @@ impl<W: Wire> Session<W> {
     }
 }
 
-/// How a command comes to the desk.
+/// How a command is executed.
 enum Begin<W: Wire> {
-    /// Its caller runs it.
+    /// The caller runs it.
     Here(Here<Desk<W>>),
-    /// The task does.
+    /// The actor's task runs it.
     Ask(Commands, Command),
 }
 
-/// The queues of a session's connection. Renewals and releases are sent before acquisitions: they cost a round trip each, while
-/// a lock that is not renewed in time is lost.
+/// The queues of a session's connection. Renewals and releases are sent before acquisitions: they
+/// cost a round trip each, while a lock that is not renewed in time is lost.
 #[derive(Clone)]
 struct Commands {
     urgent: mpsc::Sender<Command>,
@@ -312,7 +324,7 @@ struct Inbox {
 }
 
 impl Inbox {
-    /// The next command. `None` when there are no senders any more.
+    /// Returns the next command, or `None` when all senders are dropped.
     async fn next(&mut self) -> Option<Command> {
         tokio::select! {
             biased;
@@ -322,7 +334,7 @@ impl Inbox {
         }
     }
 
-    /// The next command, if one is queued. An acquisition that its caller has dropped leaves the queue here.
+    /// Returns the next command if one is queued. Skips acquisitions whose caller was dropped.
     fn next_queued(&mut self) -> Option<Command> {
         if let Ok(command) = self.urgent.try_recv() {
             return Some(command);
@@ -336,7 +348,7 @@ impl Inbox {
     }
 }
 
-/// What is held ends with the connection.
+/// Dropping the session closes the connection, and so releases all locks.
 impl<W: Wire> Drop for Session<W> {
     fn drop(&mut self) {
         if let Some(attended) = self.desk().take() {
@@ -353,14 +365,14 @@ impl<W: Wire> fmt::Debug for Session<W> {
 }
 
 impl Hints {
-    /// Of a registry that is being built.
+    /// Adds the receiver of a registry that is being built.
     pub(super) fn add(&self, hints: LossHints) {
         let mut all = self.all();
         all.retain(|(hints, _)| hints.is_live());
         all.push((hints, Handle::try_current().ok()));
     }
 
-    /// Where a registry lives.
+    /// Returns the runtime of a live registry.
     fn home(&self) -> Option<Handle> {
         let all = self.all();
         let mut live = all.iter().filter(|(hints, _)| hints.is_live());
@@ -391,14 +403,14 @@ impl Command {
     }
 }
 
-/// What an acquisition is answered.
+/// The answer to an acquisition.
 enum Answered {
     Attempt(Attempt),
     /// As [`Took::RowLocked`].
     RowLocked(BackendError),
 }
 
-/// What became of a command, and who is to be told.
+/// The answer to a command, with its reply channel.
 enum Answer {
     Take(oneshot::Sender<Result<Answered, BackendError>>, Result<Answered, BackendError>),
     Renew(oneshot::Sender<Vec<Renewal>>, Vec<Renewal>),
@@ -408,7 +420,8 @@ enum Answer {
 }
 
 impl Answer {
-    /// Whoever asked may be gone. A grant that nobody hears of ends with its lease.
+    /// Sends the answer. The caller may have been dropped. Then an unreceived grant ends with its
+    /// lease.
     fn tell(self) {
         match self {
             Self::Take(reply, answer) => drop(reply.send(answer)),
@@ -420,7 +433,8 @@ impl Answer {
     }
 }
 
-/// The task of a desk, until nobody can ask any more. What is held then ends with the connection.
+/// The task of the connection actor. Ends when all senders are dropped; held locks then end with
+/// the connection.
 async fn attend<W: Wire>(attendance: Attendance<W>, mut inbox: Inbox) {
     let Attendance(hands) = &attendance;
     loop {
@@ -448,7 +462,7 @@ async fn attend<W: Wire>(attendance: Attendance<W>, mut inbox: Inbox) {
     }
 }
 
-/// In the hands of the task: what is at the desk ends with it.
+/// Drops the actor's state when the task ends.
 struct Attendance<W: Wire>(Arc<Hands<Desk<W>>>);
 
 impl<W: Wire> Drop for Attendance<W> {
@@ -457,19 +471,19 @@ impl<W: Wire> Drop for Attendance<W> {
     }
 }
 
-/// Where the connection is.
+/// The state of the connection actor.
 struct Desk<W: Wire> {
     wire: Arc<W>,
     hints: Arc<Hints>,
     connection: Option<W::Connection>,
-    /// Nothing is held without a connection.
+    /// Empty if there is no connection.
     held: HashMap<Vec<u8>, Held>,
     runs: Runs,
-    /// Whether there is anything in it, for those outside.
+    /// A copy of `!held.is_empty()` for other tasks.
     holds: Arc<AtomicBool>,
-    /// When the server is asked whether the session is still there, if anything is held.
+    /// When to check that the session still exists, if a lock is held.
     look_at: Option<Instant>,
-    /// Before this no lease is over.
+    /// No lease ends before this.
     overdue_from: Option<Instant>,
 }
 
@@ -477,11 +491,11 @@ struct Held {
     key: Key,
     claim: ClaimId,
     token: FencingToken,
-    /// The claim that its row names: its own, or an earlier one of this session.
+    /// The claim in the row: its own, or an earlier one of this session.
     noted: ClaimId,
     label: Option<String>,
     since: Instant,
-    /// Given back then, unless it is renewed.
+    /// The lock is released then, unless it is renewed.
     until: Instant,
 }
 
@@ -503,7 +517,8 @@ impl<W: Wire> Desk<W> {
 
     async fn obey(&mut self, command: Command) -> Answer {
         let answer = match command {
-            // Its caller's own time-out is most likely over, and the next attempt queued behind it.
+            // The caller's own time-out has probably passed, and its next attempt is queued behind
+            // this one.
             Command::Take { asked_at, reply, .. }
                 if asked_at.elapsed() > self.wire.answer_limit() / QUEUED_PART =>
             {
@@ -525,7 +540,7 @@ impl<W: Wire> Desk<W> {
         answer
     }
 
-    /// Before anybody is answered: who hears that nothing is held may give the session up.
+    /// Runs before an answer is sent: a caller that sees that nothing is held may drop the session.
     fn settle(&mut self) {
         if self.held.is_empty() {
             self.connection = self.connection.take().and_then(|spare| self.wire.spare(spare));
@@ -537,7 +552,7 @@ impl<W: Wire> Desk<W> {
         let name = self.wire.name(claim.key());
         self.end_overdue().await;
         if self.held.get(&name).is_some_and(|held| held.claim != claim.id()) {
-            // Somebody may have ended it just now, to free the key.
+            // An operator may just have ended the session, to free the key.
             self.look().await;
         }
         if let Some(held) = self.held.get(&name) {
@@ -550,7 +565,7 @@ impl<W: Wire> Desk<W> {
         }
         let asked_at = Instant::now();
         let taken = match self.ask_to_take(&name, claim).await {
-            // It broke while nothing was held, when nobody looked after it perhaps, and nothing is lost.
+            // An idle connection may break unnoticed. Nothing was held, so nothing is lost.
             Err(Failure::Broken(_)) if self.held.is_empty() => {
                 self.lose();
                 self.ask_to_take(&name, claim).await
@@ -604,7 +619,7 @@ impl<W: Wire> Desk<W> {
         taken.unwrap_or_else(|_| Err(Failure::Broken(self.wire.silent())))
     }
 
-    /// One look at the session answers for all of its locks.
+    /// One check of the session covers all of its locks.
     async fn renew(&mut self, claims: &[Claim]) -> Vec<Renewal> {
         if !self.held.is_empty() {
             self.look().await;
@@ -629,7 +644,8 @@ impl<W: Wire> Desk<W> {
         if self.held.get(&name).is_none_or(|held| held.claim != claim.id()) {
             return Release::NotHeld;
         }
-        // Where the session broke nobody knows whether the lock had lasted until now, and there is nothing to be tried again.
+        // After a broken session it is unknown whether the lock was held until now, and a retry is
+        // useless.
         if self.give_back(&name).await { Release::Freed } else { Release::NotHeld }
     }
 
@@ -641,7 +657,8 @@ impl<W: Wire> Desk<W> {
         if held.claim != claim.id() {
             return Ok(false);
         }
-        // The fence keeps the row from being changed, which stops nobody who would not change it.
+        // A fence prevents changes of the row. It would not exclude a grant that leaves the row
+        // unchanged.
         if !mutated(Mutant::SessionForgetsFences) {
             self.runs.forget(&name);
         }
@@ -657,7 +674,7 @@ impl<W: Wire> Desk<W> {
         self.sort(kept).map(|()| true)
     }
 
-    /// Whether the server has it back. Otherwise the session is over.
+    /// Releases the lock. Returns whether the server confirmed it; otherwise the session is over.
     async fn give_back(&mut self, name: &[u8]) -> bool {
         let (Some(held), Some(connection)) = (self.held.get(name), &mut self.connection) else {
             return false;
@@ -668,13 +685,13 @@ impl<W: Wire> Desk<W> {
         self.held.remove(name);
         let given = matches!(given, Ok(Ok(())));
         if !given {
-            // A lock that cannot be given back is only freed by the end of the session.
+            // Only the end of the session frees a lock whose release failed.
             self.lose();
         }
         given
     }
 
-    /// What has its time: leases that have run out, and the look at the session.
+    /// Does the scheduled work: releases expired leases, and checks the session.
     async fn tend(&mut self) {
         self.end_overdue().await;
         if self.held.is_empty() {
@@ -692,7 +709,7 @@ impl<W: Wire> Desk<W> {
         let overdue = self.held.iter().filter(|(_, held)| held.until <= now);
         let overdue: Vec<Vec<u8>> = overdue.map(|(name, _)| name.clone()).collect();
         for name in overdue {
-            // If it fails the session is over, and the lock with it.
+            // A failed release ends the session, which releases the lock too.
             self.give_back(&name).await;
         }
         self.overdue_from = self.held.values().map(|held| held.until).min();
@@ -723,9 +740,9 @@ impl<W: Wire> Desk<W> {
         })
     }
 
-    /// The session is over. Those who held something are told.
+    /// Ends the session, and notifies the holders.
     fn lose(&mut self) {
-        // Closed before anybody is told: by then the server can know.
+        // Closed before the notification, so that the server can detect it first.
         self.connection = None;
         self.look_at = None;
         self.overdue_from = None;
@@ -735,7 +752,7 @@ impl<W: Wire> Desk<W> {
     }
 }
 
-/// Where a runtime ends, or something panics, before all is given back.
+/// Covers the end of the runtime and panics while locks are held.
 impl<W: Wire> Drop for Desk<W> {
     fn drop(&mut self) {
         self.lose();
@@ -752,14 +769,14 @@ impl Held {
     }
 }
 
-/// So many questions may wait for the task; whoever comes then waits for a place.
+/// The maximum number of queued commands. Further callers wait for capacity.
 const QUEUE_MAX: usize = 1024;
 
-/// An acquisition leaves the queue after this part of the time that an answer may take.
+/// An acquisition leaves the queue after the time limit for an answer, divided by this number.
 const QUEUED_PART: u32 = 3;
 
-/// The pauses between tries while another transaction has the row locked. A purge is over sooner; a transaction with a fence may
-/// take any time.
+/// The pauses between attempts while another transaction has the row locked. A purge ends sooner; a
+/// transaction with a fence may take any time.
 const ROW_PAUSES: [Duration; 4] = [
     Duration::from_millis(10),
     Duration::from_millis(30),
@@ -767,8 +784,8 @@ const ROW_PAUSES: [Duration; 4] = [
     Duration::from_millis(100),
 ];
 
-/// Rows are never purged sooner than that after a grant.
+/// No row is purged sooner than this after a grant.
 const KEPT_ANYWAY: Duration = PURGE_AFTER_MIN.saturating_sub(Duration::from_secs(5));
 
-/// How often the server is asked whether the session is still there, as long as anything is held.
+/// The interval between checks of the session while a lock is held.
 const LOOK_EVERY: Duration = Duration::from_millis(300);

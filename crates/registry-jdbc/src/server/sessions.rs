@@ -1,6 +1,7 @@
-//! Locks that each have a connection of their own, because only its end can end one of several. So there can be only so many.
+//! Locks with one connection each, because only the end of a transaction releases a row lock. So
+//! the number of locks is limited. Used by the row backends.
 //!
-//! Who waits for a lock has no connection: it is asked for, and left alone.
+//! A waiting caller has no connection: an attempt uses one and returns it.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -14,16 +15,16 @@ use tokio::time::Instant;
 
 use super::session::{Hints, Session, Wire};
 
-/// All locks of one backend.
+/// The sessions of all locks of one backend.
 pub(crate) struct Sessions<W: Wire> {
     wire: Arc<W>,
     hints: Arc<Hints>,
-    /// By the names of their locks. Whoever uses one has a clone of it.
+    /// By lock name. Each user of a session has a clone of its `Arc`.
     open: Mutex<HashMap<Vec<u8>, Arc<Session<W>>>>,
 }
 
 impl<W: Wire> Sessions<W> {
-    /// Connects to nothing yet.
+    /// Creates the sessions without connecting.
     pub(crate) fn new(wire: W) -> Self {
         Self { wire: Arc::new(wire), hints: Arc::default(), open: Mutex::default() }
     }
@@ -37,7 +38,7 @@ impl<W: Wire> Sessions<W> {
     }
 
     pub(crate) async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
-        // At once: a connection that does not answer holds up no other.
+        // Concurrently, so that a connection without an answer does not delay the others.
         join_all(claims.iter().map(|claim| async {
             let session = self.of(claim.key());
             let mut answers = session.renew(std::slice::from_ref(claim)).await;
@@ -74,10 +75,10 @@ impl<W: Wire> fmt::Debug for Sessions<W> {
     }
 }
 
-/// A session that somebody asks something. The last one who has asked takes it away if nothing is held by it.
+/// A session in use. The last user removes it if it holds nothing.
 struct InUse<'a, W: Wire> {
     all: &'a Sessions<W>,
-    /// `None` at the very end.
+    /// `None` only during the drop.
     session: Option<Arc<Session<W>>>,
     name: Vec<u8>,
 }
@@ -94,7 +95,7 @@ impl<W: Wire> Drop for InUse<'_, W> {
     fn drop(&mut self) {
         let mut open = self.all.open();
         drop(self.session.take());
-        // Clones are only made under this lock.
+        // Clones are created only under this lock, so the count is exact.
         let is_unused =
             |session: &Arc<Session<W>>| Arc::strong_count(session) == 1 && !session.holds();
         let unused = if open.get(&self.name).is_some_and(is_unused) {
@@ -102,7 +103,7 @@ impl<W: Wire> Drop for InUse<'_, W> {
         } else {
             None
         };
-        // Those whose lock has ended without a word to anybody.
+        // Sessions whose lock has ended without a release.
         let forgotten: Vec<_> = if open.len() > FORGOTTEN_MAX {
             open.extract_if(|_, session| is_unused(session)).collect()
         } else {
@@ -113,15 +114,15 @@ impl<W: Wire> Drop for InUse<'_, W> {
     }
 }
 
-/// Connections for so many locks and no more.
+/// A limited number of connections, one for each lock.
 pub(crate) struct Places<C> {
     max: u32,
     free: Arc<Semaphore>,
-    /// By which nothing is held. The one that came back last is on top.
+    /// Connections without a lock. The most recently returned connection is last.
     idle: Mutex<Vec<(C, Instant)>>,
 }
 
-/// The right to have a connection.
+/// The permit for one connection.
 pub(crate) type Place = OwnedSemaphorePermit;
 
 impl<C> Places<C> {
@@ -130,12 +131,13 @@ impl<C> Places<C> {
         Self { max, free: Arc::new(Semaphore::new(permits)), idle: Mutex::default() }
     }
 
-    /// A place, and a connection if there is one that nobody needs.
+    /// Returns a permit, and an idle connection if one exists.
     pub(crate) fn enter(&self) -> Result<(Place, Option<C>), RowLocksExhausted> {
         let place = Arc::clone(&self.free).try_acquire_owned();
         let place = place.map_err(|_| RowLocksExhausted { locks_max: self.max })?;
         let last = self.idle().pop();
-        // Firewalls forget connections that are silent, and the others have been for longer.
+        // Firewalls drop idle connections without a notification, and the others have been idle for
+        // longer.
         let silent = last.as_ref().is_some_and(|(_, since)| since.elapsed() > SILENCE_MAX);
         if silent {
             self.close_idle();
@@ -143,20 +145,20 @@ impl<C> Places<C> {
         Ok((place, last.filter(|_| !silent).map(|(connection, _)| connection)))
     }
 
-    /// Gives a connection back by which nothing is held.
+    /// Returns a connection without a lock.
     pub(crate) fn leave(&self, place: Place, connection: C) {
         let mut idle = self.idle();
         idle.push((connection, Instant::now()));
-        // What a crowd has left behind goes one by one.
+        // Connections of a past peak are closed one at a time.
         let stale = idle.first().is_some_and(|(_, since)| since.elapsed() > SILENCE_MAX);
         let stale = stale.then(|| idle.remove(0));
         drop(idle);
         drop(stale);
-        // Only now may the next one look for a connection.
+        // Released last, so that the next caller finds the connection.
         drop(place);
     }
 
-    /// Closes the connections by which nothing is held.
+    /// Closes the connections without a lock.
     pub(crate) fn close_idle(&self) {
         let idle = std::mem::take(&mut *self.idle());
         drop(idle);
@@ -167,16 +169,16 @@ impl<C> Places<C> {
     }
 }
 
-/// As many row locks are held as are allowed. Found as the [source](std::error::Error::source) of the
-/// [`BackendError`] that an attempt to take one more fails with.
+/// The limit of row locks is reached. It is the [source](std::error::Error::source) of the
+/// [`BackendError`] that an attempt beyond the limit returns.
 ///
-/// A row lock takes a connection of its own for as long as it is held, so their number is limited: by
-/// `with_row_locks` of the store's configuration.
+/// A row lock occupies a connection of its own while it is held, so the number is limited. The
+/// limit is `with_row_locks` of the store's configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("all {locks_max} row locks that may be held at once are held")]
 #[non_exhaustive]
 pub struct RowLocksExhausted {
-    /// How many may be held at once.
+    /// The maximum number of row locks that are held at once.
     pub locks_max: u32,
 }
 
@@ -189,8 +191,8 @@ impl RowLocksExhausted {
     }
 }
 
-/// With more sessions than this one looks whether all of them are in use.
+/// The number of sessions above which unused ones are removed.
 const FORGOTTEN_MAX: usize = 64;
 
-/// A connection that has not been used for this long is not used again.
+/// The idle time after which a connection is no longer used.
 const SILENCE_MAX: Duration = Duration::from_secs(30);

@@ -1,21 +1,27 @@
-//! What a lock looks like to Spring Integration's `JdbcLockRegistry`: which table, which region, which key, which owner. Knows no SQL.
+//! The representation of a lock in Spring Integration's `JdbcLockRegistry`: table, region, key and
+//! owner. Contains no SQL. Used by the Spring backends.
 
 use std::time::Duration;
 
 use md5::{Digest as _, Md5};
 use registry_core::{ClaimId, Key};
 
-/// The table of a Spring Integration `JdbcLockRegistry` (`DefaultLockRepository`) that locks are shared with.
+/// The table of a Spring Integration `JdbcLockRegistry` (`DefaultLockRepository`) with which locks
+/// are shared.
 ///
-/// A Spring peer and this program exclude each other when they agree on the table, the region, the generation and, for Spring 6 and before,
-/// the time to live. What both sides must know:
+/// A Spring peer and this program exclude each other if they agree on the table, the region and the
+/// generation. For Spring 6 and before they must also agree on the time to live. Both sides should
+/// know:
 ///
-/// - Spring decides by the clock of its own host whether a lock is over, this program by the server's. A host of Spring's whose clock is
-///   ahead takes locks too early: keep clocks synchronised, and leases much longer than they can differ.
-/// - In the table is no key, but a UUID: the key itself, in small letters, if it looks like one, or else Java's `UUID.nameUUIDFromBytes`. So
-///   a key that is the UUID of another, and one that differs from it in nothing but the case of its hexadecimal digits, are the same lock.
-/// - Rows are deleted at release. Fencing tokens, labels and keys are kept beside, in the native tables of this program. What Spring
-///   holds has no token and no label, and is listed by its UUID, which is a key for the same lock.
+/// - Spring checks the end of a lock by its own host's clock, this program by the server's. A
+///   Spring host whose clock is ahead takes locks too early. Keep the clocks synchronised, and use
+///   leases much longer than the clock difference.
+/// - The table contains a UUID instead of the key. A key that looks like a UUID is used itself, in
+///   lower case; any other key is converted by Java's `UUID.nameUUIDFromBytes`. So a key and its
+///   UUID are the same lock, and so are two UUIDs that differ only in case.
+/// - Rows are deleted at release. Fencing tokens, labels and keys are in the native tables of this
+///   program. A lock that Spring holds has no token and no label. It is listed by its UUID, which
+///   is a key of the same lock.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SpringTable {
     pub(crate) generation: Generation,
@@ -23,28 +29,31 @@ pub struct SpringTable {
     region: String,
 }
 
-/// What a row says of its end.
+/// What a row contains about the end of its lock.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Generation {
-    /// Since when it is held. Each reader adds its own time to live.
+    /// The start of the lock. Each reader adds its own time to live.
     V6 { ttl: Duration },
-    /// Until when.
+    /// The end of the lock.
     V7,
 }
 
 impl SpringTable {
-    /// The table `INT_LOCK` of Spring Integration 7, region `DEFAULT`: a row says when its lock is over.
+    /// Returns the table `INT_LOCK` of Spring Integration 7, region `DEFAULT`. A row contains the
+    /// end of its lock.
     #[must_use]
     pub fn v7() -> Self {
         Self::of(Generation::V7)
     }
 
-    /// The table `INT_LOCK` of Spring Integration 6 and before, region `DEFAULT`: a row says since when its lock is held, and every reader takes it
-    /// for over when its own time to live has passed since.
+    /// Returns the table `INT_LOCK` of Spring Integration 6 and before, region `DEFAULT`. A row
+    /// contains the start of its lock, and each reader adds its own time to live.
     ///
-    /// `ttl` is what the peers have as `timeToLive`, to the millisecond: 10 s unless it was set there. With another one here, one side
-    /// would take the other's locks while they are held. Leases may differ from it: then a row is dated so that it is over at the right time.
-    /// Versions from 6.0 write UTC, as this program does; 6.1.8 to 6.5.8 do so only where Java's own time zone is UTC.
+    /// `ttl` must equal the peers' `timeToLive`, to the millisecond; Spring's default is 10 s.
+    /// Otherwise one side would take the other's locks while they are held. Leases may differ from
+    /// `ttl`: the row then contains a start that yields the correct end. This program writes UTC,
+    /// as Spring does from version 6.0. Versions 6.1.8 to 6.5.8 do so only if Java's default time
+    /// zone is UTC.
     #[must_use]
     pub fn v6(ttl: Duration) -> Self {
         Self::of(Generation::V6 { ttl })
@@ -54,14 +63,16 @@ impl SpringTable {
         Self { generation, prefix: "INT_".to_owned(), region: "DEFAULT".to_owned() }
     }
 
-    /// The same with a table whose name is this and `LOCK`. `INT_` unless set. May begin with a schema and a dot.
+    /// Sets the prefix of the table name, which is followed by `LOCK`. It may begin with a schema
+    /// and a dot. Default: `INT_`.
     #[must_use]
     pub fn with_prefix(mut self, prefix: impl Into<String>) -> Self {
         self.prefix = prefix.into();
         self
     }
 
-    /// The same with this region. Locks of different regions never meet, even if their keys are equal. `DEFAULT` unless set.
+    /// Sets the region. Locks of different regions are independent, even if their keys are equal.
+    /// Default: `DEFAULT`.
     #[must_use]
     pub fn with_region(mut self, region: impl Into<String>) -> Self {
         self.region = region.into();
@@ -72,7 +83,7 @@ impl SpringTable {
         &self.region
     }
 
-    /// The schema, if one is named, and the name.
+    /// Returns the schema, if the prefix contains one, and the name.
     pub(crate) fn name(&self) -> (Option<&str>, String) {
         match self.prefix.split_once('.') {
             Some((schema, prefix)) => (Some(schema), format!("{prefix}LOCK")),
@@ -80,7 +91,7 @@ impl SpringTable {
         }
     }
 
-    /// What is wrong with it.
+    /// Checks the table. The error is the text for the first invalid setting.
     pub(crate) fn check(&self) -> Result<(), String> {
         let word = |text: &str, empty: bool| {
             (empty || !text.is_empty())
@@ -97,7 +108,7 @@ impl SpringTable {
                 self.prefix
             ));
         }
-        // What no collation takes for something else, but for the case of letters.
+        // Characters that every collation keeps distinct, apart from the case of letters.
         let plain = |c: char| c.is_ascii_graphic() && !matches!(c, '\'' | '"' | '`' | '\\' | '$');
         if self.region.is_empty()
             || self.region.len() > REGION_BYTES_MAX
@@ -117,8 +128,9 @@ impl SpringTable {
     }
 }
 
-/// LOCK_KEY: the key, if it is a UUID as people write them, or else Java's `UUID.nameUUIDFromBytes`, which is the MD5 hash with the marks of
-/// version 3 (and not RFC 4122's, which hashes a namespace first).
+/// Returns the LOCK_KEY. A key in the usual form of a UUID is used itself. Any other key is
+/// converted by Java's `UUID.nameUUIDFromBytes`: its MD5 hash with the bits of version 3. RFC 4122
+/// differs: it hashes a namespace first.
 pub(crate) fn lock_key(key: &Key) -> String {
     if is_uuid(key.as_str()) {
         return key.as_str().to_ascii_lowercase();
@@ -129,7 +141,7 @@ pub(crate) fn lock_key(key: &Key) -> String {
     uuid(&hash)
 }
 
-/// CLIENT_ID: a claim is its own owner.
+/// Returns the CLIENT_ID. Each claim is its own owner.
 pub(crate) fn client_id(id: ClaimId) -> String {
     uuid(&id.to_bytes())
 }
@@ -140,7 +152,7 @@ pub(crate) fn uuid(bytes: &[u8; 16]) -> String {
     [&digits[..8], &digits[8..12], &digits[12..16], &digits[16..20], &digits[20..]].join("-")
 }
 
-/// Whether `client` is what is written for this claim.
+/// Returns whether `client` is the CLIENT_ID of this claim.
 pub(crate) fn is_claim(client: Option<&str>, claim: Option<&[u8]>) -> bool {
     let claim = claim.and_then(|claim| <[u8; 16]>::try_from(claim).ok());
     claim.is_some_and(|claim| client == Some(uuid(&claim).as_str()))
@@ -154,25 +166,25 @@ fn is_uuid(text: &str) -> bool {
         })
 }
 
-/// Spring's column has a hundred characters.
+/// The length of Spring's column.
 const REGION_BYTES_MAX: usize = 100;
 const WORD_BYTES_MAX: usize = 50;
-/// The pause between two attempts of `JdbcLockRegistry` by default.
+/// The default pause between two attempts of `JdbcLockRegistry`.
 pub(crate) const PEER_POLL: Duration = Duration::from_millis(100);
 const TTL_MIN: Duration = Duration::from_millis(100);
 const TTL_MAX: Duration = Duration::from_secs(366 * 24 * 60 * 60);
 
-/// What `doctor` tells of any such table.
+/// The note of `lockreg doctor` for every such table.
 pub(crate) const CLOCKS: &str = "locks are shared with Spring, whose programs decide by their own hosts' clocks whether one is over: keep these synchronised";
 
-/// A table of version 6 where version 7 was asked for.
+/// Returns the error text for a table of version 6 where version 7 is configured.
 pub(crate) fn is_older(table: &str) -> String {
     format!(
         "the table {table} has no column EXPIRED_AFTER: it is of Spring Integration 6 or before (`spring=v6`)"
     )
 }
 
-/// A table of version 7 where version 6 was asked for.
+/// Returns the error text for a table of version 7 where version 6 is configured.
 pub(crate) fn is_newer(table: &str) -> String {
     format!(
         "the table {table} has a column EXPIRED_AFTER: it is of Spring Integration 7 (`spring=v7`)"
@@ -189,7 +201,8 @@ mod tests {
 
     #[test]
     fn keys_are_those_that_java_makes() {
-        // `UUIDConverter.getUUID(key).toString()` of a JDK 17. (Its vector for an empty key has no use: there are none.)
+        // `UUIDConverter.getUUID(key).toString()` of a JDK 17. Its vector for an empty key does not
+        // apply: empty keys are invalid.
         for (key, uuid) in [
             ("foo", "acbd18db-4cc2-385c-adef-654fccc4a4d8"),
             ("bar", "37b51d19-4a75-33e4-9b56-f6524f2d51f2"),

@@ -1,4 +1,4 @@
-//! What is asked of a lock's row. Says nothing of SQL, see `sql`, and does nothing about time but pass it on, see `clock`.
+//! Implements `LockBackend` on the rows of locks. The SQL is in `sql`, the time is from `clock`.
 
 use std::fmt;
 use std::path::Path;
@@ -24,23 +24,27 @@ use super::wake::Wakes;
 use crate::config::SqliteConfig;
 use crate::error::{Detached, explain, is_fenced, tells_of_writer};
 
-/// Locks in a SQLite file: they exclude the processes of one host that open the same file.
+/// Locks in a SQLite file. They exclude the processes of one host that open the same file.
 ///
-/// A grant lives until its lease is over on the host's boot clock, which no one can set and which counts suspend; a reboot
-/// ends all grants. Tokens are told by the wall clock in microseconds and never go backwards, even if that clock does.
-/// A release wakes the waiters of all processes within milliseconds.
+/// A grant lives until its lease expires on the host's boot clock, which cannot be set and keeps
+/// counting during suspend. A reboot ends all grants. Tokens are the wall clock's time in
+/// microseconds, and always grow, even if that clock goes backwards. A release wakes the waiters of
+/// all processes within milliseconds.
 ///
-/// The file is switched to SQLite's write-ahead log for good, and may hold the application's own tables beside those that begin
-/// with `lock_registry_`. It must be on a local disk: network file systems do not lock and share memory as SQLite needs
-/// it, and hosts have different boots. When a process of another boot opens the file, the others are told so by errors.
+/// Opening the file permanently switches it to SQLite's write-ahead log. The file may contain
+/// tables of the application, next to those that begin with `lock_registry_`. It must be on a local
+/// disk: network file systems lack the locks and the shared memory that SQLite needs, and each host
+/// has its own boot. When a process of another boot opens the file, operations of the earlier
+/// processes return errors.
 ///
-/// No answer is believed before a look at the file and the two beside it: when one of them was removed or replaced while in use, or
-/// when the file was given another name (a hard link), operations fail and grants are gone. A grant from before is gone at its next
-/// renewal only; until then somebody who opened the new files may be granted the same key.
+/// Each operation checks the file, its log and its index before it returns a result. If one of them
+/// was removed or replaced while in use, operations fail and grants are gone. A hard link to the
+/// file has the same effect. A holder detects this only at its next renewal. Until then, a process
+/// that opened the new files may be granted the same key.
 ///
-/// Two connections and three threads belong to a backend, however many locks are held or awaited: one thread for each
-/// connection, and one that carries on what callers do not poll. So a call that is not awaited any more still runs to its
-/// end, and a backend may be used from several runtimes, of which any may end.
+/// A backend uses two connections and three threads, for any number of held or awaited locks: one
+/// thread for each connection, and one for calls that are not polled. So a dropped call still runs
+/// to its end. A backend may be used from several runtimes, and each of them may end.
 ///
 /// # Examples
 /// ```
@@ -65,8 +69,8 @@ pub struct SqliteBackend {
     pub(super) place: Place,
     pub(super) store: Vec<u8>,
     pub(super) statements: Arc<Statements>,
-    /// One more than the largest token that was granted here. As long as the wall clock is behind, it is no use asking for a
-    /// token by that clock.
+    /// One more than the largest token that was granted here. While the wall clock is behind it, a
+    /// token by that clock would be refused.
     tokens_ahead: AtomicI64,
     pub(super) writer: Link,
     pub(super) reader: Arc<Link>,
@@ -74,15 +78,19 @@ pub struct SqliteBackend {
 }
 
 impl SqliteBackend {
-    /// Opens the file, and makes it and its tables if they are absent.
+    /// Opens the file, and creates it and its tables if they are missing.
     ///
     /// # Errors
-    /// [`BackendError`] with a message that says what to do: `Misconfigured` for a path that cannot work (missing folder, a
-    /// folder, newer tables, a full disk, no Linux), `Denied` without write access, `Protocol` for a file that is no
-    /// database or is damaged, `Transient` when other processes keep the file locked.
+    /// [`BackendError`] with a message that says what to do:
+    /// - `Misconfigured` for an unusable path or system: a missing folder, a folder, newer tables,
+    ///   a full disk, no Linux.
+    /// - `Denied` without write access.
+    /// - `Protocol` for a file that is no database or is damaged.
+    /// - `Transient` if other processes keep the file locked.
     ///
     /// # Cancel safety
-    /// Dropping the future may leave an empty database or finished tables behind, never half-made ones.
+    /// Dropping the future may leave an empty database or complete tables behind, never incomplete
+    /// ones.
     pub async fn open(config: SqliteConfig) -> Result<Self, BackendError> {
         Self::open_at(config, Arc::new(HostClock::of_this_host()?)).await
     }
@@ -109,41 +117,42 @@ impl SqliteBackend {
         })
     }
 
-    /// The statements that make the tables of this store, for those who let nobody else make tables.
+    /// Returns the SQL that creates the tables of this store, for programs that create tables only
+    /// in their own migrations.
     #[must_use]
     pub const fn schema() -> &'static str {
         sql::SCHEMA
     }
 
-    /// The database file, with all links followed.
+    /// Returns the path of the database file, with all links resolved.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.place.path
     }
 
-    /// The namespace that this backend's locks live in.
+    /// Returns the namespace of this backend's locks.
     #[must_use]
     pub fn namespace(&self) -> &str {
         &self.config.namespace
     }
 
-    /// The statement that finds the claim's grant and keeps it as it is.
+    /// Returns the statement that finds the claim's grant and locks the database.
     pub(crate) fn fence_statement(&self, claim: &Claim, token: FencingToken) -> Statement {
         self.statements.fence(claim, token)
     }
 
-    /// Whether what is locked here is locked for whoever opens the file.
+    /// Returns whether the open files are still those that other processes open.
     pub(crate) fn is_in_place(&self) -> bool {
         self.writer.check().is_ok()
     }
 
-    /// Whether `store`, read from the meta table of some database, is the id of this one.
+    /// Returns whether `store`, read from a meta table, is the id of this store.
     pub(crate) fn is_store(&self, store: &[u8]) -> bool {
         self.store == store
     }
 
-    /// One statement: grants the key if it is free. May also say no because the key's tokens are ahead of the wall clock, but
-    /// never twice in a row.
+    /// Grants the key if it is free, in one statement. May also refuse because the key's tokens are
+    /// ahead of the wall clock, but never twice in a row.
     async fn take(
         &self,
         claim: &Claim,
@@ -169,7 +178,7 @@ impl SqliteBackend {
         self.fencing_token(token).map(Some)
     }
 
-    /// Who has the key. An error when another boot writes to the file.
+    /// Returns the current grant of the key. An error if another boot writes to the file.
     async fn look(&self, key: &Key) -> Result<Option<Held>, BackendError> {
         let (statements, key) = (Arc::clone(&self.statements), key.clone());
         let rows = self.reader.rows(move || statements.look(&key)).await?;
@@ -184,7 +193,8 @@ impl SqliteBackend {
         Ok(held.filter(|held| held.until > self.statements.clock.now()))
     }
 
-    /// Reads what [`sql::LOOK`] and [`sql::LIST`] have in common; `None` for a grant of another boot.
+    /// Reads the common columns of [`sql::LOOK`] and [`sql::LIST`]. Returns `None` for a grant of
+    /// another boot.
     fn held(&self, row: &SqliteRow, claim: Vec<u8>) -> Result<Option<Held>, BackendError> {
         let boot: Vec<u8> = self.column(row, 7)?;
         if boot != *self.statements.boot {
@@ -233,7 +243,7 @@ impl SqliteBackend {
     }
 }
 
-/// A grant as a row tells it.
+/// A grant as stored in a row.
 #[derive(Debug)]
 struct Held {
     key: Key,
@@ -264,8 +274,8 @@ impl LockBackend for SqliteBackend {
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        // Between a refusal and the look at who is there the key may come free, and again. Whoever is that unlucky
-        // is told "busy" without a name and comes back at once.
+        // Between the failed attempt and the query the key may come free. After this many
+        // repetitions, the attempt returns `Busy` without a holder and is retried at once.
         const TRIES_MAX: u32 = 3;
         for attempt in 0..TRIES_MAX {
             if let Some(token) = self.take(claim, attempt == 0).await? {
@@ -301,7 +311,7 @@ impl LockBackend for SqliteBackend {
             Err(error) if claim.is_fenced() && tells_of_writer(&error) => {
                 return Err(is_fenced(error, self.path()));
             }
-            // As in a renewal: for everybody else the grant has ended with the file.
+            // As in a renewal: for all other processes the grant has ended with the file.
             Err(error) if Detached::of(&error).is_some() => return Ok(Release::NotHeld),
             answer => answer?,
         };
@@ -351,7 +361,8 @@ impl LockBackend for SqliteBackend {
     }
 }
 
-/// How long the release of a fenced claim waits for other writers, of which its own transaction may be one.
+/// How long the release of a fenced claim waits for other writers. One of them may be its own
+/// transaction.
 const FENCED_WAIT: Duration = Duration::from_millis(500);
 
 const fn freed(changes: u64) -> Release {

@@ -1,20 +1,21 @@
-//! The store's clock: microseconds since the host was booted, the same number in every process of the host.
+//! The store's clock: microseconds since the host was booted, the same number in every process of
+//! the host.
 //!
-//! Leases end on `CLOCK_BOOTTIME`. It counts suspend, nobody can set it, and together with the boot's id it dates a row
-//! beyond doubt: a row of another boot is over, because all its holders are. The wall clock makes large token numbers and
-//! decides nothing; it may jump as it likes.
+//! Leases expire by `CLOCK_BOOTTIME`. It keeps counting during suspend and cannot be set. A row
+//! also stores the id of the boot: a row of another boot has ended, because all its holders have.
+//! The wall clock only produces large token numbers. It may jump.
 
 use std::fmt;
 use std::time::Duration;
 
 use registry_core::BackendError;
 
-/// Which boot of the host it is.
+/// The id of a boot of the host.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct BootId([u8; 16]);
 
 impl BootId {
-    /// Reads the id as the kernel prints it, with dashes.
+    /// Parses the id as the kernel prints it, with dashes.
     #[cfg(target_os = "linux")]
     fn parse(text: &str) -> Option<Self> {
         let digits: String = text.trim().chars().filter(|c| *c != '-').collect();
@@ -35,24 +36,25 @@ impl fmt::Debug for BootId {
     }
 }
 
-/// What the store asks of time. A trait so that tests can reboot the host and set its clocks.
+/// The clocks that the store uses. A trait, so that tests can reboot the host and set its clocks.
 pub(crate) trait Clock: fmt::Debug + Send + Sync {
-    /// Microseconds since the host was booted, suspend included. Never goes back.
+    /// Returns microseconds since the host was booted, including suspend. Never goes back.
     fn now(&self) -> i64;
 
-    /// Which boot [`now`](Self::now) counts from.
+    /// Returns the boot that [`now`](Self::now) counts from.
     fn boot(&self) -> BootId;
 
-    /// Microseconds since 1970 as the host believes; zero before that. Only for token numbers.
+    /// Returns microseconds since 1970 by the wall clock, or zero before that. Only for token
+    /// numbers.
     fn wall(&self) -> i64;
 }
 
-/// A span in microseconds. Longer than 292,000 years is cut.
+/// Converts a duration to microseconds, at most 292,000 years.
 pub(crate) fn micros(span: Duration) -> i64 {
     i64::try_from(span.as_micros()).unwrap_or(i64::MAX)
 }
 
-/// The span from `from` to `to`; zero when it is negative.
+/// Returns the duration from `from` to `to`, or zero if it is negative.
 pub(crate) fn span(from: i64, to: i64) -> Duration {
     Duration::from_micros(u64::try_from(to.saturating_sub(from)).unwrap_or(0))
 }
@@ -61,16 +63,17 @@ pub(crate) fn span(from: i64, to: i64) -> Duration {
 #[derive(Debug)]
 pub(crate) struct HostClock {
     boot: BootId,
-    /// What a time namespace adds to the boot clock. Two containers with different offsets may share the file.
+    /// The offset of this process's time namespace to the boot clock. Two containers with different
+    /// offsets may share the file.
     #[cfg(target_os = "linux")]
     offset: i64,
 }
 
 impl HostClock {
-    /// Finds the boot's id and the clock.
+    /// Reads the boot's id and checks the clock.
     ///
     /// # Errors
-    /// `Misconfigured` where the system has no such clock or hides the id.
+    /// `Misconfigured` if the system has no such clock or hides the id.
     #[cfg(target_os = "linux")]
     pub(crate) fn of_this_host() -> Result<Self, BackendError> {
         use registry_core::BackendErrorKind::Misconfigured;
@@ -99,7 +102,7 @@ impl HostClock {
         Ok(Self { boot, offset: linux_offset()? })
     }
 
-    /// There is none that the processes of this kind of host share and nobody can set.
+    /// Always fails: these systems have no clock that all processes share and that cannot be set.
     #[cfg(not(target_os = "linux"))]
     pub(crate) fn of_this_host() -> Result<Self, BackendError> {
         Err(BackendError::new(
@@ -118,7 +121,7 @@ impl Clock for HostClock {
 
     #[cfg(not(target_os = "linux"))]
     fn now(&self) -> i64 {
-        0 // Nobody can make a HostClock here.
+        0 // No HostClock can be created here.
     }
 
     fn boot(&self) -> BootId {
@@ -137,14 +140,15 @@ fn boottime() -> nix::Result<i64> {
     Ok(now.num_microseconds())
 }
 
-/// What this process's time namespace adds to the boot clock.
+/// Returns the offset of this process's time namespace to the boot clock.
 #[cfg(target_os = "linux")]
 fn linux_offset() -> Result<i64, BackendError> {
     use std::fs::{read_link, read_to_string};
 
     // Kernels before 5.6 have neither the file nor the namespaces.
     let Ok(text) = read_to_string("/proc/self/timens_offsets") else { return Ok(0) };
-    // The file tells the offsets of children-to-be. Between unshare and exec they are not our own.
+    // The file contains the offsets for future children. Between unshare and exec they differ from
+    // this process's own.
     if let (Ok(own), Ok(children)) =
         (read_link("/proc/self/ns/time"), read_link("/proc/self/ns/time_for_children"))
         && own != children
@@ -164,12 +168,12 @@ fn linux_offset() -> Result<i64, BackendError> {
     })
 }
 
-/// Reads the line `boottime SECONDS NANOSECONDS`; without one the offset is zero.
+/// Parses the line `boottime SECONDS NANOSECONDS`. Without that line the offset is zero.
 #[cfg(target_os = "linux")]
 fn parse_offset(text: &str) -> Option<i64> {
     for line in text.lines() {
         let mut words = line.split_whitespace();
-        // Newer kernels print the name, older ones the number of the clock.
+        // Newer kernels print the clock's name, older ones its number.
         if matches!(words.next(), Some("boottime" | "7")) {
             let seconds: i64 = words.next()?.parse().ok()?;
             let nanos: i64 = words.next()?.parse().ok()?;
@@ -191,7 +195,8 @@ pub(crate) struct ManualClock {
 
 #[cfg(test)]
 impl ManualClock {
-    /// A host that was booted for the `boot`-th time a minute ago, in the year 2001.
+    /// Returns the clock of a host that was booted for the `boot`-th time a minute ago, in the year
+    /// 2001.
     pub(crate) fn booted(boot: u8) -> std::sync::Arc<Self> {
         std::sync::Arc::new(Self {
             now: 60_000_000.into(),
@@ -205,7 +210,7 @@ impl ManualClock {
         self.now.fetch_add(micros(span), std::sync::atomic::Ordering::SeqCst);
     }
 
-    /// How often somebody has asked for the time.
+    /// Returns how often the time was read.
     pub(crate) fn reads(&self) -> u64 {
         self.reads.load(std::sync::atomic::Ordering::SeqCst)
     }

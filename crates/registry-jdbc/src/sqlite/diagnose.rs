@@ -1,18 +1,18 @@
-//! What `doctor` says about a SQLite store. Looks, repairs nothing.
+//! The findings of `doctor` about a SQLite store. Reads only, repairs nothing.
 
 use registry_core::{BackendError, Finding};
 
 use super::backend::SqliteBackend;
 use crate::error::Detached;
 
-/// A write-ahead log that is larger than this is not being folded back into the database.
+/// A larger write-ahead log is not being written back to the database.
 const LOG_BYTES_MAX: u64 = 64 * 1024 * 1024;
 
 impl SqliteBackend {
-    /// Everything that [`diagnose`](registry_core::LockBackend::diagnose) finds.
+    /// Returns the findings of [`diagnose`](registry_core::LockBackend::diagnose).
     pub(super) async fn look_for_trouble(&self) -> Result<Vec<Finding>, BackendError> {
         match self.writer.check() {
-            // It can be undone, unlike the others; nothing else can be looked at before.
+            // Unlike the other errors, this one can be undone. No further check works before that.
             Err(error) if Detached::of(&error) == Some(Detached::OtherName) => {
                 return Ok(vec![Finding::warning(error.to_string())]);
             }
@@ -74,10 +74,10 @@ mod linux {
 
     use super::super::watch::Watch;
 
-    /// Less free space than this is worth a warning.
+    /// Less free space than this is reported.
     const FREE_BYTES_MIN: u64 = 64 * 1024 * 1024;
 
-    /// What the file system, the kernel and the container add.
+    /// Returns the findings about the file system, the kernel and the container.
     pub(super) fn look_around(path: &Path, wal: &Path) -> Vec<Finding> {
         let mut findings = Vec::new();
         if let Ok(disk) = statfs(path) {
@@ -96,7 +96,7 @@ mod linux {
                 )));
             }
         }
-        // Some containers are given a file of their own in its place.
+        // Some containers mount a file of their own at this path.
         if statfs("/proc/sys/kernel/random/boot_id")
             .is_ok_and(|boot_id| boot_id.filesystem_type() != PROC_SUPER_MAGIC)
         {
@@ -113,9 +113,9 @@ mod linux {
         findings
     }
 
-    /// The name of a file system that may have other hosts behind it.
+    /// Returns the name of a file system that other hosts may share.
     pub(super) fn network(kind: FsType) -> Option<&'static str> {
-        // Not named by libc; from the kernel's own headers.
+        // Missing in libc; from the kernel's headers.
         const NAMED_HERE: [(i64, &str); 8] = [
             (0xff53_4d42, "a CIFS share"),
             (0xfe53_4d42, "an SMB share"),
@@ -135,7 +135,7 @@ mod linux {
             FUSE_SUPER_MAGIC => return Some("a FUSE file system"),
             _ => {}
         }
-        // The type of the number differs between architectures; 32 bits of it count.
+        // The type of the number differs between architectures. Only its low 32 bits count.
         #[expect(clippy::unnecessary_cast, reason = "needed where the type is another")]
         let number = kind.0 as i64 & 0xffff_ffff;
         NAMED_HERE.iter().find(|(magic, _)| *magic == number).map(|(_, name)| *name)

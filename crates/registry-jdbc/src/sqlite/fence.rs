@@ -23,14 +23,15 @@ impl Fence<Sqlite> for LockGuard {
         if found == 0 {
             return Err(why_not_found(self, backend, transaction).await);
         }
-        // From here on nobody else can be granted the lock. But while the statement waited for its turn the guard may have been
-        // told of its loss, and a holder that knows must not write.
-        // And a row that others do not see, because the files were taken from under this process, keeps nobody out.
+        // From here on no other claim can be granted the lock. But the guard may have been notified
+        // of its loss while the statement waited, and such a holder must not write. Also, if the
+        // files were replaced, other processes do not see the row, so it excludes none of them.
         if self.is_held() && backend.is_in_place() { Ok(()) } else { Err(FenceError::lost(self)) }
     }
 }
 
-/// The row is not there: because the lock was lost, or because this is another database with lock tables.
+/// Returns why the row was not found: the lock was lost, or this is another database with lock
+/// tables.
 async fn why_not_found(
     guard: &LockGuard,
     backend: &SqliteBackend,

@@ -1,8 +1,9 @@
-//! The database and the files beside it as the file system sees them: where they are, whether they can be used, whether they are
-//! still the same.
+//! The database file, its log and its index in the file system: their paths, whether they are
+//! usable, and whether they are still the same files.
 //!
-//! Never opens the file. POSIX drops all of a process's locks on a file when *any* of its descriptors is closed, those of
-//! SQLite included, so that a second look at the bytes could let two writers in. Looking at names and inodes is harmless.
+//! Never opens the files. POSIX drops all of a process's locks on a file when *any* of its
+//! descriptors is closed, including SQLite's locks. Reading the file would therefore allow two
+//! writers. Checking names and inodes is harmless.
 
 use std::ffi::OsString;
 use std::fs::{self, Metadata};
@@ -14,21 +15,22 @@ use registry_core::BackendErrorKind::{self, Denied, Misconfigured};
 
 use crate::error::{Detached, detached};
 
-/// Where the three files are that make a database in use.
+/// The paths of the three files of an open database.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Place {
     pub(super) path: PathBuf,
     /// The write-ahead log.
     pub(super) wal: PathBuf,
-    /// The index of the log, which the processes share; their locks on the log are on this file.
+    /// The index of the log, which the processes share. SQLite's locks on the log are on this file.
     shm: PathBuf,
 }
 
 impl Place {
-    /// Finds the file's real place and refuses what cannot work, before anything is made.
+    /// Finds the file's real path and checks it, before any file is created.
     ///
     /// # Errors
-    /// `Misconfigured` for a path that cannot name a database, `Denied` for one that this process may not write.
+    /// `Misconfigured` for a path that cannot name a database, `Denied` for one that this process
+    /// may not write.
     pub(super) fn find(path: &Path) -> Result<Self, BackendError> {
         let no = |kind: BackendErrorKind, says: &str| {
             BackendError::new(kind, format!("sqlite file {path:?}: {says}")).as_refused()
@@ -46,7 +48,7 @@ impl Place {
             return Err(no(Misconfigured, "the path must not contain NUL"));
         }
 
-        // SQLite names the files beside the database after the real file, so links are followed here, once.
+        // SQLite names log and index after the real file, so links are resolved here, once.
         let real = match fs::canonicalize(path) {
             Ok(real) => real,
             Err(error) if error.kind() == ErrorKind::NotFound => {
@@ -54,7 +56,8 @@ impl Place {
                     .file_name()
                     .filter(|_| !text.ends_with('/'))
                     .ok_or_else(|| no(Misconfigured, "name a file, not a folder"))?;
-                // Not just any file: another process may have made it since.
+                // Checks for a link, not for any file: another process may have created the file
+                // since.
                 if path.symlink_metadata().is_ok_and(|file| file.is_symlink()) {
                     return Err(no(Misconfigured, "it is a link that leads nowhere"));
                 }
@@ -102,7 +105,8 @@ impl Place {
             }
             Err(error) => return Err(cannot_reach(path, error)),
         }
-        // Even an existing database needs it: the log and the shared memory come and go beside the file.
+        // An existing database needs it too: the log and the index are created and deleted next to
+        // the file.
         if !may_write(folder) {
             return Err(no(
                 Denied,
@@ -119,10 +123,10 @@ impl Place {
         Ok(Self { wal: beside("-wal"), shm: beside("-shm"), path: real })
     }
 
-    /// Which database is under the path now.
+    /// Returns the identity of the database that is now at the path.
     ///
     /// # Errors
-    /// `Misconfigured` when there is none, or when it has another name too.
+    /// `Misconfigured` if there is none, or if it has a second name.
     pub(super) fn database(&self) -> Result<Identity, BackendError> {
         let database = self.look(&self.path, Detached::Database)?;
         if has_other_names(&database) {
@@ -131,10 +135,10 @@ impl Place {
         Ok(Identity::of(&database))
     }
 
-    /// Which files are under the three names now.
+    /// Returns the identities of the files that are now at the three paths.
     ///
     /// # Errors
-    /// `Misconfigured` when one is missing, or when the database has another name too.
+    /// `Misconfigured` if one is missing, or if the database has a second name.
     pub(super) fn files(&self) -> Result<Files, BackendError> {
         Ok(Files {
             database: self.database()?,
@@ -143,17 +147,19 @@ impl Place {
         })
     }
 
-    /// Checks that the files under the three names are still those that a connection has open.
+    /// Checks that the files at the three paths are still those that a connection has open.
     ///
-    /// An open file lives on without its name. Who comes later makes a new one and finds it free of locks: the two would
-    /// both believe to hold. This goes for the log and its index as well, because what was committed lately is nowhere
-    /// else. SQLite itself removes them only when the last connection closes, and empties them in place.
-    /// And it names them after the database, so that a database with two names has two logs.
+    /// An open file continues to exist without its name. A process that opens the path later
+    /// creates a new file without locks, and both processes could hold the same lock. The same is
+    /// true of the log and its index, because recent commits exist only there. SQLite itself
+    /// removes them only when the last connection closes, and otherwise empties them in place.
+    /// SQLite names them after the database, so a database with two names has two logs.
     ///
-    /// The three looks cost a microsecond or two.
+    /// The three checks take one or two microseconds.
     ///
     /// # Errors
-    /// `Misconfigured` when one was removed or replaced, or when the database was given another name.
+    /// `Misconfigured` if a file was removed or replaced, or if the database was given a second
+    /// name.
     pub(super) fn check(&self, opened: &Files) -> Result<(), BackendError> {
         let what = match self.files()? {
             files if files == *opened => return Ok(()),
@@ -168,13 +174,14 @@ impl Place {
         fs::metadata(file).map_err(|_| detached(&self.path, what))
     }
 
-    /// Whether the index of the log is the one that this process works with.
+    /// Returns whether this process has this index of the log open.
     ///
-    /// All connections of a process share the one that the first of them opened, so a new connection says nothing about
-    /// it. Where the kernel does not tell, there is nothing to object.
+    /// All connections of a process share the index that the first of them opened, so opening a new
+    /// connection does not verify it. Without `/proc`, returns `true`.
     pub(super) fn shares_memory_by(&self, files: &Files) -> bool {
         let Ok(descriptors) = fs::read_dir("/proc/self/fd") else { return true };
-        // By name first: asking a foreign file, perhaps of a server that has gone, could take for ever.
+        // Compares names first: `metadata` of another descriptor's file, perhaps on an unreachable
+        // file server, could block forever.
         descriptors.flatten().map(|descriptor| descriptor.path()).any(|descriptor| {
             fs::read_link(&descriptor).is_ok_and(|file| file.file_name() == self.shm.file_name())
                 && fs::metadata(&descriptor).is_ok_and(|open| Identity::of(&open) == files.shm)
@@ -182,7 +189,7 @@ impl Place {
     }
 }
 
-/// The three files of a database in use.
+/// The identities of the three files of an open database.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Files {
     pub(super) database: Identity,
@@ -190,7 +197,7 @@ pub(super) struct Files {
     pub(super) shm: Identity,
 }
 
-/// Which file it is, whatever its name. An inode is not used again while the file is open.
+/// The identity of a file, whatever its name. The system does not reuse the inode of an open file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Identity {
     device: u64,
@@ -221,13 +228,15 @@ fn has_other_names(_metadata: &Metadata) -> bool {
     false
 }
 
-/// Whether the path is a mount point. Its neighbours are then those of the mount, not those of the file.
+/// Returns whether the path is a mount point. Its log and index would then be those of the mount,
+/// not those of the file.
 fn is_mounted(path: &Path) -> bool {
     let Some(path) = path.to_str() else { return false };
     fs::read_to_string("/proc/self/mountinfo").is_ok_and(|mounts| is_mount_point(path, &mounts))
 }
 
-/// `mounts` is as in `/proc/self/mountinfo`: a line for each, whose fifth word is where it is.
+/// `mounts` has the format of `/proc/self/mountinfo`: one line per mount, with the mount point in
+/// the fifth field.
 fn is_mount_point(path: &str, mounts: &str) -> bool {
     let escaped = path
         .replace('\\', r"\134")
@@ -247,7 +256,8 @@ fn cannot_reach(path: &Path, error: std::io::Error) -> BackendError {
     BackendError::new(kind, format!("sqlite file {path:?}: {says}")).with_source(error).as_refused()
 }
 
-/// Asks the system, because neither a mode nor an owner tells: think of root, access lists and read-only mounts.
+/// Asks the system, because mode and owner do not decide: root, access lists and read-only mounts
+/// matter too.
 #[cfg(target_os = "linux")]
 fn may_write(path: &Path) -> bool {
     use nix::fcntl::{AT_FDCWD, AtFlags};

@@ -1,9 +1,11 @@
-//! One connection, one statement at a time, on files that are still those of the others. Knows nothing of locks; the order of
-//! arrival is kept by `serial_executor`.
+//! Runs statements on one connection, one at a time, and checks that its files are still those that
+//! other processes use.
 //!
-//! SQLite has one writer for all processes. While another one writes, a statement is refused at once and tried again here,
-//! instead of inside SQLite's own busy handler: so every try reads the clock anew, and a statement that had to wait never
-//! decides on a time that has passed.
+//! Contains no lock logic. `serial_executor` orders the statements.
+//!
+//! SQLite has one writer for all processes. While another process writes, a statement is refused at
+//! once and retried here, not in SQLite's busy handler. So every try reads the clock again, and a
+//! statement that had to wait never uses an outdated time.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -21,23 +23,25 @@ use super::statement::Statement;
 use super::worker::Worker;
 use crate::error::{Detached, detached, explain, is_busy};
 
-/// How every connection of the store is set up.
+/// Returns the options of every connection of the store.
 ///
-/// `synchronous = NORMAL` does not sync at commit. A power cut may then undo the last grants and releases, but it also ends the
-/// boot that they belong to: all locks are free afterwards, and newer tokens are larger because the wall clock is in them. A
-/// crash of the process alone loses nothing, as the log is already with the kernel.
+/// `synchronous = NORMAL` does not sync at commit. A power cut may then undo the last grants and
+/// releases, but it also ends their boot, so all locks are free afterwards. Newer tokens are larger
+/// all the same, because they contain the wall clock. A crash of the process alone loses nothing,
+/// because the kernel already has the log.
 pub(super) fn options(path: &std::path::Path) -> SqliteConnectOptions {
     SqliteConnectOptions::new()
         .filename(path)
         .create_if_missing(true)
         .busy_timeout(Duration::ZERO)
         .synchronous(SqliteSynchronous::Normal)
-        // A statement that is not fetched must not keep its transaction open: a renewal returns a row for each claim.
+        // An unread statement must not keep its transaction open, and a renewal returns a row for
+        // each claim.
         .row_buffer_size(1_024)
         .disable_statement_logging()
 }
 
-/// A connection that is made again when it breaks.
+/// A connection that is reopened when it breaks.
 pub(super) struct Link {
     setup: Arc<Setup>,
     executor: SerialExecutor<State>,
@@ -45,38 +49,41 @@ pub(super) struct Link {
 
 struct Setup {
     place: Place,
-    /// The database that was opened first; another one has other locks.
+    /// The database that was opened first. Another one has other locks.
     database: Identity,
     options: SqliteConnectOptions,
     busy_timeout: Duration,
     worker: Worker,
-    /// The files that the connection has open. They change with the connection, under its turn.
+    /// The files that the connection has open. Only the call that reopens the connection changes
+    /// them.
     opened: Mutex<Option<Opened>>,
 }
 
 #[derive(Clone, Copy)]
 struct Opened {
     files: Files,
-    /// When they were found to be in their place.
+    /// When they were last found at their paths.
     seen_at: Instant,
 }
 
-/// How long the files may be taken to be in their place before a statement. After it they are looked at in any case.
+/// How long a check of the files is valid before a statement. After a statement they are always
+/// checked.
 pub(super) const SEEN_FOR: Duration = Duration::from_millis(1);
 
-/// How long a statement of low priority may be queued. A caller that has given it up would still have it run, and then its release, while
-/// the next ones wait.
+/// How long a statement of low priority may be queued. Otherwise the statements of callers that
+/// gave up would run, and then their releases, while newer ones wait.
 const QUEUED_MAX: Duration = Duration::from_secs(1);
 
 enum State {
     Open(SqliteConnection),
-    /// The thread behind the connection is gone.
+    /// The thread of the connection has ended.
     Broken,
     Closed,
 }
 
 impl Link {
-    /// Connects to the `database` at `place`. Calls that their callers do not poll run on `worker`.
+    /// Connects to the `database` at `place`. Calls that are not polled by their callers run on
+    /// `worker`.
     pub(super) async fn open(
         place: Place,
         database: Identity,
@@ -100,7 +107,8 @@ impl Link {
         self.run(Priority::Normal, Duration::MAX, make).await.map(|(rows, _)| rows)
     }
 
-    /// Runs a statement without rows and tells how many rows it changed. `make` is called for every try.
+    /// Runs a statement without rows and returns the number of changed rows. `make` is called for
+    /// every try.
     pub(super) async fn changes(
         &self,
         make: impl FnMut() -> Statement + Send + 'static,
@@ -108,7 +116,8 @@ impl Link {
         self.changes_within(Duration::MAX, make).await
     }
 
-    /// As [`changes`](Self::changes), with less patience towards other writers.
+    /// Like [`changes`](Self::changes), with a shorter limit for retries while other processes
+    /// write.
     pub(super) async fn changes_within(
         &self,
         busy_limit: Duration,
@@ -117,7 +126,7 @@ impl Link {
         self.run(Priority::Normal, busy_limit, make).await.map(|(_, changes)| changes)
     }
 
-    /// As [`rows`](Self::rows), after all statements that are queued otherwise.
+    /// Like [`rows`](Self::rows), with low priority.
     pub(super) async fn rows_last(
         &self,
         make: impl FnMut() -> Statement + Send + 'static,
@@ -125,7 +134,7 @@ impl Link {
         self.run(Priority::Low, Duration::MAX, make).await.map(|(rows, _)| rows)
     }
 
-    /// As [`changes`](Self::changes), after all statements that are queued otherwise.
+    /// Like [`changes`](Self::changes), with low priority.
     pub(super) async fn changes_last(
         &self,
         make: impl FnMut() -> Statement + Send + 'static,
@@ -148,7 +157,7 @@ impl Link {
             let mut busy = Busy::new(setup.busy_timeout.min(busy_limit), &setup.worker);
             loop {
                 let connection = setup.connection(&mut state).await?;
-                // What is written to a log that is not the others' any more can damage theirs.
+                // A write to a replaced log can damage the database of the other processes.
                 setup.check_before().map_err(BackendError::as_refused)?;
                 let result = run_once(make(), connection).await;
                 if let Err(error) = &result
@@ -156,8 +165,9 @@ impl Link {
                 {
                     continue;
                 }
-                // Before the answer is believed: if the files were taken away before the commit, whoever opens the new
-                // ones does not see it. It may be written all the same, so it is not "refused".
+                // Checked before the result is returned: if the files were replaced before the
+                // commit, other processes do not see it. The commit may have happened, so the error
+                // is not "refused".
                 return match (setup.check(), result) {
                     (Ok(()), result) => result.map_err(|error| setup.failed(&mut state, error)),
                     (Err(detached), _) => Err(detached),
@@ -170,15 +180,15 @@ impl Link {
             .unwrap_or_else(|panicked| Err(self.setup.no_answer(panicked)))
     }
 
-    /// Tells whether the files that the connection has open are still those that others find.
+    /// Checks that the files that the connection has open are still at their paths.
     ///
     /// # Errors
-    /// As [`Place::check`].
+    /// As for [`Place::check`].
     pub(super) fn check(&self) -> Result<(), BackendError> {
         self.setup.check()
     }
 
-    /// Compiles a statement, so that its first use is as fast as the others.
+    /// Compiles a statement, so that its first use is as fast as later ones.
     pub(super) async fn prepare(&self, statement: &'static str) -> Result<(), BackendError> {
         let setup = Arc::clone(&self.setup);
         let work = async move |mut state: Turn| {
@@ -194,19 +204,20 @@ impl Link {
             .unwrap_or_else(|panicked| Err(self.setup.no_answer(panicked)))
     }
 
-    /// Closes the connection; later statements are refused.
+    /// Closes the connection. Later statements return an error.
     pub(super) async fn close(&self) {
         let work = async |mut state: Turn| {
             if let State::Open(connection) = std::mem::replace(&mut *state, State::Closed) {
-                // What can fail here is the checkpoint, which the next opener makes up for.
+                // Only the checkpoint can fail, and the next process that opens the file repeats
+                // it.
                 let _ = connection.close().await;
             }
         };
-        // It has nothing more to close if it panicked.
+        // After a panic there is nothing to close.
         let _ = self.executor.call(Priority::Normal, work).await;
     }
 
-    /// As if the thread behind the connection had died.
+    /// Simulates the end of the connection's thread.
     #[cfg(test)]
     pub(super) async fn break_connection(&self) {
         self.executor
@@ -236,13 +247,14 @@ impl Setup {
         }
     }
 
-    /// Connects, and makes sure which files the connection has open.
+    /// Connects, and verifies which files the connection has open.
     ///
-    /// SQLite opens them by name and does not tell which it found. But if a file was under its name before and still is, it is
-    /// the one; it cannot have been removed and its inode used again, as the connection itself, or one before it, keeps it.
+    /// SQLite opens them by name and does not report which it opened. But a file that was at its
+    /// path before and after is the one. Its inode cannot have been reused, because this connection
+    /// or an earlier one keeps the file open.
     async fn connect(&self) -> Result<SqliteConnection, BackendError> {
-        // The very first connection makes log and index, so a second one must see them. The others that close may remove
-        // them once more.
+        // The first connection creates log and index, so only the second try can see them before.
+        // Other connections that close may remove them again.
         const TRIES_MAX: u32 = 5;
         let path = &self.place.path;
         let mut kept = Vec::new();
@@ -289,7 +301,7 @@ impl Setup {
         self.opened.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The statement has not run.
+    /// Returns the error for a statement that was not run.
     fn overloaded(&self) -> BackendError {
         let path = &self.place.path;
         BackendError::transient(format!(
@@ -298,7 +310,7 @@ impl Setup {
         .as_refused()
     }
 
-    /// The statement may or may not have run.
+    /// Returns the error for a statement that may have run.
     fn no_answer(&self, Panicked: Panicked) -> BackendError {
         BackendError::new(
             BackendErrorKind::Protocol,
@@ -314,7 +326,7 @@ impl Setup {
     }
 }
 
-/// Connects and opens the log, with patience: the last of other connections may be tidying up.
+/// Connects and opens the log. Retries while another process's last connection cleans up.
 pub(super) async fn connect(
     options: &SqliteConnectOptions,
     busy_timeout: Duration,
@@ -324,7 +336,7 @@ pub(super) async fn connect(
     loop {
         let connected = async {
             let mut connection = options.connect().await?;
-            // Not before the first read.
+            // SQLite opens the log only at the first read.
             connection.fetch_all("SELECT 1 FROM main.sqlite_schema LIMIT 1").await?;
             Ok(connection)
         };
@@ -335,11 +347,11 @@ pub(super) async fn connect(
     }
 }
 
-/// Runs a statement until SQLite says that it is done, which it says after the commit.
+/// Runs a statement until SQLite reports that it is done, which is after the commit.
 ///
-/// Not with `fetch_one` or `fetch_optional`: they stop at the first row, the commit then happens while the statement is reset,
-/// and its failure (a full disk) goes unheard. Nor with `execute` or `fetch_all`: they wait for the stream to end, which is another
-/// switch of threads, a sixth of the whole.
+/// `fetch_one` and `fetch_optional` stop at the first row. The commit then happens while the
+/// statement is reset, and its error (a full disk) is lost. `execute` and `fetch_all` wait for the
+/// end of the stream. That is one more thread switch, a sixth of the total time.
 async fn run_once(
     statement: Statement,
     connection: &mut SqliteConnection,
@@ -352,7 +364,7 @@ async fn run_once(
             Either::Left(done) => return Ok((rows, done.rows_affected())),
         }
     }
-    // The thread ended in the middle of it.
+    // The thread ended before the statement did.
     Err(sqlx::Error::WorkerCrashed)
 }
 
@@ -362,12 +374,12 @@ impl fmt::Debug for Link {
     }
 }
 
-/// Patience with other writers.
+/// The retry limit and the pauses while other processes write.
 pub(super) struct Busy {
     timeout: Duration,
     since: Option<Instant>,
     tries: u32,
-    /// Has the clock of the pauses: a timer of the caller's runtime would panic once that runtime has ended.
+    /// For timers: a timer of the caller's runtime would panic once that runtime has ended.
     worker: Worker,
 }
 
@@ -376,10 +388,11 @@ impl Busy {
         Self { timeout, since: None, tries: 0, worker: worker.clone() }
     }
 
-    /// Whether the statement that failed with `error` shall be tried again; if so, after a pause.
+    /// Returns whether to retry the statement that failed with `error`. If so, returns after a
+    /// pause.
     ///
-    /// A write takes some 30 us, so the first tries come at once; then the pauses grow to 16 ms, at random so that processes
-    /// do not march in step.
+    /// A write takes about 30 us, so the first retries come at once. Then the pauses grow to 16 ms,
+    /// randomly, so that processes do not retry in step.
     pub(super) async fn again(&mut self, error: &sqlx::Error) -> bool {
         const TRIES_AT_ONCE: u32 = 3;
         const PAUSE_MS_MAX: u64 = 16;

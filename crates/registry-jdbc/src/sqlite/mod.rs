@@ -1,24 +1,25 @@
 //! The SQLite store.
 //!
-//! The modules are listed in the order in which one acquisition runs through them; what comes after its release is last.
+//! The modules are listed in the order in which one acquisition uses them. Modules for what follows
+//! a release are last.
 
-// Before the first one.
+// Before the first acquisition.
 mod open;
 mod file;
-// What is asked of a lock's row, and how it is said.
+// The operations on a lock's row, and their SQL.
 mod backend;
 mod renew;
 mod statement;
 mod clock;
 mod sql;
-// How it reaches the file while others write.
+// Access to the file while other processes write.
 mod link;
 mod serial_executor;
 mod worker;
-// Waiting for a release, whichever process makes it.
+// Waiting for a release by any process.
 mod wake;
 mod watch;
-// In the caller's own transaction.
+// Checking a token in the caller's transaction.
 mod fence;
 // Housekeeping.
 mod purge;

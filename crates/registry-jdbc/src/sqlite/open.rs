@@ -1,4 +1,4 @@
-//! Opens the file: looks before it writes, makes the tables if there are none, tells a reboot.
+//! Opens the file: reads before it writes, creates missing tables, and detects a reboot.
 
 use std::path::Path;
 
@@ -13,14 +13,14 @@ use super::worker::Worker;
 use crate::config::SqliteConfig;
 use crate::error::explain;
 
-/// What an open store consists of.
+/// The result of opening a store.
 #[derive(Debug)]
 pub(super) struct Opened {
     pub(super) writer: Link,
     pub(super) reader: Link,
     pub(super) worker: Worker,
     pub(super) place: Place,
-    /// The id that the file was given when its tables were made.
+    /// The id that the file received when its tables were created.
     pub(super) store: Vec<u8>,
 }
 
@@ -30,8 +30,8 @@ pub(super) async fn open(config: &SqliteConfig, boot: BootId) -> Result<Opened, 
     let path = place.path.as_path();
     let worker = Worker::start()?;
 
-    // Everything below works on connections that nobody else has: dropping this future drops them, and with them an
-    // unfinished transaction.
+    // Everything below uses connections of its own. Dropping this future drops them, and rolls back
+    // an unfinished transaction.
     let mut busy = Busy::new(config.busy_timeout, &worker);
     let (connection, store) = loop {
         match set_up(path, boot).await {
@@ -43,12 +43,13 @@ pub(super) async fn open(config: &SqliteConfig, boot: BootId) -> Result<Opened, 
     };
     let database = place.database().map_err(BackendError::as_refused)?;
 
-    // The connection that made the tables stays until the others are there: so log and index stay the same.
+    // The connection that created the tables stays open until the others are, so log and index stay
+    // the same files.
     let options = link::options(path).create_if_missing(false);
     let link = |options| Link::open(place.clone(), database, options, config.busy_timeout, &worker);
     let reader = link(options.clone().pragma("query_only", "ON")).await?;
     let writer = link(options).await?;
-    // What can fail here is the checkpoint, which is made again.
+    // Only the checkpoint can fail, and it is repeated later.
     let _ = connection.close().await;
     for statement in [sql::ACQUIRE_AT, sql::RELEASE] {
         writer.prepare(statement).await?;
@@ -69,7 +70,7 @@ impl From<sqlx::Error> for Trouble {
 
 async fn set_up(path: &Path, boot: BootId) -> Result<(SqliteConnection, Vec<u8>), Trouble> {
     let mut connection = link::options(path).connect().await?;
-    // Reads first: a file that is not ours to write to is left as it was.
+    // Reads first, so that an unusable file (no database, newer tables) stays unchanged.
     let mut meta = read_meta(&mut connection, path).await?;
     use_wal(&mut connection, path).await?;
     if meta.is_none() {
@@ -80,7 +81,8 @@ async fn set_up(path: &Path, boot: BootId) -> Result<(SqliteConnection, Vec<u8>)
         return Err(Trouble::Refused(damaged(path)));
     };
     if last_boot != boot.bytes() {
-        // All rows of the boot before are free from now on, and a process that thinks it still runs is told so.
+        // Frees all rows of the earlier boot. A process that still runs with that boot then gets
+        // errors.
         sqlx::query(sql::BOOT).bind(boot.bytes().to_vec()).execute(&mut connection).await?;
     }
     Ok((connection, store))
@@ -114,15 +116,15 @@ async fn read_meta(
             .as_refused(),
         ));
     }
-    // When there is a version 2, what brings version 1 up to it is called from `set_up`.
+    // A migration from version 1 to a later version is to be called from `set_up`.
     if version < sql::VERSION {
         return Err(Trouble::Refused(damaged(path)));
     }
     Ok(Some(Meta { boot: row.try_get(1)?, store: row.try_get(2)? }))
 }
 
-/// Turns the write-ahead log on: readers then never stand in a writer's way, and every commit touches a file that can be
-/// watched. The setting stays with the file.
+/// Enables the write-ahead log: readers then never block a writer, and every commit changes a file
+/// that can be watched. The setting is stored in the file.
 async fn use_wal(connection: &mut SqliteConnection, path: &Path) -> Result<(), Trouble> {
     let rows = sqlx::query("PRAGMA main.journal_mode = WAL").fetch_all(connection).await?;
     let mode: String = rows.first().ok_or(sqlx::Error::RowNotFound)?.try_get(0)?;
@@ -142,14 +144,14 @@ async fn use_wal(connection: &mut SqliteConnection, path: &Path) -> Result<(), T
 }
 
 async fn make_tables(connection: &mut SqliteConnection) -> Result<(), Trouble> {
-    // IMMEDIATE: of several processes that find no tables, one makes them while the others wait.
+    // IMMEDIATE: if several processes find no tables, one creates them while the others wait.
     let mut transaction = connection.begin_with("BEGIN IMMEDIATE").await?;
     sqlx::raw_sql(sql::SCHEMA).execute(&mut *transaction).await?;
     transaction.commit().await?;
     Ok(())
 }
 
-/// The meta row is missing or makes no sense.
+/// Returns the error for a missing or invalid meta row.
 pub(super) fn damaged(path: &Path) -> BackendError {
     BackendError::new(
         BackendErrorKind::Misconfigured,

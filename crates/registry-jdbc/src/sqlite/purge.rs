@@ -1,7 +1,8 @@
-//! Deletes the rows of keys that nobody has locked for a while, a bounded piece at a time.
+//! Deletes the rows of keys that have been free for `purge_after`, a bounded piece at a time.
 //!
-//! Their tokens are not forgotten: a trigger of the tables keeps the largest in the same transaction. How far the search has
-//! come is kept in the file, because a command that locks once and exits must do its share too.
+//! The largest deleted token is kept: a trigger records it in the same transaction. The progress of
+//! the search is stored in the file, because a command that locks once and exits must also
+//! contribute.
 
 use std::sync::Arc;
 
@@ -12,21 +13,21 @@ use super::clock::micros;
 use super::sql;
 use super::statement::{RowKey, Statements};
 
-/// A release searches a piece if its claim's random id begins with this byte: one in 256. A piece has twice as many rows, so
-/// more are searched than releases can add.
+/// A release purges a piece if its claim's random id begins with this byte: one in 256. A piece has
+/// twice as many rows, so the search is faster than releases can add rows.
 const SIGN: u8 = 0;
 
 impl SqliteBackend {
-    /// Searches a piece, now and then: the claim's random id is the die.
+    /// Purges a piece after one in 256 releases, chosen by the claim's random id.
     pub(super) async fn purge_by_chance(&self, claim: &Claim) {
         if claim.id().to_bytes()[0] == SIGN {
-            // The release is done and is not to fail because of housekeeping. What is wrong with the file, the next
-            // acquisition will tell.
+            // The release is done and must not fail because of the purge. The next acquisition
+            // reports a fault of the file.
             let _ = self.purge_piece().await;
         }
     }
 
-    /// Searches the next piece and tells how many rows were deleted.
+    /// Purges the next piece. Returns the number of deleted rows.
     pub(super) async fn purge_piece(&self) -> Result<u64, BackendError> {
         let swept = self.reader.rows(|| sqlx::query(sql::SWEEP)).await?;
         let Some(swept) = swept.first() else { return Ok(0) };
@@ -46,14 +47,15 @@ impl SqliteBackend {
                 (purged, if rows < sql::PURGE_ROWS_MAX { RowKey::default() } else { to })
             }
         };
-        // Two processes may overwrite each other here; then a piece is searched twice.
+        // Two processes may overwrite each other here. Then a piece is searched twice.
         if next != from {
             self.writer.changes(move || Statements::swept(&next)).await?;
         }
         Ok(purged)
     }
 
-    /// Deletes what is dead between two rows. Asks each row again, as it may have come alive since the search.
+    /// Deletes the dead rows between two rows. Checks each row again, because it may have been
+    /// granted since the search.
     async fn delete(
         &self,
         from: &RowKey,

@@ -1,4 +1,4 @@
-//! Prolongs many grants at once: a statement for each hundred or so, not one for each.
+//! Renews many grants at once: one statement for up to 100 grants.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -13,7 +13,7 @@ use super::statement::Statement;
 use crate::error::Detached;
 
 impl SqliteBackend {
-    /// Answers for each claim, in their order.
+    /// Renews the claims and returns the results in their order.
     pub(super) async fn renew_in_chunks(
         &self,
         claims: &[Claim],
@@ -21,14 +21,15 @@ impl SqliteBackend {
         let mut answers = Vec::with_capacity(claims.len());
         let mut file_is_locked: Option<BackendError> = None;
         for chunk in claims.chunks(sql::largest(&*sql::RENEW)) {
-            // Somebody keeps the file to himself. Waiting once more for every chunk would take minutes.
+            // Another process keeps the file locked. Waiting again for each chunk would take
+            // minutes.
             if let Some(error) = &file_is_locked {
                 answers.extend(chunk.iter().map(|_| Err(error.clone())));
                 continue;
             }
             match self.renew_chunk(chunk).await {
                 Ok(renewals) => answers.extend(renewals.into_iter().map(Ok)),
-                // Whoever locks in the files that took these ones' place has been told that the keys are free.
+                // A process that uses the replacement files may have been granted the keys.
                 Err(error) if Detached::of(&error).is_some() => {
                     answers.extend(chunk.iter().map(|_| Ok(Renewal::Gone)));
                 }
@@ -48,7 +49,8 @@ impl SqliteBackend {
             if usize::try_from(changes) == Ok(claims.len()) {
                 return Ok(claims.iter().map(|claim| Renewal::Renewed(claim.lease())).collect());
             }
-            // Some are gone. Asking again tells which, and does the others no harm.
+            // Some grants are gone. A second statement shows which. It renews the others again,
+            // which is harmless.
         }
         let rows = self.writer.rows(self.renewal(&*sql::RENEW_TELLING, &claims)).await?;
         let now = self.statements.clock.now();

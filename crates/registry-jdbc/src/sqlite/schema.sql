@@ -1,4 +1,5 @@
--- The tables of lock-registry's SQLite store, version 1. Safe to run again; `SqliteBackend::open` does so by itself.
+-- The tables of lock-registry's SQLite store, version 1. The script may be run repeatedly;
+-- `SqliteBackend::open` runs it.
 
 -- One row for all namespaces.
 CREATE TABLE IF NOT EXISTS lock_registry_meta (
@@ -14,7 +15,7 @@ CREATE TABLE IF NOT EXISTS lock_registry_meta (
 INSERT OR IGNORE INTO lock_registry_meta (id, version, store, boot, floor, sweep_namespace, sweep_key)
 VALUES (1, 1, randomblob(16), zeroblob(16), 0, '', x'');
 
--- One row for each key that was locked lately. Times are microseconds since the host was booted.
+-- One row for each recently locked key. Times are microseconds since the host was booted.
 CREATE TABLE IF NOT EXISTS lock_registry_locks (
     namespace TEXT    NOT NULL,
     key       BLOB    NOT NULL,                             -- UTF-8
@@ -28,7 +29,7 @@ CREATE TABLE IF NOT EXISTS lock_registry_locks (
     PRIMARY KEY (namespace, key)
 ) STRICT, WITHOUT ROWID;
 
--- Whoever deletes a row, tokens never go backwards.
+-- Tokens never decrease when a row is deleted, by any client.
 CREATE TRIGGER IF NOT EXISTS lock_registry_purged AFTER DELETE ON lock_registry_locks
 BEGIN
     UPDATE lock_registry_meta SET floor = max(floor, OLD.token + (OLD.block - 1)) WHERE id = 1;

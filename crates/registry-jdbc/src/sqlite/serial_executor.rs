@@ -1,12 +1,16 @@
-//! Runs calls on one value, one at a time. Knows no database. Called by `link`.
+//! Runs calls on one value, one at a time. Independent of the database. Used by `link`.
 //!
-//! A caller that finds the value free polls its own call: a switch to another task costs a tenth of a statement. All other
-//! calls are queued for one task on the backend's own thread, those of low priority behind the others. That task also takes over the call that a caller polls itself
+//! A caller that finds the value free polls its own call, because a switch to another task takes a
+//! tenth of a statement's time. All other calls are queued for one task on the backend's own
+//! thread. Calls of low priority run after the others. That task also takes over a call that its
+//! caller polls:
 //! - when another call is queued behind it,
 //! - when its caller drops it,
-//! - when it has not ended for [`STALLED`], because a caller may keep a future and never poll it again.
+//! - when it has not ended after [`STALLED`], because a caller may keep a future and never poll it
+//!   again.
 //!
-//! So every call runs to its end, whatever its caller does. Queueing and taking over cost the same for any number of calls.
+//! So every call runs to its end, even without its caller. Queueing and taking over have constant
+//! cost.
 
 use std::fmt;
 use std::future::{Future, poll_fn};
@@ -23,50 +27,52 @@ use tokio::task::unconstrained;
 
 use super::worker::Worker;
 
-/// How long a caller may take for its own call. Far more than a statement takes, far less than a renewal can be late.
+/// How long a caller may take for its own call. Far longer than a statement, far shorter than the
+/// slack of a renewal.
 const STALLED: Duration = Duration::from_millis(50);
 
 type Boxed<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 type Job<S> = Box<dyn FnOnce(OwnedMutexGuard<S>) -> Boxed<()> + Send>;
 
-/// A value and the calls on it.
+/// A value, and the queues of calls on it.
 pub(super) struct SerialExecutor<S> {
     shared: Arc<Shared<S>>,
     queue: mpsc::UnboundedSender<Queued<S>>,
     later: mpsc::UnboundedSender<Queued<S>>,
 }
 
-/// Which queued calls run first.
+/// The order of queued calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Priority {
     Normal,
-    /// After all others. For acquisitions: however many are queued, locks are renewed and released in time.
+    /// After all others. For acquisitions, so that renewals and releases are on time behind any
+    /// number of them.
     Low,
 }
 
 enum Queued<S> {
     Call(Job<S>),
-    /// The caller of the call in place has dropped it.
+    /// The caller of the in-place call has dropped it.
     TakeOver,
 }
 
 struct Shared<S> {
     value: Arc<tokio::sync::Mutex<S>>,
-    /// The last call that its caller polled itself. It may have ended.
+    /// The last call that its caller polled. It may have ended.
     in_place: Mutex<Option<Arc<dyn InPlace>>>,
-    /// How many calls have begun in place.
+    /// The number of in-place calls so far.
     begun: AtomicU64,
-    /// The task checks every [`STALLED`] whether the call in place has ended.
+    /// The task checks every [`STALLED`] whether the in-place call has ended.
     is_checking: AtomicBool,
     check: Notify,
 }
 
-/// A call has no answer: it panicked on the backend's thread.
+/// The call panicked on the backend's thread, so it has no result.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Panicked;
 
 impl<S: Send + 'static> SerialExecutor<S> {
-    /// Queued calls run on `worker`.
+    /// Creates an executor whose queued calls run on `worker`.
     pub(super) fn new(value: S, worker: &Worker) -> Self {
         let (queue, calls) = mpsc::unbounded_channel();
         let (later, later_calls) = mpsc::unbounded_channel();
@@ -81,7 +87,7 @@ impl<S: Send + 'static> SerialExecutor<S> {
         Self { shared, queue, later }
     }
 
-    /// Runs `work` on the value when it is its turn.
+    /// Runs `work` on the value, after the calls before it.
     ///
     /// # Errors
     /// [`Panicked`] if `work` panicked on the backend's thread.
@@ -109,7 +115,7 @@ impl<S: Send + 'static> SerialExecutor<S> {
         let (answer, answered) = oneshot::channel();
         let job: Job<S> = Box::new(move |value| {
             let work = work(value);
-            // The caller may have gone.
+            // The receiver may have been dropped.
             Box::pin(async move { drop(answer.send(work.await)) })
         });
         let queue = match priority {
@@ -122,14 +128,15 @@ impl<S: Send + 'static> SerialExecutor<S> {
 }
 
 impl<S: Send + 'static> Shared<S> {
-    /// Begins a call that its caller polls, or gives `work` back if the value is in use.
+    /// Begins a call that its caller polls. Returns `work` if the value is in use.
     fn begin_in_place<T, W, F>(&self, work: F) -> Result<Arc<Call<T>>, F>
     where
         T: Send + 'static,
         W: Future<Output = T> + Send + 'static,
         F: FnOnce(OwnedMutexGuard<S>) -> W,
     {
-        // Before the value is taken, so that whoever waits for the value finds the call that has it.
+        // Locked before the value, so that the task that waits for the value finds the call that
+        // has it.
         let mut in_place = lock(&self.in_place);
         let Ok(value) = Arc::clone(&self.value).try_lock_owned() else { return Err(work) };
         let call = Arc::new(Call::new(Box::pin(work(value))));
@@ -145,7 +152,7 @@ impl<S: Send + 'static> Shared<S> {
         Ok(call)
     }
 
-    /// The task.
+    /// Runs queued calls until the executor is dropped.
     async fn run(
         self: Arc<Self>,
         mut calls: mpsc::UnboundedReceiver<Queued<S>>,
@@ -163,17 +170,19 @@ impl<S: Send + 'static> Shared<S> {
             };
             let value = self.value().await;
             if let Queued::Call(job) = queued {
-                // The sender of the answer is dropped with the work, so that the caller learns of a panic.
+                // A panic drops the sender of the result with the work, so the caller gets an
+                // error.
                 let work = AssertUnwindSafe(async move { job(value).await });
                 let _ = work.catch_unwind().await;
             }
         }
     }
 
-    /// Waits for the value, and polls the call that has it to its end.
+    /// Returns the value. Polls the call that has it to its end.
     async fn value(&self) -> OwnedMutexGuard<S> {
         let mut value = pin!(unconstrained(Arc::clone(&self.value).lock_owned()));
-        // First in the queue of the mutex, so that no other caller begins a call in place meanwhile.
+        // Joins the queue of the mutex first, so that no other caller begins an in-place call
+        // meanwhile.
         if let Poll::Ready(value) = futures_util::poll!(value.as_mut()) {
             return value;
         }
@@ -184,9 +193,9 @@ impl<S: Send + 'static> Shared<S> {
         value.await
     }
 
-    /// Returns when a call in place has not ended for [`STALLED`].
+    /// Returns when an in-place call has not ended after [`STALLED`].
     ///
-    /// Without calls in place there are no checks, so that an idle process sleeps.
+    /// Without in-place calls there are no checks, so an idle process sleeps.
     async fn stalled(&self) {
         loop {
             if !self.is_checking.load(Ordering::SeqCst) {
@@ -203,14 +212,14 @@ impl<S: Send + 'static> Shared<S> {
             }
             self.is_checking.store(false, Ordering::SeqCst);
             if self.begun.load(Ordering::SeqCst) != begun {
-                // It began before it could see that nobody checks.
+                // A call began while `is_checking` was still set, so it did not notify the task.
                 self.is_checking.store(true, Ordering::SeqCst);
             }
         }
     }
 }
 
-/// Leaves a call that its caller drops to the task.
+/// Makes the task take over a call that its caller drops.
 struct Finish<'a, T: Send + 'static, S> {
     call: &'a Arc<Call<T>>,
     queue: &'a mpsc::UnboundedSender<Queued<S>>,
@@ -231,11 +240,12 @@ struct Call<T> {
 }
 
 struct Progress<T> {
-    /// `None` when it has ended.
+    /// `None` after its end.
     future: Option<Boxed<T>>,
-    /// The task polls the future. The caller must not, as the future knows only the last waker.
+    /// The task polls the future. The caller must not, because the future keeps only the last
+    /// waker.
     is_taken_over: bool,
-    /// What the task has got.
+    /// The result, if the task polled the future to its end.
     answer: Option<Result<T, Panicked>>,
     caller: Option<Waker>,
 }
@@ -261,7 +271,8 @@ impl<T: Send + 'static> Call<T> {
         if !progress.is_taken_over
             && let Poll::Ready(answer) = progress.poll_future(cx)
         {
-            // This stays in place until the next call, and a waker keeps a task's memory.
+            // The call stays in `in_place` until the next one, and a waker keeps its task
+            // allocated.
             progress.caller = None;
             return Poll::Ready(Ok(answer));
         }
@@ -293,7 +304,7 @@ impl<T: Send + 'static> InPlace for Call<T> {
         let caller = progress.caller.take();
         drop(progress);
         if let Some(caller) = caller {
-            // A waker is foreign code, and the task serves other callers too.
+            // A waker is foreign code that may panic, and the task serves other callers too.
             let _ = catch_unwind(AssertUnwindSafe(|| caller.wake()));
         }
         Poll::Ready(())
@@ -302,7 +313,7 @@ impl<T: Send + 'static> InPlace for Call<T> {
 
 impl<T> Progress<T> {
     fn poll_future(&mut self, cx: &mut Context<'_>) -> Poll<T> {
-        // Dropped by a panic, so that the value is free afterwards and the future is never polled again.
+        // A panic drops the future, so that the value is free and the future is never polled again.
         let Some(mut future) = self.future.take() else { return Poll::Pending };
         let answer = future.as_mut().poll(cx);
         if answer.is_pending() {
@@ -318,7 +329,7 @@ impl<S> fmt::Debug for SerialExecutor<S> {
     }
 }
 
-/// What is behind these locks is whole at any time, even if a future panics.
+/// Ignores poisoning: no code leaves the locked data inconsistent, even if a future panics.
 fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -340,7 +351,7 @@ mod tests {
         (SerialExecutor::new(Vec::new(), &worker), worker)
     }
 
-    /// A call that needs two polls at least, and notes that it ran.
+    /// Needs at least two polls, and records that it ran.
     async fn note(executor: &SerialExecutor<Vec<u32>>, worker: &Worker, n: u32) -> u32 {
         let worker = worker.clone();
         executor
@@ -381,7 +392,7 @@ mod tests {
     #[tokio::test]
     async fn callers_that_stall_hold_up_nobody_and_get_their_answers() {
         let (executor, worker) = executor();
-        // One has its turn and sleeps in it; the other two are queued.
+        // The first call has the value and sleeps. The other two are queued.
         let mut stalled = [1, 2, 3].map(|n| Box::pin(note(&executor, &worker, n)));
         for call in &mut stalled {
             assert!(poll_once(call.as_mut()).is_pending());
@@ -445,7 +456,7 @@ mod tests {
         };
         tokio::task::yield_now().await;
         let mut second = Box::pin(note(&executor, &worker, 2));
-        // Long enough for the first call to be taken over.
+        // Long enough for a takeover of the first call.
         assert!(timeout(STALLED * 2, &mut second).await.is_err());
         go.notify_one();
         assert_eq!(timeout(SOON, second).await.unwrap(), 2);

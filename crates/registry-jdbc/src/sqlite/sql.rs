@@ -1,34 +1,37 @@
-//! Every statement of the store. Each is a transaction of its own, so nothing that is dropped half-way can leave one open.
+//! Every statement of the store. Each is a transaction of its own, so a dropped future cannot leave
+//! one open.
 //!
-//! A row is held when it has a claim, `until` lies ahead and its boot is ours. Every statement that trusts a row also trusts
-//! the boot in the meta row: as soon as another boot writes there, what this process believes is of no use.
+//! A row is held if it has a claim, `until` is in the future, and its boot is this process's boot.
+//! Every statement that relies on a row also checks the boot in the meta row: once another boot
+//! writes there, this process must not grant or renew.
 
 use std::sync::LazyLock;
 
 /// The version of the tables that this program reads and writes.
 pub(super) const VERSION: i64 = 1;
 
-/// Makes the tables. Several statements: for a connection of its own, never for the shared ones.
+/// Creates the tables. Several statements: for a connection of its own, never for the shared ones.
 pub(super) const SCHEMA: &str = include_str!("schema.sql");
 
-/// The meta table, if there is one.
+/// The name of the meta table, if it exists.
 pub(super) const META_TABLE: &str =
     "SELECT name FROM main.sqlite_schema WHERE type = 'table' AND name = 'lock_registry_meta'";
 
 pub(super) const META: &str =
     "SELECT version, boot, store FROM main.lock_registry_meta WHERE id = 1";
 
-/// Says that the host has booted since the file was used.
+/// Records that the host has booted since the file was last used.
 pub(super) const BOOT: &str =
     "UPDATE main.lock_registry_meta SET boot = ?1 WHERE id = 1 AND boot <> ?1";
 
-/// Grants the key with the token that is given, unless somebody holds it, the claim itself included.
+/// Grants the key with the given token, unless the key is held, even by the claim itself.
 ///
-/// Also refused, as nothing else would have to be changed: a token that is not above all earlier ones of the key (the wall clock
-/// was set back, or the last grant was microseconds ago), and a store that another boot writes to. The subquery is NULL
-/// then, which IGNORE takes as a row not to be inserted. Returns nothing because returning costs a tenth of the whole.
+/// Also refuses in two more cases. One is a token that is not above all earlier ones of the key:
+/// the wall clock was set back, or the last grant was microseconds ago. The other is a store that
+/// another boot writes to. The subquery is then NULL, and IGNORE skips the row. Has no RETURNING,
+/// which would take a tenth of the statement's time.
 ///
-/// namespace, key, claim, token, block, label, now, until, boot
+/// Parameters: namespace, key, claim, token, block, label, now, until, boot.
 pub(super) const ACQUIRE_AT: &str = "\
     INSERT OR IGNORE INTO main.lock_registry_locks \
         (namespace, key, claim, token, block, label, since, until, boot) \
@@ -46,7 +49,8 @@ pub(super) const ACQUIRE_AT: &str = "\
     WHERE (claim IS NULL OR until <= excluded.since OR boot <> excluded.boot) \
         AND token + block <= excluded.token";
 
-/// Like [`ACQUIRE_AT`], but with the token that is given or the smallest above all earlier ones, which is returned.
+/// Like [`ACQUIRE_AT`], but uses the given token or the smallest above all earlier ones, and
+/// returns it.
 pub(super) const ACQUIRE_ABOVE: &str = "\
     INSERT OR IGNORE INTO main.lock_registry_locks \
         (namespace, key, claim, token, block, label, since, until, boot) \
@@ -64,58 +68,57 @@ pub(super) const ACQUIRE_ABOVE: &str = "\
     WHERE claim IS NULL OR until <= excluded.since OR boot <> excluded.boot \
     RETURNING token";
 
-/// The row of a key beside the boot of the store. One row always; the lock's columns are NULL when it has none.
+/// The row of a key, and the boot of the store. Always one row; the lock's columns are NULL if the
+/// key has no row.
 ///
-/// namespace, key
+/// Parameters: namespace, key.
 pub(super) const LOOK: &str = "\
     SELECT meta.boot, l.key, l.claim, l.token, l.label, l.since, l.until, l.boot \
     FROM main.lock_registry_meta AS meta \
     LEFT JOIN main.lock_registry_locks AS l ON l.namespace = ?1 AND l.key = ?2 \
     WHERE meta.id = 1";
 
-/// Like [`LOOK`], for every held key.
-///
-/// namespace, now, boot
+/// Like [`LOOK`], for every held key. Parameters: namespace, now, boot.
 pub(super) const LIST: &str = "\
     SELECT boot, key, claim, token, label, since, until, boot FROM main.lock_registry_locks \
     WHERE namespace = ?1 AND claim IS NOT NULL AND until > ?2 AND boot = ?3";
 
 /// Ends the grant of one claim. The row stays, for its tokens.
 ///
-/// An ended grant is left as it is: it is as free as it can be, and the caller is told that it held nothing.
-/// Unused tokens of the block are reserved again, so that tokens do not outrun the clock.
+/// An expired grant is not changed: it is already free, and the result is that the claim held
+/// nothing. Unused tokens of the block become available again, so that tokens do not outrun the
+/// clock.
 ///
-/// namespace, key, claim, now, boot, tokens used
+/// Parameters: namespace, key, claim, now, boot, tokens used.
 pub(super) const RELEASE: &str = "\
     UPDATE main.lock_registry_locks SET claim = NULL, until = ?4, block = min(block, ?6) \
     WHERE namespace = ?1 AND key = ?2 AND claim = ?3 AND until > ?4 AND boot = ?5";
 
-/// Ends the grant of whoever holds the key.
-///
-/// namespace, key, now, boot
+/// Ends the grant of a key, whatever claim holds it. Parameters: namespace, key, now, boot.
 pub(super) const FORCE_RELEASE: &str = "\
     UPDATE main.lock_registry_locks SET claim = NULL, until = ?3 \
     WHERE namespace = ?1 AND key = ?2 AND claim IS NOT NULL AND until > ?3 AND boot = ?4";
 
-/// Takes the write lock of the caller's transaction and finds the grant as it was made.
+/// Takes the write lock for the caller's transaction and finds the grant with its token.
 ///
-/// The assignment changes nothing; that it is a write is the point: until the transaction ends nobody else can write, so
-/// nobody else can be granted the key.
+/// The assignment changes nothing, but is a write. Until the transaction ends, no other connection
+/// can write, so no other claim can be granted the key.
 ///
-/// namespace, key, claim, token, now, boot
+/// Parameters: namespace, key, claim, token, now, boot.
 pub(crate) const FENCE: &str = "\
     UPDATE main.lock_registry_locks SET block = block \
     WHERE namespace = ?1 AND key = ?2 AND claim = ?3 AND token <= ?4 AND ?4 < token + block \
         AND until > ?5 AND boot = ?6 \
         AND EXISTS (SELECT 1 FROM main.lock_registry_meta WHERE id = 1 AND boot = ?6)";
 
-/// Where the next search for dead rows starts.
+/// The row after which the next search for dead rows starts.
 pub(super) const SWEEP: &str =
     "SELECT sweep_namespace, sweep_key FROM main.lock_registry_meta WHERE id = 1";
 
-/// Where a piece of at most [`PURGE_ROWS_MAX`] rows ends, how long it is and how many dead rows it has. No row: the end.
+/// The end of a piece of at most [`PURGE_ROWS_MAX`] rows, its number of rows, and its number of
+/// dead rows. No result at the end of the table.
 ///
-/// namespace and key to start after, dead since, boot
+/// Parameters: namespace and key to start after, dead since, boot.
 pub(super) const SURVEY: &str = "\
     WITH piece AS MATERIALIZED ( \
         SELECT namespace, key, until <= ?3 OR boot <> ?4 AS dead FROM main.lock_registry_locks \
@@ -125,29 +128,31 @@ pub(super) const SURVEY: &str = "\
 
 pub(super) const PURGE_ROWS_MAX: i64 = 512;
 
-/// Deletes the dead rows of a piece; the trigger keeps the largest of their tokens.
+/// Deletes the dead rows of a piece. The trigger keeps the largest of their tokens.
 ///
-/// namespace and key to start after, dead since, boot, namespace and key to end with
+/// Parameters: namespace and key to start after, dead since, boot, namespace and key to end with.
 pub(super) const PURGE: &str = "\
     DELETE FROM main.lock_registry_locks \
     WHERE (namespace, key) > (?1, ?2) AND (namespace, key) <= (?5, ?6) \
         AND (until <= ?3 OR boot <> ?4) \
         AND EXISTS (SELECT 1 FROM main.lock_registry_meta WHERE id = 1 AND boot = ?4)";
 
-/// namespace, key
+/// Records where the next search starts. Parameters: namespace, key.
 pub(super) const SWEPT: &str =
     "UPDATE main.lock_registry_meta SET sweep_namespace = ?1, sweep_key = ?2 WHERE id = 1";
 
-/// A statement that takes up to a number of items in one go.
+/// A statement for a maximum number of items.
 ///
-/// A few fixed sizes, filled up with NULLs that match nothing, keep every text constant and its compiled form cached.
+/// Unused parameters are NULL and match nothing. With a few fixed sizes, every text is constant and
+/// stays cached in compiled form.
 #[derive(Debug)]
 pub(super) struct Sized {
     pub(super) items_max: usize,
     pub(super) text: String,
 }
 
-/// `items` groups of numbered parameters. Always numbered: sqlx counts those without a number from one again.
+/// Returns `items` groups of numbered parameters. Always numbered: sqlx numbers the others from
+/// one.
 fn parameters(first: usize, items: usize, per_item: usize) -> String {
     let group = |item: usize| {
         let numbers = (0..per_item).map(|n| format!("?{}", first + item * per_item + n));
@@ -157,20 +162,20 @@ fn parameters(first: usize, items: usize, per_item: usize) -> String {
     (0..items).map(group).collect::<Vec<_>>().join(", ")
 }
 
-/// Prolongs the grants that are still alive.
+/// Renews the grants that have not expired.
 ///
-/// now, boot, namespace, then for each claim: key, claim, until
+/// Parameters: now, boot, namespace, then for each claim: key, claim, until.
 pub(super) static RENEW: LazyLock<[Sized; 3]> = LazyLock::new(|| renewals(""));
 
-/// Like [`RENEW`], and tells which they were. A row on its way back costs more than a row that is prolonged.
+/// Like [`RENEW`], and returns the renewed claims. Returning a row costs more than renewing it.
 pub(super) static RENEW_TELLING: LazyLock<[Sized; 3]> =
     LazyLock::new(|| renewals(" RETURNING claim, until"));
 
 fn renewals(returning: &str) -> [Sized; 3] {
     [1, 10, 100].map(|items_max| Sized {
         items_max,
-        // The plus signs forbid an index over `wanted`, which the planner prefers to the table's own when there are
-        // many, and then walks through the whole namespace.
+        // The plus signs prevent an index over `wanted`. For many items, the planner would prefer
+        // it to the table's own, and then scan the whole namespace.
         text: format!(
             "WITH wanted (key, claim, until) AS (VALUES {}) \
              UPDATE main.lock_registry_locks AS l SET until = max(l.until, wanted.until) \
@@ -184,9 +189,8 @@ fn renewals(returning: &str) -> [Sized; 3] {
     })
 }
 
-/// Those of the keys that are held, with the token of the grant.
-///
-/// now, boot, namespace, then the keys
+/// The held keys among these, with the tokens of their grants. Parameters: now, boot, namespace,
+/// then the keys.
 pub(super) static HELD: LazyLock<[Sized; 3]> = LazyLock::new(|| {
     [1, 8, 64].map(|items_max| Sized {
         items_max,
@@ -199,7 +203,7 @@ pub(super) static HELD: LazyLock<[Sized; 3]> = LazyLock::new(|| {
     })
 });
 
-/// The smallest of `sizes` that takes `items`, or the largest there is.
+/// Returns the smallest of `sizes` for `items`, or the largest.
 pub(super) fn sized(sizes: &'static [Sized], items: usize) -> &'static Sized {
     sizes
         .iter()
@@ -208,7 +212,7 @@ pub(super) fn sized(sizes: &'static [Sized], items: usize) -> &'static Sized {
         .expect("every statement comes in at least one size")
 }
 
-/// How many items the largest of `sizes` takes.
+/// Returns how many items the largest of `sizes` takes.
 pub(super) fn largest(sizes: &[Sized]) -> usize {
     sizes.iter().map(|size| size.items_max).max().unwrap_or(1)
 }

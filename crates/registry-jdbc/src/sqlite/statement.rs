@@ -1,4 +1,5 @@
-//! Fills the statements of `sql` in. Every time that one is made it reads the clock; nothing else in the store dates a row.
+//! Binds values to the statements of `sql`. Each new statement reads the clock; no other code sets
+//! the times of a row.
 
 use std::sync::Arc;
 
@@ -12,7 +13,7 @@ use super::sql::{self, Sized};
 
 pub(crate) type Statement = Query<'static, Sqlite, SqliteArguments>;
 
-/// What all statements of one backend have in common, in the form in which it is bound without being copied.
+/// What all statements of one backend have in common, in types that are bound without a deep copy.
 #[derive(Debug)]
 pub(super) struct Statements {
     pub(super) clock: Arc<dyn Clock>,
@@ -20,7 +21,7 @@ pub(super) struct Statements {
     pub(super) boot: Arc<Vec<u8>>,
 }
 
-/// A place between the rows of all namespaces.
+/// A position between the rows of all namespaces.
 pub(super) type RowKey = (String, Vec<u8>);
 
 impl Statements {
@@ -29,7 +30,7 @@ impl Statements {
         Self { clock, namespace: namespace.into(), boot }
     }
 
-    /// [`sql::ACQUIRE_AT`] or [`sql::ACQUIRE_ABOVE`].
+    /// Binds [`sql::ACQUIRE_AT`] or [`sql::ACQUIRE_ABOVE`].
     pub(super) fn acquire(&self, sql: &'static str, claim: &Claim, token: i64) -> Statement {
         let now = self.clock.now();
         query(sql)
@@ -83,10 +84,11 @@ impl Statements {
             .bind(Arc::clone(&self.boot))
     }
 
-    /// [`sql::RENEW`] or [`sql::RENEW_TELLING`].
+    /// Binds [`sql::RENEW`] or [`sql::RENEW_TELLING`].
     ///
-    /// A process that is stopped after it read the clock, and continued after a lease has run out, prolongs that lease if nobody
-    /// took the key meanwhile. This excludes as well as before: nobody was granted the key, and from here on nobody is.
+    /// A process may be paused after it read the clock, and resume after a lease has expired. The
+    /// statement then prolongs that lease if the key was not granted meanwhile. This is safe: no
+    /// other claim was granted the key, and from then on none is.
     pub(super) fn renew(&self, size: &'static Sized, claims: &[Claim]) -> Statement {
         let now = self.clock.now();
         let mut statement = self.of_many(size, now);
@@ -102,7 +104,7 @@ impl Statements {
         statement
     }
 
-    /// [`sql::HELD`].
+    /// Binds [`sql::HELD`].
     pub(super) fn held(&self, size: &'static Sized, keys: &[Key]) -> Statement {
         let mut statement = self.of_many(size, self.clock.now());
         for key in keys {
@@ -142,7 +144,7 @@ impl Statements {
     }
 }
 
-/// A BLOB compares by its bytes alone, whatever they are.
+/// A BLOB is compared only by its bytes.
 fn key_bytes(key: &Key) -> Vec<u8> {
     key.as_str().as_bytes().to_vec()
 }

@@ -1,14 +1,18 @@
-//! Wakes those who wait for a key, when a process of the host has released it. Only a hint: the engine asks the store.
+//! Wakes waiters of a key after a release by any process of the host. Only a hint: the engine then
+//! queries the store.
 //!
-//! One task per backend looks at the awaited keys whenever `watch` says that something was committed; it exists only while
-//! somebody waits, and a moment longer. It reads and never writes, so waiting slows nobody down:
+//! One task per backend reads the awaited keys whenever `watch` reports a commit. The task exists
+//! while there are waiters, and [`LINGER`] longer. It never writes, so waiting does not slow down
+//! writers:
 //!
-//! - It wakes a waiter whose key it finds free, or held by another grant than the waiter was told of when it came. When a
-//!   free key is taken before the look, the others sleep on: of all waiters of the host, few storm a key that comes free.
-//! - The kernel tells of a commit as it is written, just before it can be read. So the first look may come too early, and
-//!   more looks follow.
-//! - It spends a tenth of the time on looking, and saves what it does not spend. A single release is seen at once; in a database
-//!   that is busy with other things, the looks are milliseconds apart and cost its waiters less than a tenth of a core.
+//! - A waiter is woken if its key is free. At the first read after its arrival, it is also woken if
+//!   another grant than the known one holds the key. If a free key is granted again before the
+//!   read, its waiters stay asleep, so only few processes compete for it.
+//! - The kernel reports a commit while it is written, just before it can be read. So the first read
+//!   may be too early, and more reads follow.
+//! - Reading takes at most a tenth of the time. Unused time is saved, so a single release is seen
+//!   at once. In a database with many other commits, reads are milliseconds apart and take less
+//!   than a tenth of a core.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -28,31 +32,35 @@ use super::statement::Statements;
 use super::watch::Watch;
 use super::worker::Worker;
 
-/// When to look again after the kernel has told of a commit.
+/// When to read again after the kernel has reported a commit.
 const LOOKS_AFTER: [Duration; 4] = [
     Duration::from_millis(1),
     Duration::from_millis(4),
     Duration::from_millis(20),
     Duration::from_millis(100),
 ];
-/// Of so many units of time, one may be spent on looking.
+/// One of this many units of time may be spent on reading.
 const SHARE: u32 = 10;
-/// The least that a look is taken to cost, for each piece of it. What can be measured here is less than the whole: threads are woken
-/// for it, here and in SQLite's connection. So looks are 3 ms apart when commits never end.
+/// The minimum cost of a read, for each piece of keys. The measured time excludes the wake-ups of
+/// threads, here and in SQLite's connection. With continuous commits, reads are therefore 3 ms
+/// apart.
 const PIECE_MIN: Duration = Duration::from_micros(300);
-/// The most. A look that took longer waited for a processor, and the next one is not to be late because of that.
+/// The maximum cost. A read that took longer probably waited for a processor, which must not delay
+/// the next read.
 const PIECE_MAX: Duration = Duration::from_millis(1);
-/// The most time that can be saved for looking.
+/// The maximum time that can be saved for reading.
 const SAVED_MAX: Duration = Duration::from_millis(5);
-/// The longest rest after a look.
+/// The longest rest after a read.
 const REST_MAX: Duration = Duration::from_millis(250);
-/// How long the task stays without waiters. Closing the kernel's watch can take milliseconds, and who waited once will again.
+/// How long the task stays without waiters. Closing the kernel's watch can take milliseconds, and
+/// another wait is likely.
 const LINGER: Duration = Duration::from_secs(1);
 
-/// Those who wait in this backend.
+/// The waiters of this backend.
 pub(super) struct Wakes {
     shared: Arc<Shared>,
-    /// Runs the task. The runtime of the first waiter may end before the other waiters are woken, or have no I/O.
+    /// Runs the task. The runtime of the first waiter may end before the other waiters are woken,
+    /// or have no I/O.
     worker: Worker,
 }
 
@@ -61,7 +69,7 @@ struct Shared {
     statements: Arc<Statements>,
     wal: PathBuf,
     waiting: Mutex<Waiting>,
-    /// Somebody came, or the last one went.
+    /// A waiter was added, or the last one left.
     arrivals: Notify,
 }
 
@@ -70,16 +78,16 @@ struct Waiting {
     waiters: HashMap<u64, Waiter>,
     next_id: u64,
     task: Option<JoinHandle<()>>,
-    /// The kernel tells of commits, and the last look was answered.
+    /// The kernel reports commits, and the last read succeeded.
     confirmed: bool,
     closed: bool,
 }
 
 struct Waiter {
     key: Key,
-    /// The token of the grant that the waiter knows of.
+    /// The token of the grant that the waiter knows.
     mark: u64,
-    /// Not looked at yet.
+    /// The key was not read since the waiter arrived.
     fresh: bool,
     wake: oneshot::Sender<()>,
 }
@@ -103,19 +111,19 @@ impl Wakes {
         }
     }
 
-    /// Returns when `key` may be free. `mark` is the token of the grant that stood in the way.
+    /// Returns when `key` may be free. `mark` is the token of the grant that made the attempt fail.
     pub(super) async fn wait(&self, key: &Key, mark: u64) {
         let (wake, woken) = oneshot::channel();
         let Some(_place) = self.enter(Waiter { key: key.clone(), mark, fresh: true, wake }) else {
             return std::future::pending().await;
         };
         if woken.await.is_err() {
-            // The backend is closed: no further wake-up.
+            // The backend was closed: no further wake-up.
             std::future::pending::<()>().await;
         }
     }
 
-    /// Returns whether a release would wake those who wait.
+    /// Returns whether a release would wake the waiters.
     pub(super) fn are_confirmed(&self) -> bool {
         let waiting = self.shared.waiting();
         waiting.confirmed && waiting.task.as_ref().is_some_and(|task| !task.is_finished())
@@ -138,7 +146,7 @@ impl Wakes {
         Some(Place { shared: &self.shared, id })
     }
 
-    /// Ends the task. Nobody is woken any more.
+    /// Ends the task. No waiter is woken after this.
     pub(super) fn close(&self) {
         let mut waiting = self.shared.waiting();
         waiting.closed = true;
@@ -147,7 +155,7 @@ impl Wakes {
         }
     }
 
-    /// Whether the task exists, for tests.
+    /// Returns whether the task exists.
     #[cfg(test)]
     pub(super) fn is_watching(&self) -> bool {
         self.shared.waiting().task.as_ref().is_some_and(|task| !task.is_finished())
@@ -173,7 +181,7 @@ impl fmt::Debug for Wakes {
     }
 }
 
-/// A waiter's place; leaving it is dropping it.
+/// A registered waiter. Dropping it removes the waiter.
 struct Place<'a> {
     shared: &'a Shared,
     id: u64,
@@ -191,11 +199,11 @@ impl Drop for Place<'_> {
 
 impl Shared {
     fn waiting(&self) -> MutexGuard<'_, Waiting> {
-        // No code that runs under it can panic half-way through a change.
+        // No code that runs under this lock can panic halfway through a change.
         self.waiting.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The task.
+    /// Runs the task.
     async fn watch(self: Arc<Self>) {
         let mut watch = Watch::start(&self.wal);
         let mut looks = Looks::none();
@@ -209,7 +217,8 @@ impl Shared {
             }
             let answered = tokio::select! {
                 () = watch.changed() => {
-                    // By time perhaps only because the log was removed: try whether there is a new one.
+                    // The watch may have failed because the log was removed: try whether there is a
+                    // new one.
                     if watch.is_by_time() {
                         self.watch_again(&mut watch);
                     }
@@ -235,7 +244,7 @@ impl Shared {
         }
     }
 
-    /// Ends the task unless somebody has come; under the lock, so that nobody comes in between.
+    /// Ends the task unless there are new waiters. The lock excludes a new waiter in between.
     fn retire(&self) -> bool {
         let mut waiting = self.waiting();
         let idle = waiting.waiters.is_empty();
@@ -245,8 +254,8 @@ impl Shared {
         idle
     }
 
-    /// Looks at the keys of these waiters, wakes those for whom it is time, and rests if that took too long. Returns whether the
-    /// database has answered.
+    /// Reads the keys of these waiters, wakes waiters as needed, and rests if the budget is used
+    /// up. Returns whether the database answered.
     async fn look(&self, whom: Whom, budget: &mut Budget) -> bool {
         let started = std::time::Instant::now();
         let keys = self.keys(whom);
@@ -254,7 +263,8 @@ impl Shared {
         let mut answered = true;
         for chunk in keys.chunks(sql::largest(&*sql::HELD)) {
             pieces += 1;
-            // Trouble wakes nobody: the waiter's own attempt, at the next poll, will meet it and can tell it.
+            // A store error wakes no waiter: the waiter's own attempt, at the next poll, meets the
+            // error and returns it.
             match self.held(chunk).await {
                 Ok(held) => self.wake(chunk, &held),
                 Err(_) => answered = false,
@@ -308,14 +318,14 @@ impl Shared {
             .collect();
         for id in woken {
             if let Some(waiter) = waiting.waiters.remove(&id) {
-                // A waiter that has just gone does not mind.
+                // The receiver may have been dropped.
                 let _ = waiter.wake.send(());
             }
         }
     }
 }
 
-/// When to look again although the kernel told of nothing new.
+/// The schedule of further reads after a commit.
 struct Looks {
     since: Instant,
     done: usize,
@@ -330,7 +340,7 @@ impl Looks {
         Self { since: Instant::now(), done: 0 }
     }
 
-    /// Returns when the next look is due, or never. Dropping the future loses nothing.
+    /// Returns when the next read is due, or never. Dropping the future loses nothing.
     async fn next(&mut self) {
         match LOOKS_AFTER.get(self.done) {
             Some(after) => {
@@ -342,12 +352,12 @@ impl Looks {
     }
 }
 
-/// What a look cost that took so long.
+/// Returns the cost of a read of this duration.
 fn cost(took: Duration, pieces: u32) -> Duration {
     took.clamp(PIECE_MIN * pieces, PIECE_MAX * pieces)
 }
 
-/// The time that may be spent on looking.
+/// The time that may be spent on reading.
 struct Budget {
     saved: Duration,
     counted_at: std::time::Instant,
@@ -358,7 +368,7 @@ impl Budget {
         Self { saved: SAVED_MAX, counted_at: std::time::Instant::now() }
     }
 
-    /// Takes what was spent just now; what is missing is to be rested for.
+    /// Deducts the time of a read. Returns the rest that compensates for a deficit.
     fn spend(&mut self, spent: Duration) -> Option<Duration> {
         let earned = self.counted_at.elapsed() / SHARE;
         self.counted_at = std::time::Instant::now();
@@ -369,18 +379,19 @@ impl Budget {
         }
         let missing = spent - self.saved;
         self.saved = Duration::ZERO;
-        // Nothing is earned for the rest itself: it pays for what was spent.
+        // The rest compensates for the read, so it adds nothing to the savings.
         let rest = (missing * SHARE).min(REST_MAX);
         self.counted_at += rest;
         Some(rest)
     }
 }
 
-/// Whose keys to look at.
+/// Which waiters' keys to read.
 #[derive(Debug, Clone, Copy)]
 enum Whom {
     All,
-    /// Those who came since the last look: what happened between their refusal and their arrival must not be missed.
+    /// Waiters that arrived since the last read. A release between their failed attempt and their
+    /// arrival must not be missed.
     Fresh,
 }
 
@@ -397,7 +408,8 @@ mod tests {
         for _ in 0..1_000 {
             rested += budget.spend(look).unwrap_or_default();
         }
-        // What was saved is spent; the rest of the second was paid for tenfold, less what this test itself took.
+        // The savings are spent. The rest of the second was compensated tenfold, less the duration
+        // of this test itself.
         assert!(rested > Duration::from_secs(8), "{rested:?}");
         assert!(budget.spend(Duration::from_secs(60)) <= Some(REST_MAX));
     }

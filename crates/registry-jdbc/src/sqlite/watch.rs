@@ -1,8 +1,9 @@
-//! Tells that the database may have changed, whichever process changed it. Knows no locks and no waiters.
+//! Reports that the database may have changed, by any process. Contains no lock or waiter logic.
+//! Used by `wake`.
 //!
-//! Every commit writes to the write-ahead log, so the kernel is asked to tell of writes to that file. The write is seen a
-//! moment before the commit can be read; see `wake` for what follows from it. Where the kernel cannot (its limit of watches is
-//! reached, or the runtime has no I/O), the passing of time is all there is to tell.
+//! Every commit writes to the write-ahead log, so the kernel watches that file. It reports the
+//! write shortly before the commit can be read; `wake` handles that. If the kernel cannot watch
+//! (its limit of watches is reached, or the runtime has no I/O), the hints come at intervals.
 
 use std::path::Path;
 use std::time::Duration;
@@ -24,7 +25,7 @@ impl Watch {
     const PAUSE_MIN: Duration = Duration::from_millis(4);
     const PAUSE_MAX: Duration = Duration::from_millis(250);
 
-    /// Watches the log at `wal`, or the time where that is not possible.
+    /// Watches the log at `wal`. Falls back to intervals if that is not possible.
     pub(super) fn start(wal: &Path) -> Self {
         #[cfg(target_os = "linux")]
         if let Some(watch) = linux::LogWatch::start(wal) {
@@ -38,21 +39,23 @@ impl Watch {
         Self::Time { pause: Self::PAUSE_MIN, until: Instant::now() + Self::PAUSE_MIN }
     }
 
-    /// Whether hints come by the passing of time alone.
+    /// Returns whether hints come only at intervals.
     pub(super) const fn is_by_time(&self) -> bool {
         matches!(self, Self::Time { .. })
     }
 
     /// Returns when something may have changed since the last return.
     ///
-    /// Pauses grow; [`restart`](Self::restart) makes them short again. Dropping the future loses nothing.
+    /// Intervals grow; [`restart`](Self::restart) makes them short again. Dropping the future loses
+    /// nothing.
     pub(super) async fn changed(&mut self) {
         #[cfg(target_os = "linux")]
         if let Self::Kernel(watch) = self {
             if watch.changed().await.is_ok() {
                 return;
             }
-            // The log was removed or the watch broke. Whoever removed the log may have written a new one.
+            // The log was removed or the watch broke. A new log may already contain commits, so
+            // this counts as a change.
             *self = Self::by_time();
             return;
         }
@@ -63,7 +66,7 @@ impl Watch {
         }
     }
 
-    /// Makes the next pause short, because somebody new is waiting.
+    /// Makes the next interval short, because there is a new waiter.
     pub(super) fn restart(&mut self) {
         if self.is_by_time() {
             *self = Self::by_time();
@@ -83,7 +86,7 @@ mod linux {
     use tokio::io::Interest;
     use tokio::io::unix::AsyncFd;
 
-    /// The kernel's watch over the log.
+    /// The kernel's watch of the log.
     #[derive(Debug)]
     pub(in super::super) struct LogWatch {
         events: AsyncFd<Events>,
@@ -107,7 +110,7 @@ mod linux {
     }
 
     impl LogWatch {
-        /// `None` where the kernel or the runtime cannot.
+        /// Returns `None` if the kernel or the runtime cannot watch the file.
         pub(super) fn start(wal: &Path) -> Option<Self> {
             let inotify = Inotify::init(InitFlags::IN_NONBLOCK | InitFlags::IN_CLOEXEC).ok()?;
             inotify
@@ -119,7 +122,7 @@ mod linux {
                         | AddWatchFlags::IN_ATTRIB,
                 )
                 .ok()?;
-            // Tokio has no other way to tell that a runtime was built without I/O.
+            // Tokio panics in a runtime without I/O, and has no other way to detect one.
             let events = catch_unwind(AssertUnwindSafe(|| register(Events(inotify)))).ok()?.ok()?;
             Some(Self { events })
         }
@@ -127,7 +130,7 @@ mod linux {
         /// Returns after a write to the log.
         ///
         /// # Errors
-        /// When the log is gone.
+        /// If the log is gone.
         pub(super) async fn changed(&mut self) -> io::Result<()> {
             loop {
                 let mut ready = self.events.readable().await?;
@@ -138,7 +141,8 @@ mod linux {
                             | AddWatchFlags::IN_MOVE_SELF
                             | AddWatchFlags::IN_ATTRIB
                             | AddWatchFlags::IN_UNMOUNT;
-                        // An attribute changes when the last name of an open file goes; its other changes are rare.
+                        // The attributes change when the last name of an open file is removed.
+                        // Other changes of them are rare.
                         if events.iter().any(|event| event.mask.intersects(gone)) {
                             return Err(io::ErrorKind::NotFound.into());
                         }

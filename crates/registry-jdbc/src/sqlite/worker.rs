@@ -1,7 +1,8 @@
 //! The thread of a backend, which drives a runtime of its own.
 //!
-//! A caller's runtime may end, may not be driven, or may have no I/O. Work that must go on regardless runs here: the calls of
-//! `serial_executor` that their callers do not poll, the pauses of `link`, and the watch of `wake`.
+//! A caller's runtime may end, may not be driven, or may have no I/O. This thread runs the work
+//! that must continue regardless: the calls of `serial_executor` that their callers do not poll,
+//! the pauses of `link`, and the watch of `wake`.
 
 use std::convert::Infallible;
 use std::future::Future;
@@ -12,7 +13,8 @@ use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::sync::mpsc;
 use tokio::task::JoinHandle;
 
-/// A handle of the thread. The thread ends when all handles are dropped and all its tasks have ended.
+/// A handle of the thread. The thread ends when all handles are dropped and all its tasks have
+/// ended.
 #[derive(Debug, Clone)]
 pub(super) struct Worker {
     runtime: Handle,
@@ -40,7 +42,8 @@ impl Worker {
         let runtime = Builder::new_current_thread().enable_all().build().map_err(failed)?;
         let handle = runtime.handle().clone();
         let (users, mut last_user) = mpsc::channel(1);
-        // The runtime is sent to the thread when the thread exists: a runtime that is dropped by a failed spawn, within another runtime, panics.
+        // The runtime is sent only after the thread has started. A failed spawn would otherwise
+        // drop it, and dropping a runtime within another one panics.
         let (give, take) = std::sync::mpsc::sync_channel::<Runtime>(1);
         let started = std::thread::Builder::new().name("lock-sqlite".to_owned()).spawn(move || {
             if let Ok(runtime) = take.recv() {
@@ -51,7 +54,7 @@ impl Worker {
             runtime.shutdown_background();
             return Err(failed(error));
         }
-        // The thread waits for it.
+        // The thread waits for the runtime, so this cannot fail.
         let _ = give.send(runtime);
         Ok(Self { runtime: handle, users })
     }
@@ -65,7 +68,7 @@ impl Worker {
         })
     }
 
-    /// Waits for `pause` on the clock of the thread's runtime, whichever runtime polls the future.
+    /// Waits for `pause` by the clock of the thread's runtime, whichever runtime polls the future.
     pub(super) fn sleep(&self, pause: Duration) -> tokio::time::Sleep {
         let _entered = self.runtime.enter();
         tokio::time::sleep(pause)

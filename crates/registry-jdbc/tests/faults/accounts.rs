@@ -1,5 +1,6 @@
-//! Eight processes update one account under a lock, by reading, thinking and writing, while those who hold the lock are paused beyond their lease.
-//! With the fence no update is lost; without it some are, although everybody has taken the lock.
+//! Eight processes update one account under a lock by reading, waiting and writing. Holders of the
+//! lock are suspended for longer than their lease. With the fence no update is lost. Without it
+//! some are lost, although every process has acquired the lock.
 
 use std::env;
 use std::io::BufRead;
@@ -20,12 +21,12 @@ use tokio::time::sleep;
 use crate::server::{Kind, LONG, Opening, Server, backend, backend_with};
 
 const CLERKS: usize = 8;
-/// Short, because whoever is paused is paused for longer.
+/// Short, because each suspension exceeds the lease.
 const LEASE: Duration = Duration::from_millis(600);
 const ANSWER_LIMIT: Duration = Duration::from_millis(300);
-/// How many holders are paused in a round.
+/// The number of suspended holders per round.
 const PAUSES: usize = 4;
-/// How many rounds a test has. The measurement has [more](MANY_ROUNDS).
+/// The number of rounds of a test. The measurement has [more](MANY_ROUNDS).
 const ROUNDS: usize = 3;
 const MANY_ROUNDS: usize = 20;
 const KEY: &str = "account/1";
@@ -34,12 +35,12 @@ const URL_VARIABLE: &str = "LOCK_REGISTRY_TEST_ACCOUNTS";
 const NAME_VARIABLE: &str = "LOCK_REGISTRY_TEST_CLERK";
 const FENCE_VARIABLE: &str = "LOCK_REGISTRY_TEST_FENCE";
 
-/// What became of the updates of one round.
+/// The result of one round.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 struct Round {
-    /// Transactions of which the database said that they are committed. Each adds one.
+    /// The number of transactions whose commit the database confirmed. Each adds one.
     committed: i64,
-    /// Transactions that the fence stopped.
+    /// The number of transactions that the fence stopped.
     stopped: i64,
     balance: i64,
 }
@@ -64,7 +65,7 @@ async fn work(registry: &Registry, mut data: Data) -> Round {
     let name = env::var(NAME_VARIABLE).unwrap();
     let is_over = Arc::new(AtomicBool::new(false));
     let over = Arc::clone(&is_over);
-    // A word, or the end of the test.
+    // A line of input or its end stops the clerk.
     std::thread::spawn(move || {
         drop(std::io::stdin().lock().read_line(&mut String::new()));
         over.store(true, Ordering::Relaxed);
@@ -73,7 +74,8 @@ async fn work(registry: &Registry, mut data: Data) -> Round {
     let mut round = Round::default();
     while !is_over.load(Ordering::Relaxed) {
         let options = LockOptions::new().wait(LEASE).label(&*name);
-        // While a fenced transaction stands still, nobody is granted the lock, and callers are told of it.
+        // While a fenced transaction is suspended, no caller is granted the lock, and calls return
+        // errors.
         let Ok(Some(guard)) = lock.lock_with(options).await else { continue };
         match data.add_one(&guard, is_fenced).await {
             Ok(()) => round.committed += 1,
@@ -85,7 +87,7 @@ async fn work(registry: &Registry, mut data: Data) -> Round {
     round
 }
 
-/// The clerk's way to the account.
+/// The clerk's connection to the account's database.
 enum Data {
     Postgres(PgConnection),
     MySql(MySqlConnection),
@@ -101,7 +103,7 @@ impl Data {
     }
 
     async fn add_one(&mut self, guard: &LockGuard, is_fenced: bool) -> Result<(), FenceError> {
-        // The same for both, whose types have nothing in common that could be used.
+        // A macro, because the two connection types have no common trait that fits.
         macro_rules! add_one {
             ($connection:expr) => {{
                 let connection = $connection;
@@ -109,7 +111,7 @@ impl Data {
                     .fetch_one(&mut *connection)
                     .await
                     .unwrap();
-                // Most pauses hit here.
+                // Most suspensions happen here.
                 think(20).await;
                 let mut transaction = connection.begin().await.unwrap();
                 if is_fenced && let Err(error) = guard.fence(&mut transaction).await {
@@ -132,21 +134,21 @@ impl Data {
     }
 }
 
-/// Takes its time, so that pauses hit everywhere.
+/// Waits for a random time, so that suspensions happen at every step.
 async fn think(millis_max: u64) {
     sleep(Duration::from_millis(fastrand::u64(1..=millis_max))).await;
 }
 
 async fn bank(kind: Kind) -> Server {
     let server = kind.start().await;
-    // Who comes first makes the tables.
+    // The first backend creates the tables.
     drop(backend(&server.url()).await);
     server.sql("CREATE TABLE account (balance bigint)").await.unwrap();
     server.sql("INSERT INTO account VALUES (0)").await.unwrap();
     server
 }
 
-/// Lets the clerks work while one after the other is paused while it has the lock.
+/// Runs the clerks, and suspends one after the other while it holds the lock.
 async fn round(server: &Server, is_fenced: bool) -> Round {
     server.sql("UPDATE account SET balance = 0").await.unwrap();
     let watcher = backend(&server.url()).await;
@@ -164,7 +166,8 @@ async fn round(server: &Server, is_fenced: bool) -> Round {
         eventually(LONG, async || balance(server).await > before).await;
         let holder =
             async || -> Option<usize> { watcher.inspect(&key).await.unwrap()?.label?.parse().ok() };
-        // Whoever has it may have let go when it is stopped. Then it was the wrong one.
+        // The holder may have released the lock before it was suspended. Then the next holder is
+        // tried.
         let holder = eventually(LONG, async || {
             let name = holder().await?;
             sleep(Duration::from_millis(fastrand::u64(0..10))).await;
@@ -181,7 +184,7 @@ async fn round(server: &Server, is_fenced: bool) -> Round {
     }
     let mut round = Round::default();
     for clerk in &mut clerks {
-        // That is the end of its input.
+        // A closed input stops the clerk.
         clerk.close_stdin();
     }
     for mut clerk in clerks {

@@ -1,4 +1,5 @@
-//! A session that is granted the same key again and again does not write each grant down. What is promised of tokens and fences holds all the same.
+//! A session that is granted the same key repeatedly does not write every grant to the row. Tokens
+//! and fences keep their guarantees all the same.
 
 use registry_core::{LockGuard, LockOptions, LockRegistry, Registry};
 use registry_jdbc::FenceError;
@@ -26,7 +27,7 @@ fn token(guard: &LockGuard) -> i64 {
     guard.fencing_token().unwrap().into()
 }
 
-/// Sees to it that tokens grow.
+/// Checks that tokens grow.
 #[derive(Debug, Default)]
 struct Tokens {
     last: i64,
@@ -39,7 +40,7 @@ impl Tokens {
         self.last = token;
     }
 
-    /// Locks and unlocks so many times.
+    /// Locks and unlocks `pairs` times.
     async fn pairs(&mut self, registry: &Registry, pairs: u32) {
         for _ in 0..pairs {
             let guard = lock(registry).await;
@@ -48,7 +49,7 @@ impl Tokens {
         }
     }
 
-    /// A grant that nothing was written for.
+    /// Returns a guard whose grant was not written to the row.
     async fn unwritten(&mut self, server: &Server, registry: &Registry) -> LockGuard {
         let last = &mut self.last;
         let mut tokens = Self { last: *last };
@@ -68,7 +69,7 @@ impl Tokens {
     }
 }
 
-/// The token that the row has.
+/// The token in the row.
 async fn noted(server: &Server) -> i64 {
     server.sql("SELECT token FROM lock_registry_locks").await.unwrap().parse().unwrap()
 }
@@ -87,7 +88,7 @@ async fn tokens_of_sessions_that_alternate_grow(kind: Kind) {
     }
 }
 
-/// A lease, or a row that is locked, comes in between.
+/// A client of another mode holds the key in between, by lease or by row lock.
 async fn what_other_modes_do_in_between_is_seen(kind: Kind) {
     let server = kind.start().await;
     let ours = session(&server).await;
@@ -98,7 +99,7 @@ async fn what_other_modes_do_in_between_is_seen(kind: Kind) {
         let held = lock(&other).await;
         tokens.grow(&held);
         let lock = ours.obtain(KEY);
-        // In this mode a locked row is trouble that may pass.
+        // In this mode a locked row is reported as a retryable store error.
         assert!(!matches!(lock.try_lock().await, Ok(Some(_))), "{mode:?}");
         held.unlock().await.unwrap();
         tokens.pairs(&ours, 1).await;
@@ -121,7 +122,7 @@ async fn tokens_grow_over_crashes(kind: Kind) {
     }
 }
 
-/// Rows of free keys do not look like leases that are yet to run out.
+/// The rows of free keys must not look like active leases after the clock was set back.
 async fn rows_keep_nobody_out_when_the_clock_is_put_back(kind: Kind) {
     let clock = ClockShim::new().unwrap();
     let server = kind.start_by(&clock).await;
@@ -149,15 +150,16 @@ async fn tokens_grow_over_a_clock_that_is_put_back(kind: Kind) {
     }
 }
 
-/// Deletes all rows as a purge does: their tokens are not forgotten.
+/// Deletes all rows as a purge does. Their tokens are kept in the floor.
 async fn purge(server: &Server) {
-    // In PostgreSQL a trigger sees to it.
+    // In PostgreSQL a trigger updates the floor.
     let floor = "UPDATE lock_registry_meta SET floor = GREATEST(floor, \
         COALESCE((SELECT MAX(token + block - 1) FROM lock_registry_locks), 0))";
     server.sql(&format!("{floor}; DELETE FROM lock_registry_locks")).await.unwrap();
 }
 
-/// One after the other, at random: whoever may have the key, whatever may become of sessions, rows and clocks. A seed is told that can be tried again.
+/// A random sequence of all clients that may hold the key, and of changes to sessions, rows and
+/// clocks. The printed seed reproduces a run.
 async fn tokens_grow_whatever_comes_in_between(kind: Kind) {
     const STEPS: u32 = 120;
     let clock = ClockShim::new().unwrap();
@@ -173,13 +175,13 @@ async fn tokens_grow_whatever_comes_in_between(kind: Kind) {
     for step in 0..STEPS {
         let ours = &sessions[dice.usize(..sessions.len())];
         match dice.u32(..12) {
-            // Long enough for a reserve.
+            // Enough pairs for a token reservation.
             0..4 => tokens.pairs(ours, dice.u32(1..120)).await,
             4 => tokens.pairs(&leases, 1).await,
             5 => tokens.pairs(&rows, 1).await,
             6 => purge(&server).await,
             7 => {
-                // By a second, which a reserve may reach over, or by more.
+                // By a second, which a token reservation may cover, or by more.
                 let far = dice.i64(-HOUR..=HOUR);
                 let seconds = if dice.bool() { dice.i64(-1..=1) } else { far };
                 clock.jump_wall(seconds).unwrap();
@@ -200,7 +202,7 @@ async fn tokens_grow_whatever_comes_in_between(kind: Kind) {
                 transaction.commit().await;
                 guard.unlock().await.unwrap();
             }
-            // Purged while it is held.
+            // The row is purged while the key is held.
             10 => {
                 let guard = lock(ours).await;
                 tokens.grow(&guard);
@@ -213,7 +215,7 @@ async fn tokens_grow_whatever_comes_in_between(kind: Kind) {
                 let lock = transaction.try_lock_in(registry, KEY).await.unwrap();
                 let token = i64::from(lock.unwrap().fencing_token());
                 assert!(tokens.last < token, "{token} after {} at step {step}", tokens.last);
-                // Only what is committed counts.
+                // Only a committed token counts.
                 if dice.bool() {
                     tokens.last = token;
                     transaction.commit().await;
@@ -225,7 +227,7 @@ async fn tokens_grow_whatever_comes_in_between(kind: Kind) {
     }
 }
 
-/// Nobody is granted the key.
+/// Checks that no caller is granted the key.
 async fn is_kept_out(registry: &Registry) {
     let options = LockOptions::new().wait(Duration::from_millis(500));
     let got = registry.obtain(KEY).lock_with(options).await;
@@ -241,7 +243,7 @@ async fn a_fence_keeps_everybody_out_the_same_session_too(kind: Kind) {
         let guard = tokens.unwritten(&server, &ours).await;
         let mut transaction = data.begin().await;
         transaction.fence(&guard).await.unwrap();
-        // Once more changes nothing.
+        // A second fence changes nothing.
         transaction.fence(&guard).await.unwrap();
         guard.unlock().await.unwrap();
         is_kept_out(&ours).await;
@@ -268,7 +270,7 @@ async fn a_fence_outlasts_the_session_and_comes_too_late_after_it(kind: Kind) {
     within(LONG, guard.lost()).await;
     tokens.pairs(&other, 1).await;
 
-    // The other way round: first somebody else is granted the key.
+    // The other order: another client is granted the key first.
     let guard = tokens.unwritten(&server, &ours).await;
     server.cut_session().await;
     let successor = lock(&other).await;

@@ -1,4 +1,5 @@
-//! Callers who lock by a connection and go away, and take their runtime along. What they took stays with whoever has the guard.
+//! Callers that lock through a connection and end together with their runtime. Their lock belongs
+//! to the guard and outlives them.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,7 +16,7 @@ const LEASE: Duration = Duration::from_secs(60);
 /// Well before the next renewal.
 const AT_ONCE: Duration = Duration::from_secs(8);
 
-/// Runs it in a runtime of its own, which then ends.
+/// Runs `work` in its own runtime, which then ends.
 async fn elsewhere<T, F>(work: impl FnOnce() -> F + Send + 'static) -> T
 where
     T: Send + 'static,
@@ -39,7 +40,7 @@ async fn a_lock_outlives_the_runtime_it_was_taken_in(kind: Kind, mode: Mode) {
     let there = ours.clone();
     let guard = elsewhere(|| async move { lock(&there, KEY).await }).await;
     let other = lock(&ours, "orders/43").await;
-    // Trouble that may pass is how a row that is locked is told of.
+    // A locked row may be reported as busy or as a retryable error.
     assert!(!matches!(theirs.obtain(KEY).try_lock().await, Ok(Some(_))));
     assert!(guard.is_held());
     guard.unlock().await.unwrap();
@@ -59,7 +60,8 @@ fn registry_over(backend: &Arc<dyn LockBackend>) -> Registry {
     Registry::builder(Arc::clone(backend)).lease(LEASE).build().unwrap()
 }
 
-/// With the registry that a session began with its runtime ends, and the connection with that.
+/// The runtime of the registry that opened a session owns its connection. The connection ends with
+/// that runtime.
 async fn holders_are_told_at_once_that_a_runtime_took_their_connection_along(
     kind: Kind,
     mode: Mode,

@@ -1,4 +1,5 @@
-//! The server's wall clock is the only one that ends leases. When it jumps, so do they; tokens and fenced writes do not.
+//! Only the server's wall clock ends leases. A jump of that clock affects them, but not tokens and
+//! fenced writes.
 
 use std::time::Duration;
 
@@ -10,8 +11,8 @@ use crate::server::{Kind, backend};
 
 const HOUR: i64 = 3_600;
 
-/// All leases end at once. Who holds a lock is told with the next renewal, at most a lease later; until then there may be a second holder, whose
-/// token is larger.
+/// All leases end at once. A holder is notified at its next renewal, at most a lease later. Until
+/// then a second holder with a larger token may exist.
 async fn a_clock_that_jumps_ahead_costs_exclusion_until_the_next_renewal(kind: Kind) {
     let clock = ClockShim::new().unwrap();
     let server = kind.start_by(&clock).await;
@@ -29,7 +30,7 @@ async fn a_clock_that_jumps_ahead_costs_exclusion_until_the_next_renewal(kind: K
     contest.end(&server).await.assert_flawless_but_between(&windows);
 }
 
-/// Leases that run last an hour longer. Their owners renew and let go as ever, and tokens grow.
+/// Current leases last an hour longer. Their holders renew and release as usual, and tokens grow.
 async fn a_clock_that_is_put_back_breaks_no_promise(kind: Kind) {
     let clock = ClockShim::new().unwrap();
     let server = kind.start_by(&clock).await;
@@ -40,7 +41,8 @@ async fn a_clock_that_is_put_back_breaks_no_promise(kind: Kind) {
     contest.end(&server).await.assert_flawless();
 }
 
-/// What does not hold: a lock whose owner died is not free after its lease, but an hour after that. An operator can free it.
+/// A limitation: the lock of a dead holder is not free after its lease, but an hour later. An
+/// operator can release it.
 async fn a_clock_that_is_put_back_leaves_locks_of_the_dead_behind(kind: Kind) {
     let clock = ClockShim::new().unwrap();
     let server = kind.start_by(&clock).await;
@@ -56,7 +58,7 @@ async fn a_clock_that_is_put_back_leaves_locks_of_the_dead_behind(kind: Kind) {
     assert_eq!(ours.force_release(&key).await.unwrap(), Release::Freed);
     let Attempt::Granted(after) = ours.try_acquire(&claim).await.unwrap() else { panic!("busy") };
     assert!(after.token > before.token, "{after:?} {before:?}");
-    // A lease that began since then is as long as it should be.
+    // A lease that started after the jump has its normal length.
     let left = ours.inspect(&key).await.unwrap().unwrap().lease_left.unwrap();
     assert!(left <= LEASE, "{left:?}");
 }

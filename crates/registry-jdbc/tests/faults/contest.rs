@@ -1,4 +1,5 @@
-//! Clients that contend for a few keys while something goes wrong. Knows no fault: the tests make those. See `verdict` for what it was worth.
+//! Clients that compete for a few keys while a fault occurs. The tests inject the faults, and
+//! `verdict` evaluates the results.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -17,17 +18,17 @@ use tokio::time::{Instant, sleep, sleep_until};
 use crate::server::{LONG, Mode, Server, registry_in};
 use crate::verdict::Outcome;
 
-/// Short, so that a test of a lease that ends does not take long.
+/// A short lease, so that tests in which a lease expires are fast.
 pub(crate) const LEASE: Duration = Duration::from_secs(2);
-/// How often a holder looks at its guard and writes.
+/// The interval at which a holder checks its guard and writes.
 const LOOK_EACH: Duration = Duration::from_millis(25);
-/// How many clients there are unless a test says otherwise.
+/// The default number of clients.
 const CLIENTS: usize = 3;
 pub(crate) const KEYS: [&str; 3] = ["a", "b", "c"];
-/// The key of those who do not let go soon.
+/// The key of the long holds.
 const STEADY: &str = "steady";
 
-/// Clients that contend, each with connections of its own.
+/// Competing clients, each with its own connections.
 pub(crate) struct Contest {
     mode: Mode,
     ring: Arc<Ring>,
@@ -35,11 +36,11 @@ pub(crate) struct Contest {
     workers: JoinSet<()>,
 }
 
-/// What all clients share.
+/// The state that all clients share.
 struct Ring {
     recorder: Recorder,
     clock: Box<dyn Fn() -> u64 + Send + Sync>,
-    /// A resource: for each key, the newest token that it was written to with. It refuses older ones.
+    /// A resource: the newest token of a write, by key. It rejects older tokens.
     written: Mutex<HashMap<String, FencingToken>>,
     granted: watch::Sender<u64>,
     lost: watch::Sender<u64>,
@@ -49,17 +50,17 @@ struct Ring {
     wrong: Mutex<Vec<String>>,
 }
 
-/// Those who do not let go soon.
+/// The state of the long holds.
 #[derive(Debug, Default)]
 struct Steady {
-    /// How many have their lock.
+    /// The number of callers that hold their lock.
     holds: u32,
-    /// Whether they have it until they lose it.
+    /// Whether they hold the lock until they lose it.
     is_kept: bool,
 }
 
 impl Steady {
-    /// Ends a hold, if it may end.
+    /// Ends a hold, unless it must last until its loss. Returns whether it ended.
     fn let_go(&mut self) -> bool {
         self.holds -= u32::from(!self.is_kept);
         !self.is_kept
@@ -67,7 +68,7 @@ impl Steady {
 }
 
 impl Contest {
-    /// Begins, and returns when there were some grants.
+    /// Starts the clients, and returns after some grants.
     pub(crate) async fn begin(server: &Server) -> Self {
         Self::begin_by(&vec![server.url(); CLIENTS], LEASE).await
     }
@@ -77,7 +78,7 @@ impl Contest {
         Self::begin_as(&vec![server.url(); CLIENTS], LEASE, mode).await
     }
 
-    /// As [`begin`](Self::begin), with a way to the server for each client.
+    /// As [`begin`](Self::begin), with one URL for each client.
     pub(crate) async fn begin_by(ways: &[String], lease: Duration) -> Self {
         Self::begin_as(ways, lease, Mode::Lease).await
     }
@@ -97,7 +98,8 @@ impl Contest {
         for (client, way) in (0..).zip(ways) {
             let registry = registry_in(way, lease, mode).await;
             for (role, key) in (0..).zip(KEYS) {
-                // Two callers, so that claims are handed over inside a process as well; and some who do not let go.
+                // Two callers, so that claims are also handed over locally, and one caller with
+                // long holds.
                 for caller in 0..3 {
                     let ring = Arc::clone(&ring);
                     let lock = registry.obtain(if caller < 2 { key } else { STEADY });
@@ -112,25 +114,25 @@ impl Contest {
         contest
     }
 
-    /// This moment, in nanoseconds of the history's clock.
+    /// The current time in nanoseconds of the history's clock.
     pub(crate) fn now(&self) -> u64 {
         (self.ring.clock)()
     }
 
-    /// So long after this moment.
+    /// The time `span` from now.
     pub(crate) fn after(&self, span: Duration) -> u64 {
         self.now() + u64::try_from(span.as_nanos()).unwrap()
     }
 
-    /// Returns when many more grants were made.
+    /// Waits until 15 more grants have been recorded.
     pub(crate) async fn goes_on(&self) {
         let mut granted = self.ring.granted.subscribe();
         let enough = *granted.borrow() + 15;
         drop(within(LONG, granted.wait_for(|granted| *granted >= enough)).await.unwrap());
     }
 
-    /// Returns when there is somebody who has a lock and does not let go of it before it is lost: what happens next costs a hold, if it can.
-    /// Tells how many were lost so far. Goes on until [`loses`](Self::loses).
+    /// Waits until a client holds a lock that it keeps until its loss. A fault after that costs a
+    /// hold, if it can. Returns the number of losses so far. Lasts until [`loses`](Self::loses).
     pub(crate) async fn holds_on(&self) -> u64 {
         let mut steady = self.ring.steady.subscribe();
         self.ring.steady.send_modify(|steady| steady.is_kept = true);
@@ -138,7 +140,7 @@ impl Contest {
         self.losses()
     }
 
-    /// Returns when a hold was lost after so many.
+    /// Waits until more than `before` holds have been lost.
     pub(crate) async fn loses(&self, before: u64) {
         let mut lost = self.ring.lost.subscribe();
         drop(within(LONG, lost.wait_for(|lost| *lost > before)).await.unwrap());
@@ -149,12 +151,13 @@ impl Contest {
         *self.ring.lost.borrow()
     }
 
-    /// Ends the contest when all is well again, and sees to it that nothing is left: everything is given back, and a newcomer gets every key.
+    /// Ends the contest after the faults have ended. Checks that every key is released and that a
+    /// new client acquires each of them.
     pub(crate) async fn end(self, server: &Server) -> Outcome {
         self.end_with(server, Vec::new()).await
     }
 
-    /// As [`end`](Self::end), with what clients in other processes have recorded.
+    /// As [`end`](Self::end), with the events that clients in other processes have recorded.
     pub(crate) async fn end_with(mut self, server: &Server, elsewhere: Vec<Event>) -> Outcome {
         self.goes_on().await;
         self.ring.stop.send_replace(true);
@@ -165,7 +168,8 @@ impl Contest {
             let report = registry.close(LONG).await;
             assert_eq!((report.lost, registry.held()), (0, 0), "{report:?}");
         }
-        // A grant of unknown outcome, or a release that a crash took back, costs its lease.
+        // After a grant of unknown outcome, or a release that a crash undid, the key is free at the
+        // end of the lease.
         eventually(LEASE + Duration::from_secs(20), async || server.held().await == "0").await;
         let newcomer = registry_in(&server.url(), LEASE, self.mode).await;
         for key in KEYS.into_iter().chain([STEADY]) {
@@ -186,7 +190,7 @@ impl Contest {
 }
 
 impl Ring {
-    /// Takes the key for moments, or for as long as it can, again and again.
+    /// Acquires the key repeatedly, for a few milliseconds or as a long hold.
     async fn contend(&self, lock: &DistributedLock, client: u32, is_steady: bool) {
         let mut stop = self.stop.subscribe();
         let witness = Witness::new(&self.recorder, client);
@@ -206,7 +210,7 @@ impl Ring {
         }
     }
 
-    /// Works under the lock until it has been held long enough, is lost, or the contest ends.
+    /// Works under the lock until it has been held long enough, it is lost, or the contest ends.
     async fn keep(
         &self,
         guard: WitnessedGuard,
@@ -234,7 +238,7 @@ impl Ring {
                 _ = &mut lost => {
                     guard.note();
                     self.lost.send_modify(|lost| *lost += 1);
-                    // What a holder does who does not listen.
+                    // Writes like a holder that ignores its loss notification.
                     self.write(client, &guard);
                     has_ended();
                     break;

@@ -14,7 +14,7 @@ pub(crate) enum Data {
     MySql(MySqlConnection),
 }
 
-/// Its transaction.
+/// A transaction on such a connection.
 pub(crate) enum Open<'c> {
     Postgres(Transaction<'c, Postgres>),
     MySql(Transaction<'c, MySql>),
@@ -39,7 +39,7 @@ impl Data {
         }
     }
 
-    /// Begins a transaction of this isolation level.
+    /// Begins a transaction with this isolation level.
     pub(crate) async fn begin_at(&mut self, level: &str) -> Open<'_> {
         match self {
             Self::Postgres(connection) => {
@@ -64,7 +64,7 @@ impl Open<'_> {
         }
     }
 
-    /// Asks for one number.
+    /// Runs a query that returns one number.
     pub(crate) async fn number(&mut self, question: &'static str) -> i64 {
         match self {
             Self::Postgres(transaction) => {

@@ -1,4 +1,4 @@
-//! One server that keeps its data and its clock: no fault costs anything but time.
+//! One server that keeps its data and its clock: every fault costs only time.
 
 use std::time::Duration;
 
@@ -11,12 +11,12 @@ async fn a_server_that_stands_still_makes_no_second_holder(kind: Kind) {
     let server = kind.start().await;
     let contest = Contest::begin(&server).await;
     for _ in 0..2 {
-        // For less than a lease,
+        // Pause 1: shorter than the lease.
         server.pause();
         sleep(LEASE / 4).await;
         server.resume();
         contest.goes_on().await;
-        // and for as long as it takes until somebody has lost his.
+        // Pause 2: until a hold is lost.
         let before = contest.holds_on().await;
         server.pause();
         contest.loses(before).await;
@@ -28,7 +28,7 @@ async fn a_server_that_stands_still_makes_no_second_holder(kind: Kind) {
 
 async fn a_pause_shorter_than_the_lease_ends_no_hold(kind: Kind) {
     let server = kind.start().await;
-    // Long enough for a machine that has other things to do as well.
+    // Long enough for a busy machine.
     let lease = Duration::from_secs(8);
     let contest = Contest::begin_by(&vec![server.url(); 3], lease).await;
     for _ in 0..2 {
@@ -54,7 +54,7 @@ async fn crashes_break_no_promise(kind: Kind) {
         windows.push((begin, contest.after(LEASE)));
         contest.goes_on().await;
     }
-    // A grant is on the disk before anybody is told of it, a release need not be.
+    // A grant is on disk before it is returned; a release need not be.
     let outcome = contest.end(&server).await;
     outcome.with_releases_taken_back(&windows).assert_flawless();
 }

@@ -1,4 +1,4 @@
-//! Clients in other processes, which can be killed in their tracks.
+//! Clients in other processes, which can be killed at any point.
 
 use std::env;
 use std::io::Write as _;
@@ -14,9 +14,9 @@ use crate::server::{Kind, LONG, Mode, registry_in};
 const URL_VARIABLE: &str = "LOCK_REGISTRY_TEST_URL";
 const MODE_VARIABLE: &str = "LOCK_REGISTRY_TEST_MODE";
 
-/// So long that nobody can have waited for its end.
+/// So long that no client can have waited for its end.
 const LEASE: Duration = Duration::from_secs(60);
-/// The server notices at once that a process on the same host is dead.
+/// The server notices at once that a process on the same host has died.
 const NOTICED: Duration = Duration::from_secs(20);
 
 #[test]
@@ -24,7 +24,7 @@ const NOTICED: Duration = Duration::from_secs(20);
 fn the_other_process() {
     let Ok(url) = env::var(URL_VARIABLE) else { return };
     let is_row = env::var(MODE_VARIABLE).unwrap() == "Row";
-    // Whatever the test harness has written so far ends here.
+    // Ends the line that the test harness has begun.
     _ = writeln!(std::io::stdout());
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
     runtime.block_on(async {
@@ -32,7 +32,7 @@ fn the_other_process() {
         let registry = Arc::new(registry_in(&url, LEASE, mode).await);
         serve(registry, &HolderOptions::new("sql").history()).await;
     });
-    // At once: the test program has nothing more to say, and nobody to say it to.
+    // Exits at once: the test harness must not print its summary.
     std::process::exit(0);
 }
 
@@ -43,7 +43,8 @@ async fn client(url: &str, mode: Mode) -> LockHolder {
     LockHolder::spawn_command(program).await.unwrap()
 }
 
-/// In the midst of a contest a client dies that holds every key, one that nobody else wants too.
+/// During a contest, a client dies that holds every key, and also one that no other client competes
+/// for.
 async fn a_client_is_killed(kind: Kind, mode: Mode) {
     let server = kind.start().await;
     let contest = Contest::begin_in(&server, mode).await;

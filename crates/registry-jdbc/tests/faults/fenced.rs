@@ -1,5 +1,5 @@
-//! A fenced write beside what else may end a lock, or keep it: holds, a close, a caller that does not poll. Whatever it is, the next holder does not
-//! commit before the transaction is over.
+//! A fenced write while a hold limit, a close or a caller that is not polled ends or keeps the
+//! lock. In every case, the next holder does not commit before the transaction has ended.
 
 use std::time::Duration;
 
@@ -15,7 +15,7 @@ use crate::server::{Kind, LONG, Mode, Server, registry_in};
 const KEY: &str = "coupon/7";
 const LEASE: Duration = Duration::from_secs(20);
 const MODES: [Mode; 3] = [Mode::Lease, Mode::Session, Mode::Row];
-/// Many times what a transaction takes.
+/// Many times the duration of a transaction.
 const A_WHILE: Duration = Duration::from_secs(2);
 
 struct Shop {
@@ -36,7 +36,7 @@ impl Shop {
         within(LONG, self.ours.obtain(KEY).lock_with(options)).await.unwrap().unwrap()
     }
 
-    /// Another process that waits for the lock, and sells under it in a fenced transaction.
+    /// Starts another process that waits for the lock and sells under it in a fenced transaction.
     async fn next(&self) -> JoinHandle<()> {
         let theirs = registry_in(&self.server.url(), LEASE, self.mode).await;
         let mut data = Data::connect(&self.server).await;
@@ -77,7 +77,7 @@ async fn a_fenced_transaction_outlasts_the_max_hold_of_its_lock(kind: Kind) {
         transaction.commit().await;
         within(LONG, next).await.unwrap();
         assert_eq!(shop.sales().await, "2");
-        // Its time is over for further writes.
+        // After the `max_hold` the guard cannot fence further transactions.
         let mut transaction = data.begin().await;
         assert!(transaction.fence(&guard).await.is_err(), "{mode:?}");
         transaction.rollback().await;
@@ -88,14 +88,14 @@ async fn a_fenced_transaction_and_a_min_hold_are_both_waited_for(kind: Kind) {
     for mode in MODES {
         let shop = Shop::open(kind, mode).await;
         let mut data = Data::connect(&shop.server).await;
-        // The transaction ends after the `min_hold`, and before it.
+        // The transaction ends after the `min_hold`, and then before it.
         for (min_hold, commits_first) in [(A_WHILE / 2, false), (A_WHILE * 2, true)] {
             let wanted_at = Instant::now();
             let guard = shop.lock(LockOptions::new().min_hold(min_hold)).await;
             let mut transaction = data.begin().await;
             transaction.fence(&guard).await.unwrap();
             transaction.run("INSERT INTO sale VALUES (1)").await;
-            // The caller may be the one to end the transaction.
+            // The caller of `unlock` may be the owner of the transaction.
             timeout(LONG / 3, guard.unlock()).await.expect("at once").unwrap();
             let mut next = shop.next().await;
             if !commits_first {
@@ -144,12 +144,12 @@ async fn a_parked_fence_holds_up_its_own_key_alone(kind: Kind) {
             let guard = shop.lock(LockOptions::new()).await;
             let mut transaction = data.begin().await;
             let mut fence = Box::pin(transaction.fence(&guard));
-            // The server may have answered within the poll.
+            // The server may have replied within the poll.
             let answered = poll!(fence.as_mut()).map(Result::unwrap).is_ready();
             let other = shop.ours.obtain("coupon/8");
             within(LONG, other.lock()).await.unwrap().unlock().await.unwrap();
             let mut next = shop.next().await;
-            // Only the caller, who still holds the lock, is what the next one waits for.
+            // The next holder waits only for the caller, which still holds the lock.
             assert!(timeout(A_WHILE / 4, &mut next).await.is_err(), "{mode:?}: two holders");
             if goes_on {
                 if !answered {

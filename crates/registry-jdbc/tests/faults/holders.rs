@@ -1,4 +1,5 @@
-//! Who holds a row is told, and can be ended, although the server knows such a lock only as an open transaction.
+//! The holder of a row lock can be inspected and force-released, although the server knows such a
+//! lock only as an open transaction.
 
 use std::time::Duration;
 
@@ -31,7 +32,7 @@ fn assert_is_of(holder: &Holder, guard: &LockGuard, label: &str) {
     assert!(holder.held_for.is_some_and(|held| held < LONG), "{holder:?}");
 }
 
-/// A namespace may have locks of both kinds: each is told and broken by either.
+/// A namespace may contain locks of both kinds. Each store inspects and force-releases both.
 async fn leases_and_rows_are_told_and_broken_by_each_other(kind: Kind) {
     let server = kind.start().await;
     let modes = [Mode::Lease, Mode::Row];
@@ -65,23 +66,23 @@ async fn leases_and_rows_are_told_and_broken_by_each_other(kind: Kind) {
     }
     assert!(leases.force_release("b").await.unwrap());
     assert_eq!(within(LONG, row.lost()).await, LostReason::Gone);
-    // Nothing else went with it.
+    // No other lock was lost.
     other.unlock().await.unwrap();
     lease.unlock().await.unwrap();
     assert_eq!(rows.list().await.unwrap(), []);
 }
 
-/// What a holder has let go is nobody's, whatever its connection does next.
+/// A released key has no holder, whatever its former connection does next.
 async fn a_row_that_was_let_go_is_told_as_free_and_nothing_is_broken(kind: Kind) {
     let server = kind.start().await;
     let rows = registry(&server, Mode::Row).await;
     lock(&rows, "a", "gone").await.unlock().await.unwrap();
-    // By the same connection.
+    // The row store reuses the same connection.
     let guard = lock(&rows, "b", "here").await;
     assert_eq!(holder(&rows, "a").await, None);
     assert!(!rows.force_release("a").await.unwrap());
     guard.unlock().await.unwrap();
-    // The server is killed, and the numbers of its connections begin anew.
+    // After the restart the server assigns the same connection ids again.
     let guard = lock(&rows, "a", "gone").await;
     let mut server = server;
     server.kill();
@@ -97,13 +98,14 @@ async fn holder_or_trouble(registry: &Registry, key: &str) -> Result<Option<Hold
     registry.obtain(key).holder().await
 }
 
-/// Of a transaction of a caller is told that it is there, and no more; and nobody ends it.
+/// Inspection shows that a caller's transaction holds the key, and nothing more. The transaction
+/// cannot be force-released.
 async fn a_transaction_of_a_caller_is_told_of_and_is_not_broken(kind: Kind) {
     let server = kind.start().await;
     let mut data = Data::connect(&server).await;
     for mode in [Mode::Lease, Mode::Row] {
         let registry = registry(&server, mode).await;
-        // For the first time, and with a row that names an earlier holder.
+        // For a new key, and for a row that names an earlier holder.
         for key in ["a", "b", "b"] {
             let mut transaction = data.begin().await;
             transaction.try_lock_in(&registry, key).await.unwrap().unwrap();

@@ -1,10 +1,10 @@
-//! What locks in PostgreSQL and MariaDB are worth while something goes wrong: clients contend meanwhile, all that happens to them is recorded, and
-//! the checkers of the testkit decide. Needs PostgreSQL and MariaDB.
+//! Locks in PostgreSQL and MariaDB under faults: clients compete for locks, their events are
+//! recorded, and the checkers of the testkit evaluate them. Needs PostgreSQL and MariaDB.
 #![cfg(all(feature = "postgres", feature = "mysql", target_os = "linux"))]
 #![expect(clippy::unwrap_used, reason = "the helpers of tests are tests as well")]
 #![expect(clippy::print_stdout, reason = "figures, for those who want to see them")]
 
-/// Makes two tests of each promise, one for each server.
+/// Generates two tests of each promise, one for each server.
 macro_rules! on_both_servers {
     ($($(#[$attribute:meta])* $name:ident,)*) => {
         mod postgres {

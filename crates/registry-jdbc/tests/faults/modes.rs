@@ -1,4 +1,5 @@
-//! Locks that end with a connection: what a holder does not know yet is all that can go wrong, and only when the server itself has ended the connection.
+//! Locks that end with a connection. Exclusion is violated only if the server itself has ended the
+//! connection, and only until the holder notices.
 
 use std::time::Duration;
 
@@ -18,7 +19,7 @@ on_both_servers! {
     the_server_of_rows_is_killed,
 }
 
-/// How long a holder may take its lock for its own after the server has ended the connection.
+/// The maximum time that a holder relies on its lock after the server has ended the connection.
 const UNAWARE: Duration = LEASE.saturating_add(Duration::from_secs(1));
 
 async fn connections_are_cut(kind: Kind, mode: Mode) {
@@ -45,7 +46,7 @@ async fn connections_of_rows_are_cut(kind: Kind) {
     connections_are_cut(kind, Mode::Row).await;
 }
 
-/// Shorter than what an answer may take: nobody has to give up anything.
+/// The pause is shorter than the response timeout, so no lock is lost.
 async fn stands_still_for_a_moment(kind: Kind, mode: Mode) {
     let server = kind.start().await;
     let contest = Contest::begin_in(&server, mode).await;
@@ -66,7 +67,8 @@ async fn the_server_of_rows_stands_still_for_a_moment(kind: Kind) {
     stands_still_for_a_moment(kind, Mode::Row).await;
 }
 
-/// Longer than a lease: holders give up by themselves, while the server still keeps everybody else out.
+/// The pause is longer than a lease: holders lose their locks by their own clock, while the server
+/// still excludes all other clients.
 async fn stands_still_for_long(kind: Kind, mode: Mode) {
     let server = kind.start().await;
     let contest = Contest::begin_in(&server, mode).await;

@@ -1,5 +1,6 @@
-//! A transaction that began to read before a lock was granted goes on reading the past, if its isolation level wants that. What is promised of fences and of locks
-//! in a transaction holds all the same, and nobody is told of a loss that was none.
+//! A transaction that took its snapshot before a lock was granted keeps reading that snapshot at
+//! some isolation levels. Fences and locks in a transaction keep their guarantees all the same, and
+//! no false loss is reported.
 
 use std::time::Duration;
 
@@ -26,7 +27,7 @@ async fn lock(registry: &Registry) -> LockGuard {
     within(LONG, registry.obtain(KEY).lock()).await.unwrap()
 }
 
-/// A transaction that has read something.
+/// Returns a transaction that has already read.
 async fn reading<'c>(data: &'c mut Data, level: &str) -> Open<'c> {
     let mut transaction = data.begin_at(level).await;
     transaction.number(SALES).await;
@@ -38,7 +39,7 @@ async fn a_fence_of_what_began_before_the_grant_says_begin_anew_and_not_lost(kin
     let mut data = Data::connect(&server).await;
     for mode in [Mode::Lease, Mode::Session, Mode::Row] {
         let registry = registry_in(&server.url(), LEASE, mode).await;
-        // The first grant of a key, and later ones.
+        // The first grant of a key, and a later one.
         for _ in 0..2 {
             for level in LEVELS {
                 let mut transaction = reading(&mut data, level).await;
@@ -63,7 +64,8 @@ async fn a_fence_of_what_began_before_the_grant_says_begin_anew_and_not_lost(kin
     }
 }
 
-/// What the holder before has written is read behind the fence, or the fence refuses.
+/// Behind the fence a transaction reads what the previous holder has written, or the fence returns
+/// an error.
 async fn behind_a_fence_nothing_is_read_that_somebody_has_overwritten(kind: Kind) {
     let server = shop(kind).await;
     let (mut data, mut others) = (Data::connect(&server).await, Data::connect(&server).await);
@@ -71,7 +73,8 @@ async fn behind_a_fence_nothing_is_read_that_somebody_has_overwritten(kind: Kind
     for mode in [Mode::Lease, Mode::Session, Mode::Row] {
         let ours = registry_in(&server.url(), LEASE, mode).await;
         let other = registry_in(&server.url(), LEASE, mode).await;
-        // Where each read locks what it reads, the sale in between could not be made.
+        // SERIALIZABLE is excluded: where each read locks its rows, the sale in between would
+        // block.
         for level in ["READ COMMITTED", "REPEATABLE READ"] {
             let mut transaction = reading(&mut data, level).await;
             let before = lock(&other).await;
@@ -100,7 +103,7 @@ async fn behind_a_fence_nothing_is_read_that_somebody_has_overwritten(kind: Kind
     }
 }
 
-/// While the fence waits for its turn, the transaction has not begun to read.
+/// A transaction takes its snapshot only after the fence has waited.
 async fn a_fence_that_waited_reads_what_it_waited_for(kind: Kind) {
     let server = shop(kind).await;
     let (mut data, mut others) = (Data::connect(&server).await, Data::connect(&server).await);
@@ -156,7 +159,8 @@ async fn behind_a_lock_in_a_transaction_nothing_is_read_that_somebody_has_overwr
     }
 }
 
-/// The error for a transaction that reads the past: of its level, or of what it has read.
+/// Whether this is the error for an outdated snapshot. PostgreSQL reports the isolation level,
+/// MariaDB the outdated read.
 fn is_refused_at(kind: Kind, error: &LockInError) -> bool {
     match kind {
         Kind::Postgres => matches!(error, LockInError::Isolation { .. }),
@@ -164,7 +168,7 @@ fn is_refused_at(kind: Kind, error: &LockInError) -> bool {
     }
 }
 
-/// The level for a transaction that locks before it reads.
+/// The isolation level of a transaction that locks before it reads.
 fn first_lock_level(kind: Kind) -> &'static str {
     match kind {
         Kind::Postgres => "READ COMMITTED",
@@ -172,19 +176,20 @@ fn first_lock_level(kind: Kind) -> &'static str {
     }
 }
 
-/// How a holder ends.
+/// How a hold ends.
 #[derive(Debug, Clone, Copy)]
 enum End {
     Unlock,
-    /// Its lease runs out.
+    /// The lease expires.
     Expiry,
-    /// It unlocks while a transaction that it fences is open.
+    /// The holder unlocks while a transaction that it fenced is open.
     Fenced,
 }
 
 const ROUNDS: usize = 20;
 
-/// A transaction has read, long ago, that the coupon is there. Then it gets the lock: behind that it sees the sale, or it does not get the lock.
+/// A transaction has read that the coupon is unused, before it locks. Behind the lock it must read
+/// the sale, or the lock must be refused.
 async fn a_coupon_is_redeemed_once(kind: Kind, mode: Mode, end: End) {
     let server = shop(kind).await;
     let (mut data, mut others) = (Data::connect(&server).await, Data::connect(&server).await);
@@ -213,7 +218,7 @@ async fn a_coupon_is_redeemed_once(kind: Kind, mode: Mode, end: End) {
                 within(LONG, guard.lost()).await;
             }
             End::Fenced => {
-                // Where the lock cannot be let go before the transaction ends, that is told.
+                // A lock that cannot be released before the transaction ends returns an error.
                 let _ = guard.unlock().await;
                 sale.commit().await;
                 holders.idle().await;
@@ -230,7 +235,7 @@ async fn a_coupon_is_redeemed_once(kind: Kind, mode: Mode, end: End) {
         }
         transaction.rollback().await;
         let mut transaction = data.begin_at(first_lock_level(kind)).await;
-        // A holder knows of the end of its lease a moment before the server does.
+        // A holder considers its lease over slightly before the server does.
         eventually(LONG, async || transaction.try_lock_in(&registry, KEY).await.unwrap()).await;
         assert_eq!(transaction.number(SALES).await, 1, "{mode:?} {end:?}, round {round}");
         transaction.rollback().await;
@@ -254,7 +259,8 @@ async fn a_coupon_is_redeemed_once_next_to_row_locks(kind: Kind) {
     a_coupon_is_redeemed_once(kind, Mode::Row, End::Unlock).await;
 }
 
-/// The grants of a session leave no trace in the row. Elsewhere the locks of sessions are none of a transaction's.
+/// The grants of a session need not change the row. MariaDB is excluded, because a transaction
+/// there cannot use a session's lock.
 #[tokio::test]
 async fn a_coupon_is_redeemed_once_next_to_sessions() {
     a_coupon_is_redeemed_once(Kind::Postgres, Mode::Session, End::Unlock).await;

@@ -1,5 +1,6 @@
-//! A use of a connection that was dropped half-way. sqlx's own pool may take such a connection back with a transaction open, and what the next
-//! borrower is told is committed, nobody else sees. The stores have pools of their own, which do not.
+//! Calls that were dropped before they completed. sqlx's own pool may reuse such a connection with
+//! a transaction open; no other client then sees the next borrower's commits. The stores have their
+//! own pools, which do not reuse such connections.
 
 use std::future::{Future, poll_fn};
 use std::pin::pin;
@@ -17,7 +18,7 @@ use crate::server::{Kind, Opening, Server, backend, backend_with};
 const LEASE: Duration = Duration::from_secs(60);
 const SHORT: Duration = Duration::from_millis(300);
 
-/// Polls `future` so many times at most. `None` if that was not enough.
+/// Polls `future` at most `times` times. Returns `None` if it has not completed by then.
 async fn polled<F: Future>(future: F, times: usize) -> Option<F::Output> {
     let mut future = pin!(future);
     let mut left = times;
@@ -44,7 +45,7 @@ async fn what_is_granted_after_a_dropped_call_is_there_for_all(
     theirs.close().await;
 }
 
-/// After however many polls a call is dropped.
+/// The calls are dropped after every possible number of polls.
 async fn a_call_that_is_dropped_anywhere_leaves_no_transaction_open(kind: Kind) {
     let server = kind.start().await;
     let opening = Opening { connections: 1, ..Opening::default() };
@@ -64,7 +65,7 @@ async fn a_call_that_is_dropped_anywhere_leaves_no_transaction_open(kind: Kind) 
     assert_eq!(server.open_transactions().await, "0");
 }
 
-/// The reproduction: a `begin` that timed out because the server stood still.
+/// Reproduces the fault: a `begin` that timed out because the server was suspended.
 async fn a_server_that_stood_still_leaves_no_transaction_open(kind: Kind) {
     let server = kind.start().await;
     let opening = Opening { connections: 1, answer: Duration::from_secs(5), ..Opening::default() };
@@ -81,7 +82,8 @@ async fn a_server_that_stood_still_leaves_no_transaction_open(kind: Kind) {
     assert_eq!(server.open_transactions().await, "0");
 }
 
-/// Not a promise of ours: tells what sqlx's pool does with a connection whose `begin` timed out, for whoever fences transactions over one.
+/// Not a promise of this library: prints what sqlx's pool does with a connection whose `begin`
+/// timed out. This matters to applications that fence transactions over such a pool.
 async fn what_the_pool_of_sqlx_does_is_told(kind: Kind) {
     let server = kind.start().await;
     server.sql("CREATE TABLE counter (n bigint)").await.unwrap();

@@ -32,7 +32,7 @@ async fn renewals_go_on_while_many_wait_for_two_connections(kind: Kind) {
         let lock = ours.obtain(&key);
         waiting.spawn(async move { lock.lock().await.unwrap().unlock().await.unwrap() });
     }
-    // For as long as several leases, every lock stays held.
+    // Every lock stays held for several leases.
     let until = Instant::now() + LEASE * 3;
     for guard in mine.iter().cycle() {
         let key = Key::new(guard.key()).unwrap();
@@ -47,7 +47,8 @@ async fn renewals_go_on_while_many_wait_for_two_connections(kind: Kind) {
             break;
         }
     }
-    // Nobody who waits has a connection: there are these, one for renewals, one for releases, one to listen; and those of the other two.
+    // Waiters use no connection. These are the pool, one each for renewals, releases and listening,
+    // and the connections of the other two stores.
     let connections = server.connections().await;
     let connections_max = usize::try_from(CONNECTIONS).unwrap() + 3 + 2 * (8 + 3);
     assert!(connections <= connections_max, "{connections}");

@@ -1,4 +1,4 @@
-//! The server did it, and nobody was told.
+//! Requests that the server executed but whose replies were lost.
 
 use std::time::Duration;
 
@@ -9,7 +9,7 @@ use registry_testkit::{error_text, eventually, within};
 use crate::contest::{Contest, LEASE};
 use crate::server::{Kind, LONG, backend, registry};
 
-/// So long that only giving back can free the key in time.
+/// So long that only a release can free the key in time.
 const ENDLESS: Duration = Duration::from_secs(600);
 const ROUNDS: u32 = 10;
 
@@ -20,14 +20,15 @@ async fn a_grant_whose_reply_was_lost_is_taken_up_or_given_back(kind: Kind) {
     let watcher = backend(&server.url()).await;
     for round in 0..ROUNDS {
         let key = format!("reply/{round}");
-        // Each time another one: what is still being given back has answers of its own, which would be cut off instead.
+        // A new registry in each round: pending releases of the previous one have replies of their
+        // own, which the proxy would cut off instead.
         let ours = registry(&server.url_by(proxy.addr()), ENDLESS).await;
-        // From here on there is a connection with the statement prepared.
+        // From here on a connection exists, with the statement prepared.
         ours.obtain("before").lock().await.unwrap().unlock().await.unwrap();
         proxy.set_mode(Mode::ResetAfterRequest).await.unwrap();
         let lock = ours.obtain(&key);
         let taking = tokio::spawn(async move { lock.lock().await });
-        // The server has granted it, and nobody was told.
+        // The server has granted the claim, but the reply was lost.
         let key = Key::new(&key).unwrap();
         eventually(LONG, async || watcher.inspect(&key).await.unwrap().is_some()).await;
         if round % 2 == 0 {
@@ -43,13 +44,14 @@ async fn a_grant_whose_reply_was_lost_is_taken_up_or_given_back(kind: Kind) {
     }
 }
 
-/// It is repeated over a new connection, which breaks before anything is asked: that alone would have been a refusal.
+/// The engine retries over a new connection, which breaks before the request is sent. That alone
+/// would count as refused.
 async fn an_attempt_that_may_have_got_through_is_never_called_refused(kind: Kind) {
     let server = kind.start().await;
     let proxy = FaultProxy::start(server.addr()).unwrap();
     let far = backend(&server.url_by(proxy.addr())).await;
     let claim = |key: &str| Claim::new(Key::new(key).unwrap(), ENDLESS);
-    // So that the statement is prepared, and the next request is the attempt itself.
+    // Prepares the statement, so that the next request is the attempt itself.
     assert!(matches!(far.try_acquire(&claim("other")).await.unwrap(), Attempt::Granted(_)));
     proxy.set_mode(Mode::ResetAfterRequest).await.unwrap();
     let held = claim("k");
@@ -75,7 +77,8 @@ async fn a_release_whose_reply_was_lost_frees_the_key_and_is_no_loss(kind: Kind)
         let next = within(LONG, theirs.obtain(&key).lock()).await.unwrap();
         assert!(next.fencing_token() > token);
         proxy.set_mode(Mode::Pass).await.unwrap();
-        // Either it was found out that the key is free, or the question is open; never that it was lost.
+        // Either the store has verified that the key is free, or the outcome is unknown. It never
+        // reports a loss.
         let released = within(LONG, releasing).await.unwrap();
         assert!(!matches!(released, Err(LockError::Lost { .. })), "{released:?}");
         ours.idle().await;

@@ -1,4 +1,4 @@
-//! The servers, and what can be done to either of them.
+//! The two kinds of servers, and the operations and faults that apply to either.
 
 use std::io;
 use std::net::SocketAddr;
@@ -16,7 +16,7 @@ use registry_testkit::eventually;
 use registry_testkit::mariadb::{MariaDbOptions, MariaDbServer};
 use registry_testkit::postgres::{PostgresOptions, PostgresServer};
 
-/// How long a question may stay unanswered. A lease of two seconds has no time for the engine's own three.
+/// The time limit of a request. The engine's default of three seconds exceeds the lease of two.
 pub(crate) const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 
 /// Long enough for any machine; reached only by a test that fails.
@@ -50,7 +50,7 @@ impl Kind {
     }
 }
 
-/// One server that writes all to its disk before it answers.
+/// A server that flushes every write to disk before its reply.
 #[derive(Debug)]
 pub(crate) enum Server {
     Postgres(PostgresServer),
@@ -72,7 +72,7 @@ impl Server {
         }
     }
 
-    /// Its URL, by another way.
+    /// The URL of the server through another address.
     pub(crate) fn url_by(&self, way: SocketAddr) -> String {
         self.url().replace(&self.addr().to_string(), &way.to_string())
     }
@@ -121,18 +121,18 @@ impl Server {
                 server.sql(all).await.unwrap();
             }
             Self::MariaDb(server) => {
-                // The testkit asks through a socket.
+                // The testkit itself connects through a Unix socket.
                 let all =
                     "SELECT id FROM information_schema.processlist WHERE host LIKE '127.0.0.1:%'";
                 for id in server.sql(all).await.unwrap().lines() {
-                    // It may just have gone.
+                    // The connection may already have ended.
                     server.sql(&format!("KILL CONNECTION {id}")).await.ok();
                 }
             }
         }
     }
 
-    /// Ends the connection that has a session's lock of the key `orders/42`.
+    /// Ends the connection that holds a session's lock of the key `orders/42`.
     pub(crate) async fn cut_session(&self) {
         match self {
             Self::Postgres(server) => {
@@ -149,7 +149,7 @@ impl Server {
         }
     }
 
-    /// How many transactions are open.
+    /// The number of open transactions.
     pub(crate) async fn open_transactions(&self) -> String {
         let question = match self {
             Self::Postgres(_) => {
@@ -160,7 +160,7 @@ impl Server {
         self.sql(question).await.unwrap()
     }
 
-    /// How many connections the stores have.
+    /// The number of connections of the stores.
     pub(crate) async fn connections(&self) -> usize {
         let question = match self {
             Self::Postgres(_) => {
@@ -173,7 +173,7 @@ impl Server {
         self.sql(question).await.unwrap().parse().unwrap()
     }
 
-    /// How many statements or transactions the server has carried out.
+    /// The number of statements or transactions that the server has executed.
     pub(crate) async fn work_done(&self) -> u64 {
         let (question, place) = match self {
             Self::Postgres(_) => {
@@ -185,7 +185,7 @@ impl Server {
         told.split_whitespace().nth(place).unwrap().parse().unwrap()
     }
 
-    /// How many keys are held, by a look at the table.
+    /// The number of held keys, according to the table.
     pub(crate) async fn held(&self) -> String {
         let now = match self {
             Self::Postgres(_) => "extract(epoch FROM clock_timestamp()) * 1000000",
@@ -198,7 +198,7 @@ impl Server {
     }
 }
 
-/// How the store behind a URL is opened.
+/// The options for opening the store behind a URL.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Opening {
     pub(crate) connections: u32,
@@ -212,14 +212,14 @@ impl Default for Opening {
     }
 }
 
-/// Opens the store with connections of its own, as another process would have them.
+/// Opens the store with its own connections, as another process would.
 pub(crate) async fn backend_with(url: &str, opening: Opening) -> Arc<dyn LockBackend> {
     let Opening { connections, busy, answer } = opening;
     if url.starts_with("postgres") {
         let config = PostgresConfig::from_url(url).unwrap().with_connections(connections);
         let config = config.with_connect_timeout(answer).with_response_timeout(answer);
         let config = config.with_busy_timeout(busy);
-        // On a machine that has other things to do, so short a time may not be enough for the first connection.
+        // On a busy machine this timeout may be too short for the first connection.
         Arc::new(eventually(LONG, async || PostgresBackend::open(config.clone()).await).await)
     } else {
         let config = MySqlConfig::from_url(url).unwrap().with_connections(connections);
@@ -229,7 +229,7 @@ pub(crate) async fn backend_with(url: &str, opening: Opening) -> Arc<dyn LockBac
     }
 }
 
-/// What a lock is.
+/// What represents a lock in the database.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Mode {
     Lease,
@@ -249,7 +249,7 @@ async fn open_in(url: &str, mode: Mode) -> Result<Arc<dyn LockBackend>, BackendE
     open_with(url, mode, ANSWER_LIMIT, ANSWER_LIMIT / 2).await
 }
 
-/// Opens the store with a patience for rows that only a test that fails comes to the end of.
+/// Opens the store with a row lock timeout that only a failing test reaches.
 pub(crate) async fn patient_backend(url: &str, mode: Mode) -> Arc<dyn LockBackend> {
     if mode == Mode::Lease {
         let opening = Opening { busy: LONG, answer: LONG * 2, ..Opening::default() };
@@ -258,7 +258,7 @@ pub(crate) async fn patient_backend(url: &str, mode: Mode) -> Arc<dyn LockBacken
     open_with(url, mode, LONG * 2, LONG).await.unwrap()
 }
 
-/// The same in a table of Spring's.
+/// The same with a Spring table.
 pub(crate) async fn patient_spring(url: &str) -> Arc<dyn LockBackend> {
     let table = SpringTable::v7();
     if url.starts_with("postgres") {
@@ -297,7 +297,7 @@ pub(crate) async fn backend(url: &str) -> Arc<dyn LockBackend> {
     backend_with(url, Opening::default()).await
 }
 
-/// How many times in a row a client hands a lock over between its callers.
+/// The maximum number of consecutive hand-overs between the callers of a client.
 pub(crate) const HAND_OVERS: u32 = 2;
 
 pub(crate) async fn registry(url: &str, lease: Duration) -> Registry {
@@ -309,7 +309,7 @@ pub(crate) async fn registry_in(url: &str, lease: Duration, mode: Mode) -> Regis
     builder.timeout(ANSWER_LIMIT).build().unwrap()
 }
 
-/// Of another user, by leases. The server wants no password.
+/// A registry with leases for another user. The server requires no password.
 pub(crate) async fn registry_of(url: &str, user: &str, lease: Duration) -> Registry {
     let backend: Arc<dyn LockBackend> = if url.starts_with("postgres") {
         let config = PostgresConfig::from_url(url).unwrap().with_login(user, None);

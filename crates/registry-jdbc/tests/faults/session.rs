@@ -1,4 +1,5 @@
-//! All locks of a session share one connection. What some callers wait for must not cost the others their locks.
+//! All locks of a session share one connection. Callers that wait must not cost the others their
+//! locks.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,12 +15,13 @@ use crate::data::Data;
 use crate::server::{Kind, LONG, Mode, Server, registry_in};
 
 const LEASE: Duration = Duration::from_secs(5);
-/// More than a session has time for, if it waited for the row of each.
+/// More than a session could serve in time if it waited for each row.
 const FENCED: usize = 24;
-/// How long a lock that nobody else wants may take, on a machine with other work. Without a bound it takes tens of seconds.
+/// The time limit of an uncontended lock on a busy machine. Without bounded waits it takes tens of
+/// seconds.
 const PROMPT: Duration = Duration::from_secs(5);
 
-/// With the time-outs that a user has who sets none.
+/// Uses the default timeouts.
 async fn registry(server: &Server) -> Registry {
     let url = server.url();
     let backend: Arc<dyn LockBackend> = match server {
@@ -63,11 +65,12 @@ async fn fenced_keys_that_others_want_cost_a_session_no_other_lock(kind: Kind) {
         waiting.spawn(async move {
             let options = LockOptions::new().wait(LONG);
             let guard = lock.lock_with(options).await.unwrap().unwrap();
-            // On a busy machine the answer may come too late; then the release is repeated in the background.
+            // On a busy machine the reply may come too late; the release is then retried in the
+            // background.
             let _ = guard.unlock().await;
         });
     }
-    // For three leases, others lock what they like.
+    // For three leases, other callers lock other keys.
     let (until, mut longest) = (Instant::now() + LEASE * 3, Duration::ZERO);
     while Instant::now() < until {
         let began = Instant::now();
@@ -88,7 +91,7 @@ async fn fenced_keys_that_others_want_cost_a_session_no_other_lock(kind: Kind) {
 
 async fn a_waiter_does_not_wake_itself_while_a_lease_holds_the_key(kind: Kind) {
     const TIME: Duration = Duration::from_secs(5);
-    // Four polls a second, and on MariaDB some twenty looks between two of them.
+    // Four polls a second, and on MariaDB about twenty checks between two polls.
     const WORK_MAX: u64 = 1_000;
     let server = kind.start().await;
     let leases = registry_in(&server.url(), LONG, Mode::Lease).await;
@@ -96,7 +99,7 @@ async fn a_waiter_does_not_wake_itself_while_a_lease_holds_the_key(kind: Kind) {
     let held = leases.obtain("orders/42").lock().await.unwrap();
     let lock = sessions.obtain("orders/42");
     let waiter = tokio::spawn(async move { lock.lock().await.unwrap() });
-    // The waiter has begun to listen by then.
+    // The waiter listens by then.
     sleep(TIME / 5).await;
     let before = server.work_done().await;
     sleep(TIME).await;

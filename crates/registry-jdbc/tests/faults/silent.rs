@@ -1,4 +1,4 @@
-//! Half-open connections: the peer is gone, and nobody says so.
+//! Half-open connections: the peer is gone, but the connection was not closed.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,10 +13,10 @@ use tokio::time::{Instant, timeout};
 use crate::server::{Kind, LONG, Server};
 
 const LEASE: Duration = Duration::from_secs(5);
-/// What an acquisition may take: the engine's own time-out, and once more.
+/// The time limit of an acquisition: the engine's own timeout, and one retry.
 const PROMPT: Duration = Duration::from_secs(9);
 
-/// With the time-outs that a user has who sets none.
+/// Uses the default timeouts.
 async fn registry(url: &str) -> Registry {
     let backend: Arc<dyn LockBackend> = if url.starts_with("postgres") {
         Arc::new(PostgresBackend::open(PostgresConfig::from_url(url).unwrap()).await.unwrap())
@@ -26,7 +26,7 @@ async fn registry(url: &str) -> Registry {
     Registry::builder(backend).lease(LEASE).build().unwrap()
 }
 
-/// Locks and unlocks at once, so many times.
+/// Runs this many callers at once; each locks and unlocks its own key.
 async fn crowd(registry: &Registry, callers: usize) {
     let mut crowd = JoinSet::new();
     for number in 0..callers {
@@ -36,7 +36,8 @@ async fn crowd(registry: &Registry, callers: usize) {
     within(LONG, crowd.join_all()).await;
 }
 
-/// A registry by way of the proxy, with a guard and several idle connections, all of which are half open.
+/// Returns a registry that connects through the proxy, with a guard and several idle connections.
+/// All connections are half-open.
 async fn half_open(kind: Kind) -> (Server, FaultProxy, Registry, LockGuard) {
     let server = kind.start().await;
     let proxy = FaultProxy::start(server.addr()).unwrap();

@@ -1,4 +1,4 @@
-//! A standby that follows asynchronously is promoted: what it had not got is lost, and that is all.
+//! An asynchronous standby is promoted: only the writes that it had not received are lost.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -19,7 +19,7 @@ use tokio::task::JoinSet;
 use crate::contest::{Contest, LEASE};
 use crate::server::{Kind, LONG, Server, registry};
 
-/// The address by which clients know the primary, whichever server that is.
+/// The address under which clients reach the current primary.
 struct Address {
     addr: SocketAddr,
     primary: watch::Sender<SocketAddr>,
@@ -48,7 +48,7 @@ impl Address {
     }
 }
 
-/// Two servers, and the address of the one that counts.
+/// Two servers, and the address of the current primary.
 struct Pair {
     primary: Server,
     standby: Server,
@@ -86,7 +86,7 @@ impl Pair {
         self.primary.url_by(self.address.addr)
     }
 
-    /// Returns when the standby has everything that the primary has.
+    /// Waits until the standby has received everything from the primary.
     async fn catch_up(&self) {
         match &self.primary {
             Server::Postgres(primary) => {
@@ -101,7 +101,7 @@ impl Pair {
         }
     }
 
-    /// From here on the standby gets nothing more.
+    /// Stops the replication to the standby.
     async fn fall_behind(&self) {
         match &self.primary {
             Server::Postgres(primary) => {
@@ -112,7 +112,7 @@ impl Pair {
         }
     }
 
-    /// The primary is gone, with all that the standby has not got.
+    /// Kills the primary and promotes the standby. Writes that were not replicated are lost.
     async fn fail_over(mut self) -> (Server, Address) {
         self.primary.kill();
         match &self.standby {
@@ -124,7 +124,7 @@ impl Pair {
     }
 }
 
-/// How far the primary has written.
+/// The position up to which the primary has written its log.
 async fn binlog(primary: &MariaDbServer) -> (String, String) {
     let status = primary.sql("SHOW MASTER STATUS").await.unwrap();
     let mut columns = status.split('\t').map(str::to_owned);
@@ -154,7 +154,7 @@ async fn sells(guard: &LockGuard, url: &str) -> bool {
     if url.starts_with("postgres") { sells!(PgConnection) } else { sells!(MySqlConnection) }
 }
 
-/// This is what class C means.
+/// A failover to an asynchronous standby has the guarantees of class C.
 async fn a_lock_that_the_standby_has_not_got_is_free_and_its_holder_cannot_commit(kind: Kind) {
     let pair = Pair::start(kind).await;
     let url = pair.url();
@@ -167,7 +167,8 @@ async fn a_lock_that_the_standby_has_not_got_is_free_and_its_holder_cannot_commi
     let newer = ours.obtain("newer").lock().await.unwrap();
     let (server, _address) = pair.fail_over().await;
 
-    // The one that had reached the standby is still held, the other one is not, for a while without its holder's knowledge.
+    // The lock that had reached the standby is still held. The other one is free, and its holder
+    // does not know it yet.
     let lock = theirs.obtain("older");
     let taken = eventually(LONG, async || lock.try_lock().await).await;
     assert!(taken.is_none() && older.is_held());
@@ -177,14 +178,15 @@ async fn a_lock_that_the_standby_has_not_got_is_free_and_its_holder_cannot_commi
     assert!(!sells(&newer, &url).await);
     assert!(sells(&older, &url).await && sells(&successor, &url).await);
     assert_eq!(server.sql("SELECT count(*) FROM sale").await.unwrap(), "2");
-    // It is told at its next renewal.
+    // The holder is notified at its next renewal.
     let told = async || newer.renew(lease).await.is_err() && !newer.is_held();
     eventually(LONG, told).await;
     older.unlock().await.unwrap();
     successor.unlock().await.unwrap();
 }
 
-/// There may be two holders until the first one's next renewal; tokens grow on, and no fenced write goes back.
+/// Two holders may exist until the first one's next renewal. Tokens keep growing, and no fenced
+/// write is undone.
 async fn a_failover_costs_exclusion_until_the_next_renewal_and_tokens_grow_on(kind: Kind) {
     let pair = Pair::start(kind).await;
     let contest = Contest::begin_by(&vec![pair.url(); 3], LEASE).await;

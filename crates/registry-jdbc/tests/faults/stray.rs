@@ -1,4 +1,4 @@
-//! A request that reaches the server after the release of its own repetition leaves no lock behind.
+//! A request that reaches the server after the release of its own retry leaves no lock behind.
 
 use registry_core::{Key, LockRegistry};
 use registry_testkit::proxy::{FaultProxy, Mode};
@@ -11,7 +11,7 @@ const KEY: &str = "orders/42";
 /// So long that only a release can free the key in time.
 const ENDLESS: Duration = Duration::from_secs(600);
 
-/// What the repetition meets.
+/// The answer that the retry receives.
 #[derive(Debug, Clone, Copy)]
 enum Second {
     Granted,
@@ -24,7 +24,8 @@ async fn a_request_that_arrives_late_leaves_no_lock(server: &Server, second: Sec
     let ours = registry(&server.url_by(proxy.addr()), ENDLESS).await;
     let theirs = registry(&server.url(), ENDLESS).await;
     let watcher = backend(&server.url()).await;
-    // From here on there is an idle connection with the statement prepared, so the next request is the attempt.
+    // From here on an idle connection with the statement prepared exists, so the next request is
+    // the attempt.
     ours.obtain("before").lock().await.unwrap().unlock().await.unwrap();
     let held = match second {
         Second::Busy => Some(theirs.obtain(KEY).lock().await.unwrap()),
@@ -63,7 +64,7 @@ async fn a_request_that_arrives_after_an_error_leaves_no_lock(kind: Kind) {
     a_request_that_arrives_late_leaves_no_lock(&kind.start().await, Second::Refused).await;
 }
 
-/// The engine repeats what a backend must not.
+/// The engine retries where a backend must not.
 async fn a_single_try_succeeds_over_connections_that_broke_while_idle(kind: Kind) {
     let server = kind.start().await;
     let ours = registry(&server.url(), ENDLESS).await;

@@ -1,5 +1,5 @@
-//! A fenced transaction commits before the next holder's, or not at all. The next holder is a caller of the same process, which may get the lock without
-//! the store.
+//! A fenced transaction commits before the next holder's, or not at all. The next holder is a
+//! caller of the same process, which may be granted the lock without the store.
 
 use std::time::Duration;
 
@@ -14,7 +14,7 @@ use crate::server::{Kind, LONG, Mode, Server, patient_backend, patient_spring, r
 const KEY: &str = "coupon/7";
 const LEASE: Duration = Duration::from_secs(20);
 const MODES: [Mode; 3] = [Mode::Lease, Mode::Session, Mode::Row];
-/// Many times what a hand-over and a transaction take.
+/// Many times the duration of a hand-over and a transaction.
 const A_WHILE: Duration = Duration::from_secs(2);
 
 async fn shop(kind: Kind) -> Server {
@@ -27,7 +27,7 @@ async fn lock(registry: &Registry) -> LockGuard {
     within(LONG, registry.obtain(KEY).lock()).await.unwrap()
 }
 
-/// Writes under the lock, in a fenced transaction that is begun anew if it must be.
+/// Writes under the lock in a fenced transaction, which is started again if necessary.
 async fn sell(guard: &LockGuard, data: &mut Data) {
     loop {
         let mut transaction = data.begin().await;
@@ -68,7 +68,7 @@ async fn a_fenced_transaction_never_commits_after_the_next_holders(kind: Kind) {
             });
             assert!(poll!(next.as_mut()).is_pending(), "two guards of one key");
             drop(first);
-            // Its lock is let go, and its transaction is not over.
+            // The lock is released, but the transaction has not ended.
             let overtaken = timeout(A_WHILE, next.as_mut()).await;
             assert!(overtaken.is_err(), "{mode:?}: the next holder has committed before");
             transaction.commit().await;
@@ -79,7 +79,8 @@ async fn a_fenced_transaction_never_commits_after_the_next_holders(kind: Kind) {
     }
 }
 
-/// The caller may be the one to end the transaction, so it must not wait for that.
+/// The caller of `unlock` may be the owner of the transaction, so `unlock` must not wait for its
+/// end.
 async fn an_unlock_next_to_an_open_fenced_transaction_answers_at_once(kind: Kind) {
     let server = shop(kind).await;
     let mut data = Data::connect(&server).await;
@@ -94,7 +95,7 @@ async fn an_unlock_next_to_an_open_fenced_transaction_answers_at_once(kind: Kind
             let guard = lock(&registry).await;
             let mut transaction = data.begin().await;
             transaction.fence(&guard).await.unwrap();
-            // Far less than the server, or the registry, would wait.
+            // Far less than the timeouts of the server and of the registry.
             match timeout(LONG / 3, guard.unlock()).await.expect(&name) {
                 Ok(()) => {}
                 Err(LockError::Backend { source, .. }) => {
@@ -108,7 +109,8 @@ async fn an_unlock_next_to_an_open_fenced_transaction_answers_at_once(kind: Kind
             } else {
                 transaction.rollback().await;
             }
-            // It is let go behind the transaction, and nobody has to wait for a lease.
+            // The release completes in the background after the transaction, so no caller waits for
+            // the end of the lease.
             registry.idle().await;
         }
         lock(&registry).await.unlock().await.unwrap();
@@ -116,7 +118,8 @@ async fn an_unlock_next_to_an_open_fenced_transaction_answers_at_once(kind: Kind
     }
 }
 
-/// With `completion_type` a server ends the connection with each COMMIT, or begins a transaction.
+/// With `completion_type` a server ends the connection after each COMMIT, or begins another
+/// transaction.
 #[tokio::test]
 async fn a_server_that_ends_connections_with_their_transactions_is_no_loss() {
     let server = shop(Kind::MariaDb).await;

@@ -1,4 +1,4 @@
-//! What is to be said of a contest: the checks of the testkit, and how much of a violation the fault explains.
+//! Evaluates a contest: the checks of the testkit, and the violations that the fault explains.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -8,17 +8,17 @@ use registry_testkit::history::{Ending, Grant, History, Window, WriteAnswer};
 
 use crate::server::HAND_OVERS;
 
-/// How late a holder may hear of the end of its lease on a machine that has other things to do.
+/// The maximum delay on a busy machine until a holder notices the end of its lease.
 const LATE: u64 = 2_000_000_000;
 
-/// What a contest has left.
+/// The result of a contest.
 pub(crate) struct Outcome {
     pub(crate) history: History,
-    /// How many holds ended against their holders' will.
+    /// The number of holds that ended by loss.
     pub(crate) losses: u64,
 }
 
-/// Two guards of one key that were valid at once.
+/// Two guards of one key that were valid at the same time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Overlap {
     pub(crate) key: String,
@@ -28,10 +28,10 @@ pub(crate) struct Overlap {
 }
 
 impl Outcome {
-    /// All promises were kept.
+    /// Checks that no property was violated.
     ///
     /// # Panics
-    /// With the first that was not.
+    /// On the first violation.
     pub(crate) fn assert_flawless(&self) -> Checked {
         self.losses_were_told();
         self.writes_were_refused_with_reason();
@@ -41,13 +41,14 @@ impl Outcome {
         checked
     }
 
-    /// All promises were kept, but that two guards of a key may have been valid at once in one of `windows`: the later one was granted
-    /// after its beginning, and the earlier one had ended by its end. Tells where that was so.
+    /// Checks that no property was violated, except that two guards of a key may overlap in one of
+    /// `windows`. The later one must be granted after the start of the window, and the earlier one
+    /// must end before its end. Returns the overlaps.
     ///
     /// # Panics
-    /// With the first that was not.
+    /// On the first other violation.
     pub(crate) fn assert_flawless_but_between(mut self, windows: &[(u64, u64)]) -> Vec<Overlap> {
-        // Who was granted a lock before, or was about to be told so, may have given back what was not his any more.
+        // A grant before or during a window may have released a lock that it no longer held.
         for grant in &mut self.history.grants {
             let (asked, end) = (grant.acquire.from, valid(grant).1);
             if let Some(release) = &mut grant.release
@@ -61,7 +62,7 @@ impl Outcome {
             let first = &mut self.history.grants[overlap.first];
             let excused = |(from, to): &(u64, u64)| overlap.from >= *from && overlap.to <= *to;
             assert!(windows.iter().any(excused), "{overlap:?} is not in {windows:?}: {first:?}");
-            // From here on its holder was wrong, and what it gave back was not the lock.
+            // From here on the first holder had lost the lock, so its release did not free it.
             first.lost = Some(first.lost.map_or(overlap.from, |lost| lost.min(overlap.from)));
             if let Some(release) = &mut first.release {
                 release.ending = Ending::Unknown;
@@ -79,7 +80,7 @@ impl Outcome {
         overlaps
     }
 
-    /// Clients were killed, each at its moment: what they held then, they hold no more.
+    /// Ends the grants of killed clients at the time of their death.
     pub(crate) fn with_deaths(mut self, deaths: &[(u32, u64)]) -> Self {
         for grant in &mut self.history.grants {
             let death = deaths.iter().find(|(client, _)| *client == grant.client);
@@ -92,7 +93,8 @@ impl Outcome {
         self
     }
 
-    /// Forgives answers of "busy" in `windows`: a crash, or a failover, may take a release back. The lock is free when its lease is over.
+    /// Ignores "busy" answers in `windows`: a crash or a failover may undo a release. The lock is
+    /// then free at the end of its lease.
     pub(crate) fn with_releases_taken_back(mut self, windows: &[(u64, u64)]) -> Self {
         let is_outside =
             |asked: &Window| !windows.iter().any(|w| asked.from <= w.1 && asked.to >= w.0);
@@ -100,8 +102,9 @@ impl Outcome {
         self
     }
 
-    /// A client that does not know yet that its lock is lost may hand it over between its callers, even after somebody else had it. Takes
-    /// these grants out, if they ended in one of `windows`, and counts them.
+    /// Removes stale hand-overs that ended in one of `windows`, and returns their number. A client
+    /// that has not noticed a loss may hand the lock over locally, even after another client was
+    /// granted it.
     fn forgive_stale_hand_overs(&mut self, windows: &[(u64, u64)]) -> usize {
         let before = self.history.grants.clone();
         self.history.grants.retain(|grant| {
@@ -124,7 +127,7 @@ impl Outcome {
         before.len() - self.history.grants.len()
     }
 
-    /// Whoever lost a lock heard of it, by the end of its lease at the latest.
+    /// Checks that each holder was notified of its loss, at the latest at the end of its lease.
     fn losses_were_told(&self) {
         for grant in &self.history.grants {
             let until = grant.valid_until.expect("the stores have leases").saturating_add(LATE);
@@ -134,7 +137,7 @@ impl Outcome {
         }
     }
 
-    /// Nobody was refused but for somebody newer.
+    /// Checks that each rejected write is explained by a newer grant.
     fn writes_were_refused_with_reason(&self) {
         for write in &self.history.writes {
             let newer = |grant: &Grant| {
@@ -150,14 +153,14 @@ impl Outcome {
     }
 }
 
-/// When the holder could believe that it held the lock.
+/// The time in which the holder could assume that it held the lock.
 fn valid(grant: &Grant) -> (u64, u64) {
     let released = grant.release.map(|release| release.window.from);
     let ends = [released, grant.lost, grant.valid_until];
     (grant.acquire.to, ends.into_iter().flatten().min().unwrap_or(u64::MAX))
 }
 
-/// All pairs of guards that were valid at once.
+/// All pairs of grants that were valid at the same time.
 fn overlaps(history: &History) -> Vec<Overlap> {
     let mut by_key: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
     for (number, grant) in history.grants.iter().enumerate() {

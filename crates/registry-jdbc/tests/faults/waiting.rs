@@ -1,4 +1,4 @@
-//! What waiting costs the server, and which of the waiting callers are granted the lock.
+//! The cost of waiting for the server, and the order of grants among waiters.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -14,7 +14,8 @@ use crate::server::{Kind, LONG, backend};
 
 const KEY: &str = "coupon/7";
 
-/// A transaction waits in one line with the guards of its registry, although their hand-overs pass the store by.
+/// A transaction waits in the same local queue as the guards of its registry, although their
+/// hand-overs do not use the store.
 async fn a_transaction_gets_its_share_next_to_busy_guards(kind: Kind) {
     const GUARDS: u32 = 8;
     const WORK: Duration = Duration::from_millis(2);
@@ -59,8 +60,9 @@ async fn a_transaction_gets_its_share_next_to_busy_guards(kind: Kind) {
     assert!(by_transactions >= share / 4, "{by_transactions} of a transaction, {share} of a guard");
 }
 
-/// Waiters whose wake-ups are confirmed ask at the end of the holder's lease, and else as seldom as they have waited long. MariaDB wakes none, so one
-/// task of theirs looks at all keys together.
+/// A waiter whose wake-ups are confirmed polls at the end of the holder's lease. Otherwise its poll
+/// interval grows with the time waited. MariaDB sends no wake-ups, so one task polls the keys of
+/// all waiters together.
 async fn idle_waiters_send_few_requests(kind: Kind) {
     const KEYS: u64 = 200;
     const LEASE: Duration = Duration::from_secs(300);
@@ -80,7 +82,7 @@ async fn idle_waiters_send_few_requests(kind: Kind) {
         let lock = waiting.obtain(&format!("k{n}"));
         waiters.spawn(async move { lock.lock().await.unwrap().unlock().await.unwrap() });
     }
-    // What is measured is time: how much is asked for in so long.
+    // The test measures the number of requests in a fixed time.
     sleep(SETTLED).await;
     let before = server.work_done().await;
     sleep(TIME).await;

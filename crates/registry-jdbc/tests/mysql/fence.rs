@@ -1,4 +1,4 @@
-//! A transaction commits only as long as nobody else was granted the lock.
+//! A fenced transaction commits only if no other client was granted the lock since.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,7 +20,8 @@ async fn shop() -> MariaDbServer {
 async fn sell(guard: &LockGuard, data: &mut MySqlConnection) -> Result<(), FenceError> {
     let mut transaction = data.begin().await.unwrap();
     if let Err(error) = guard.fence(&mut transaction).await {
-        // A dropped transaction is rolled back when its connection is used again, and this one rests.
+        // A dropped transaction is rolled back when its connection is next used, and this
+        // connection stays idle.
         transaction.rollback().await.unwrap();
         return Err(error);
     }
@@ -79,7 +80,8 @@ async fn a_fenced_transaction_holds_a_takeover_up_until_it_ends() {
     guard.fence(&mut transaction).await.unwrap();
     transaction.execute("INSERT INTO sale VALUES ('7')").await.unwrap();
 
-    // The lease runs out while the transaction is open. The lock is free, but nobody can be granted it.
+    // The lease expires while the transaction is open. The lock is free, but no client can be
+    // granted it yet.
     timeout(SOON, guard.lost()).await.unwrap();
     let successor = b.obtain("coupon/7");
     let mut takeover = Box::pin(async { successor.lock().await.unwrap() });
@@ -115,7 +117,7 @@ async fn a_takeover_that_came_first_is_waited_for_and_seen() {
     let server = shop().await;
     let a = registry(config(&server)).await;
     let guard = lock(&a, "coupon/7").await;
-    // As the store does it, but that it stops before it commits.
+    // As the store does it, but without the commit.
     let mut thief = data(&server).await;
     lab::run(&mut thief, "BEGIN; UPDATE lock_registry_locks SET claim = '0123456789abcdef'").await;
     let mut data = data(&server).await;
@@ -141,12 +143,12 @@ async fn what_a_transaction_has_read_before_does_not_deceive_the_fence() {
         let mine = [guard.claim().clone()];
         for is_lost in [false, true] {
             let mut transaction = data.begin().await.unwrap();
-            // Its view of the store is of this moment.
+            // Takes the snapshot of the transaction.
             transaction.execute("SELECT * FROM sale").await.unwrap();
             transaction.execute("SELECT count(*) FROM lock_registry_meta").await.unwrap();
             assert!(matches!(backend.renew(&mine).await[0], Ok(Renewal::Renewed(_))));
             if !is_lost {
-                // A renewal since then is no trouble.
+                // A renewal after the snapshot does not make the fence fail.
                 guard.fence(&mut transaction).await.unwrap();
                 transaction.rollback().await.unwrap();
                 continue;
@@ -172,18 +174,18 @@ async fn a_transaction_on_another_server_is_noticed_and_one_in_another_database_
     let _branch = backend(config(&elsewhere)).await;
     assert!(matches!(sell(&guard, &mut far).await.unwrap_err(), FenceError::OtherDatabase));
 
-    // Databases of one server commit together.
+    // Databases of one server share transactions, so the fence works there too.
     server.sql("CREATE DATABASE branch").await.unwrap();
     let mut near = data(&server).await;
     lab::run(&mut near, "USE branch").await;
     sell(&guard, &mut near).await.unwrap();
     assert_eq!(sales(&server).await, "1");
 
-    // A lock of another kind of store.
+    // A lock of another kind of store cannot fence.
     let guard = lock(&Registry::in_memory().unwrap(), "coupon/7").await;
     let error = sell(&guard, &mut near).await.unwrap_err();
     assert!(matches!(error, FenceError::Unsupported { database: "MySQL", .. }), "{error:?}");
-    // Nor is the lock of a store with other tables.
+    // A store with other tables has separate locks, so the same key can be granted there.
     let config: MySqlConfig = config(&server).with_table_prefix("other");
     lab::grant(&backend(config).await, &claim("coupon/7")).await;
 }

@@ -1,4 +1,4 @@
-//! What the tests have in common.
+//! Helpers that the tests share.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -54,7 +54,7 @@ pub(crate) fn claim(text: &str) -> Claim {
     Claim::new(key(text), LEASE)
 }
 
-/// Repeats an attempt whose connection had broken while idle, as the engine does.
+/// Retries an attempt whose connection broke while idle, as the engine does.
 async fn attempt(backend: &MySqlBackend, claim: &Claim) -> Attempt {
     match backend.try_acquire(claim).await {
         Err(error) if error.is_stale_connection() => backend.try_acquire(claim).await.unwrap(),
@@ -80,7 +80,7 @@ pub(crate) async fn busy(backend: &MySqlBackend, claim: &Claim) -> Busy {
     }
 }
 
-/// An error with all that is behind it, as a log would show it.
+/// An error with all its sources, as a log would contain it.
 pub(crate) fn told(error: &BackendError) -> String {
     let mut text = format!("{error} {error:?}");
     let mut source = std::error::Error::source(error);
@@ -91,11 +91,11 @@ pub(crate) fn told(error: &BackendError) -> String {
     text
 }
 
-/// Ends all connections of the store. The testkit asks through a socket.
+/// Ends all connections of the store. The testkit itself connects through a Unix socket.
 pub(crate) async fn cut_all(server: &MariaDbServer) {
     let all = "SELECT id FROM information_schema.processlist WHERE host LIKE '127.0.0.1:%'";
     for id in server.sql(all).await.unwrap().lines() {
-        // It may just have gone.
+        // The connection may already have ended.
         server.sql(&format!("KILL CONNECTION {id}")).await.ok();
     }
 }

@@ -1,4 +1,4 @@
-//! A lock that lasts as long as the caller's transaction.
+//! A lock that lasts until the caller's transaction ends.
 
 use std::cell::RefCell;
 use std::pin::pin;
@@ -40,7 +40,7 @@ async fn two_transactions_exclude_each_other_until_commit_or_rollback() {
         let next = timeout(SOON, waiting).await.unwrap().unwrap();
         assert!(Some(next.fencing_token()) > last, "tokens grow");
         last = Some(next.fencing_token());
-        // Again, in the same transaction.
+        // The same key again, in the same transaction.
         let again = registry.lock_in(&mut other, "orders/42").await.unwrap();
         assert!(Some(again.fencing_token()) > last, "tokens grow");
         last = Some(again.fencing_token());
@@ -48,7 +48,7 @@ async fn two_transactions_exclude_each_other_until_commit_or_rollback() {
     }
 }
 
-/// A local caller that waits for the transaction is in front of it in the local queue.
+/// A local caller that waits for the transaction is ahead of it in the local queue.
 #[tokio::test]
 async fn a_transaction_locks_its_key_again_next_to_a_caller_that_waits_for_it() {
     let server = server().await;
@@ -151,7 +151,7 @@ async fn what_is_read_behind_the_lock_is_what_the_one_before_has_written() {
         let mut tx = one.begin().await.unwrap();
         registry.lock_in(&mut tx, "counter").await.unwrap();
         let mut other = two.begin().await.unwrap();
-        // It has waited, and was told so, before the other one wrote.
+        // The transaction asked for the lock and received "busy" before the other one wrote.
         assert_eq!(registry.try_lock_in(&mut other, "counter").await.unwrap(), None);
         let mut waiting = Box::pin(registry.lock_in(&mut other, "counter"));
         assert!(timeout(Duration::from_millis(200), &mut waiting).await.is_err());
@@ -178,7 +178,7 @@ async fn what_cannot_be_locked_is_refused() {
     let error = registry.lock_in(&mut tx, "a").await.unwrap_err();
     assert!(matches!(error, LockInError::OtherDatabase { .. }), "{error:?}");
     tx.rollback().await.unwrap();
-    // With tables of the same names, without and with a row of that key.
+    // The other server has tables of the same names, first without and then with a row of this key.
     let other = backend(config(&there)).await;
     for _ in 0..2 {
         let mut tx = elsewhere.begin().await.unwrap();
@@ -233,7 +233,8 @@ async fn counters_of_transactions_and_leases_come_out_exact() {
     assert_eq!(server.sql("SELECT n FROM counter").await.unwrap().trim(), (4 * EACH).to_string());
 }
 
-/// Whatever is dropped in the middle of a transaction, at any point: that is rolled back, its connection serves the next one, and the lock is free.
+/// A call that is dropped at any point rolls its transaction back. The connection serves the next
+/// transaction, and the lock is free.
 #[tokio::test]
 #[expect(clippy::async_yields_async, reason = "the sweep polls what is made")]
 async fn a_transaction_that_is_dropped_at_any_point_leaves_nothing_behind() {
@@ -270,7 +271,7 @@ async fn a_transaction_that_is_dropped_at_any_point_leaves_nothing_behind() {
             tx.commit().await.unwrap();
         }
     };
-    // The pool takes its time to roll back, and the server to hear of it.
+    // The pool rolls back in the background, and the server needs time to process it.
     let renewed =
         async || guard.renew(Duration::from_secs(30)).await.map_err(|error| error.to_string());
     let check_guard = async |_| {

@@ -25,7 +25,7 @@ fn a_server_keeps_all_promises() {
     keeps_its_promises(Way::ByLease, 221, 11);
 }
 
-/// Of one that all who lock use.
+/// One node of a cluster, which all clients use.
 #[test]
 fn a_node_of_a_galera_cluster_keeps_all_promises() {
     let options = MariaDbOptions::new().galera_node().args(&["--max-connections=1000"]);
@@ -42,13 +42,13 @@ fn locks_of_transactions_keep_the_promises_that_they_can() {
     keeps_its_promises(Way::ByRow, 218, 14);
 }
 
-/// Nobody is told of releases there.
+/// There releases are not published.
 #[test]
 fn a_table_of_spring_7_keeps_all_promises_but_those_of_wakes() {
     keeps_its_promises(Way::AsSpring(SpringTable::v7()), 216, 16);
 }
 
-/// Its clauses have leases shorter and longer than the time to live.
+/// The clauses have leases shorter and longer than the time to live.
 #[test]
 fn a_table_of_spring_6_keeps_all_promises_but_those_of_wakes() {
     keeps_its_promises(Way::AsSpring(SpringTable::v6(Duration::from_secs(10))), 216, 16);

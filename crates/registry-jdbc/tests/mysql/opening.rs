@@ -1,4 +1,4 @@
-//! How a store is reached and set up.
+//! Connecting to a store and creating its schema.
 
 use registry_core::{BackendErrorKind, LockBackend};
 #[cfg(feature = "tls")]
@@ -50,7 +50,7 @@ async fn whoever_may_only_use_the_tables_needs_no_more() {
         .await
         .unwrap();
     let backend = backend(worker().with_purge_after(std::time::Duration::from_secs(60))).await;
-    // Until rows are deleted, too, which are once they are old, by a few of those who release.
+    // Runs until rows have been deleted as well. Some releases delete rows that are old enough.
     let was_purged =
         async || server.sql("SELECT floor FROM lock_registry_meta").await.unwrap() != "0";
     let mut number = 0;
@@ -175,7 +175,8 @@ async fn encrypted_connections_are_verified_if_that_is_wanted() {
     }
 }
 
-/// A statement that began before a row was made, used and deleted again would have the smaller token.
+/// The token of a statement that started before a row was created, used and deleted would be
+/// smaller than the row's.
 #[tokio::test]
 async fn rows_are_kept_for_longer_than_any_statement_may_last() {
     let server = server().await;

@@ -18,7 +18,7 @@ use tokio::time::timeout;
 
 use crate::lab::{LEASE, SOON, backend, claim, config, cut_all, data, grant, key, lock, server};
 
-/// What a holder must be told in: well before its next renewal.
+/// The time limit for a loss notification: well before the next renewal.
 const AT_ONCE: Duration = Duration::from_secs(5);
 
 const A_MOMENT: Duration = Duration::from_secs(1);
@@ -47,7 +47,7 @@ async fn is_free(registry: &Registry, key: &str) -> bool {
     registry.obtain(key).try_lock().await.unwrap().is_some()
 }
 
-/// How many transactions have a row locked. The table that tells is up to a tenth of a second old.
+/// The number of transactions with a locked row. The table is up to a tenth of a second old.
 async fn holders(server: &MariaDbServer) -> usize {
     tokio::time::sleep(Duration::from_millis(300)).await;
     let open = "SELECT count(*) FROM information_schema.innodb_trx WHERE trx_rows_locked > 0";
@@ -88,7 +88,8 @@ async fn a_server_that_is_started_anew_has_no_locks_and_their_holders_know() {
 async fn a_lock_ends_with_its_process_and_not_with_a_lease() {
     let server = server().await;
     let other = registry(&server).await;
-    // A runtime that is shut down stands for a process that dies: the socket is closed, and nobody says good-bye.
+    // A runtime that is shut down stands for a process that dies: the socket is closed without a
+    // disconnect message.
     let config = config(&server);
     tokio::task::spawn_blocking(move || {
         let runtime = tokio::runtime::Runtime::new().unwrap();
@@ -215,7 +216,7 @@ async fn a_server_that_stands_still_for_a_moment_costs_no_lock_and_one_that_stay
     drop(timeout(SOON, registry.obtain("orders/42").lock()).await.unwrap().unwrap());
 }
 
-/// The user of these tests may write all the same.
+/// `read_only` does not stop the user of these tests from writing.
 #[tokio::test]
 async fn a_read_only_server_grants_nothing_and_holders_are_told_when_it_becomes_one() {
     let server = server().await;
@@ -229,7 +230,7 @@ async fn a_read_only_server_grants_nothing_and_holders_are_told_when_it_becomes_
             guard.unlock().await.unwrap();
         }
         for key in ["orders/42", "fresh"] {
-            // The server may not have noticed yet that the session which was given up is over.
+            // The server may not have noticed yet that the closed session has ended.
             let refused = async || match registry.obtain(key).try_lock().await {
                 Err(error) => Ok(error),
                 Ok(Some(guard)) => panic!("granted: {guard:?}"),
@@ -285,12 +286,12 @@ async fn fences(server: &MariaDbServer, a: Registry, b: Registry) {
     let holders = server.sql("SELECT id FROM information_schema.processlist").await.unwrap();
     let (mut data, mut second) = (data(server).await, data(server).await);
     sell(&guard, &mut data).await.unwrap();
-    // The next holder comes after the commit, even if the server has ended the lock.
+    // The next holder commits after this transaction, even if the server has ended the lock.
     let mut open = second.begin().await.unwrap();
     guard.fence(&mut open).await.unwrap();
     open.execute("INSERT INTO app.sale VALUES ('7')").await.unwrap();
     for id in holders.lines() {
-        // All that were there but the application's. It may just have gone.
+        // All connections except the application's. One may already have ended.
         server.sql(&format!("KILL CONNECTION {id}")).await.ok();
     }
     let next = b.obtain("coupon/7");
@@ -298,7 +299,7 @@ async fn fences(server: &MariaDbServer, a: Registry, b: Registry) {
     assert!(timeout(Duration::from_secs(1), &mut waiting).await.is_err(), "granted too early");
     open.commit().await.unwrap();
     let next = timeout(SOON, waiting).await.unwrap().unwrap();
-    // And who has lost it commits no more, whether it has heard or not.
+    // A holder that has lost the lock cannot commit, whether it was notified or not.
     let error = sell(&guard, &mut data).await.unwrap_err();
     assert!(matches!(error, FenceError::Lost { .. }), "{error:?}");
     sell(&next, &mut data).await.unwrap();
@@ -317,7 +318,7 @@ async fn a_transaction_is_fenced_by_a_lock_of_a_session() {
     fences(&server, session(&server).await, session(&server).await).await;
 }
 
-/// As the next holder would, if it were faster than the news.
+/// Writes what the next holder would, before the loss notification arrives.
 #[tokio::test]
 async fn a_holder_that_heard_nothing_cannot_commit_after_the_next_grant() {
     let server = server().await;
@@ -340,7 +341,7 @@ async fn a_named_lock_is_nothing_that_a_transaction_can_have() {
     assert!(matches!(error, LockInError::Unsupported { .. }), "{error:?}");
 }
 
-/// Runs on real time: what ends a silent holder's lock is the server's clock.
+/// Runs in real time: the server's clock ends the lock of a silent holder.
 #[tokio::test]
 async fn the_server_frees_what_a_frozen_process_holds_after_a_minute_and_no_sooner() {
     let server = server().await;
@@ -350,7 +351,7 @@ async fn the_server_frees_what_a_frozen_process_holds_after_a_minute_and_no_soon
     let (frozen_row, frozen_session) = (config(&server), apart);
     let (holds, held) = tokio::sync::oneshot::channel();
     let (thaw, thawed) = std::sync::mpsc::channel::<()>();
-    // A runtime of one thread that does nothing else: whatever it had to do stands still.
+    // A runtime with one thread that is blocked, so that all its tasks stop.
     let frozen = std::thread::spawn(move || {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let locked = runtime.block_on(async {
@@ -371,7 +372,8 @@ async fn the_server_frees_what_a_frozen_process_holds_after_a_minute_and_no_soon
     });
     held.await.unwrap();
     let began = Instant::now();
-    // Beside it one that lives: its row is deleted when it is old, and a fence finds it all the same.
+    // The lock of a live holder, for comparison. Its row is deleted below, and the fence still
+    // succeeds.
     let kept = lock(&sessions, "kept").await;
     let waits = [&rows, &sessions].map(|registry| async move {
         let handle = registry.obtain("orders/42");

@@ -1,4 +1,4 @@
-//! What is written, and what is not.
+//! The writes of each operation, and the operations without writes.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -19,13 +19,13 @@ use crate::lab::{
     token, told,
 };
 
-/// How many rows InnoDB has written, and for whom rows have been locked.
+/// InnoDB's counters of written rows and of waits for row locks.
 async fn written(server: &MariaDbServer) -> String {
     let counters = "'Innodb_rows_inserted', 'Innodb_rows_updated', 'Innodb_rows_deleted', 'Innodb_row_lock_waits'";
     server.sql(&format!("SHOW GLOBAL STATUS WHERE Variable_name IN ({counters})")).await.unwrap()
 }
 
-/// Until so many statements wait for a row.
+/// Waits until a statement waits for a row lock.
 async fn waits_for_a_row(server: &MariaDbServer) {
     let waiting =
         "SELECT count(*) FROM information_schema.innodb_trx WHERE trx_state = 'LOCK WAIT'";
@@ -58,7 +58,7 @@ async fn a_key_that_was_let_go_is_taken_again_unless_somebody_was_faster() {
         let holder = theirs.inspect(&key("k")).await.unwrap().unwrap();
         assert_eq!(holder.label.as_deref(), Some("first"));
         assert_eq!(ours.release(&first).await.unwrap(), Release::Freed);
-        // Nobody was faster,
+        // Case 1: no other client is faster.
         let again = claim("k");
         let token_again = token(&ours, &again).await;
         assert!(token_again >= token_of_first + 7, "round {round}: {token_again}");
@@ -66,7 +66,7 @@ async fn a_key_that_was_let_go_is_taken_again_unless_somebody_was_faster() {
         assert_eq!((holder.label, holder.token.map(Into::into)), (None, Some(token_again)));
         assert!(holder.lease_left.unwrap() > LEASE / 2, "{:?}", holder.lease_left);
         assert_eq!(ours.release(&again).await.unwrap(), Release::Freed);
-        // or somebody was.
+        // Case 2: another client is faster.
         let faster = claim("k");
         let token_of_faster = token(&theirs, &faster).await;
         let before = written(&server).await;
@@ -76,7 +76,7 @@ async fn a_key_that_was_let_go_is_taken_again_unless_somebody_was_faster() {
         let renewed = theirs.renew(std::slice::from_ref(&faster)).await.remove(0);
         assert!(matches!(renewed, Ok(Renewal::Renewed(_))), "{renewed:?}");
         assert_eq!(theirs.release(&faster).await.unwrap(), Release::Freed);
-        // Or the row is gone.
+        // Case 3: the row was deleted.
         let gone = claim("k");
         last = token(&ours, &gone).await;
         assert_eq!(ours.release(&gone).await.unwrap(), Release::Freed);
@@ -98,7 +98,7 @@ async fn a_key_that_was_let_go_is_not_taken_again_behind_a_fence() {
     let guard = theirs.obtain("k").lock_with(options).await.unwrap().unwrap();
     guard.fence(&mut transaction).await.unwrap();
     timeout(SOON, guard.lost()).await.unwrap();
-    // The holder stops a little before its lease ends on the server.
+    // The holder stops slightly before its lease ends on the server.
     let over = "SELECT until <= UNIX_TIMESTAMP(NOW(6)) * 1000000 FROM lock_registry_locks";
     eventually(SOON, async || server.sql(over).await.unwrap() == "1").await;
     let backend = Arc::clone(&ours);
@@ -136,7 +136,7 @@ async fn of_many_that_see_a_key_free_one_is_granted_it() {
         backends.push(Arc::new(backend(config(&server).with_connections(1)).await));
     }
     for round in 0..60 {
-        // Twice each: first there is no row, then there is a free one.
+        // Two rounds per key: in the first the row does not exist, in the second it is free.
         let name = format!("k{}", round / 2);
         let mut attempts = JoinSet::new();
         for backend in &backends {
@@ -156,7 +156,7 @@ async fn of_many_that_see_a_key_free_one_is_granted_it() {
         assert_eq!(granted.len(), 1, "round {round}: {granted:?}");
         let (backend, claim, token) = granted.remove(0);
         assert!(told.iter().all(|holder| *holder == token), "round {round}: {told:?}");
-        // The row says the same, and so does a repetition.
+        // The row contains the same token, and so does the reply to a retry.
         let held = backend.inspect(claim.key()).await.unwrap().unwrap();
         assert_eq!(held.token, Some(token));
         assert_eq!(grant(&backend, &claim).await.token, Some(token));
@@ -170,7 +170,7 @@ async fn who_was_overtaken_behind_a_row_is_told_who_has_it_and_never_granted() {
     let first = backend(config(&server)).await;
     let config = config(&server).with_connections(1).with_busy_timeout(Duration::from_secs(8));
     let second = Arc::new(backend(config).await);
-    // What this connection was granted before must not be taken for an answer.
+    // The connection's previous grant must not be taken for the answer.
     grant(&second, &claim("before")).await;
     let held = claim("k");
     let token = token(&first, &held).await;
@@ -248,7 +248,8 @@ async fn a_lease_ends_early_when_the_clock_jumps_and_its_holder_is_told() {
     clock.jump_wall(61).unwrap();
     assert!(token(&backend, &second).await > before);
     assert_eq!(backend.renew(&[first]).await[0].as_ref().unwrap(), &Renewal::Gone);
-    // Back again, its lease is longer than was asked for; whoever has it can still let it go.
+    // After the clock was set back, the lease is longer than requested. Its holder can still
+    // release it.
     clock.jump_wall(-3_600).unwrap();
     let left = busy(&backend, &claim("k")).await.retry_after.unwrap();
     assert!(left > Duration::from_secs(3_000), "{left:?}");
@@ -280,10 +281,10 @@ async fn a_row_that_somebody_has_locked_is_trouble_and_neither_busy_nor_lost() {
     assert!(error.refused(), "{}", told(&error));
     let error = backend.release(&held).await.unwrap_err();
     assert!(error.is_retryable() && error.refused(), "{}", told(&error));
-    // Whoever looks does not mind.
+    // A busy attempt does not need the row lock.
     busy(&backend, &claim("held")).await;
 
-    // One locked row holds up no other renewal, and nobody waits.
+    // One locked row delays no other renewal, and the call does not wait for it.
     let claims = [held.clone(), other.clone(), claim("held")];
     let began = Instant::now();
     let renewals = timeout(SOON, backend.renew(&claims)).await.unwrap();
@@ -338,7 +339,7 @@ async fn renewals_get_through_while_acquisitions_have_all_connections() {
         let backend = Arc::clone(&backend);
         attempts.spawn(async move { backend.try_acquire(&claim("locked")).await });
     }
-    // One of them is in the server, and the others wait for its connection.
+    // One attempt waits in the server, and the others wait for its connection.
     waits_for_a_row(&server).await;
     let began = Instant::now();
     assert!(matches!(backend.renew(&[held]).await[0], Ok(Renewal::Renewed(_))));
@@ -355,7 +356,7 @@ async fn a_batch_is_renewed_claim_by_claim() {
     let options = MariaDbOptions::new().without_fsync();
     let server = MariaDbServer::start_with(options).await.unwrap();
     let backend = backend(config(&server)).await;
-    // More than one statement takes.
+    // More claims than one statement takes.
     let mut claims = Vec::new();
     for n in 0..1200 {
         claims.push(claim(&format!("k{n}")));

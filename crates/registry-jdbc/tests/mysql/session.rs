@@ -11,10 +11,11 @@ use tokio::time::timeout;
 
 use crate::lab::{SOON, backend, claim, config, cut_all, data, grant, key, lock, server};
 
-/// What a holder must be told in: well before its next renewal.
+/// The time limit for a loss notification: well before the next renewal.
 const AT_ONCE: Duration = Duration::from_secs(5);
 
-/// What the lock of `orders/42` is called: the SHA-256 of 00 00 00 00 00 00 00 07 "default" "orders/42".
+/// The name of the lock of `orders/42`: the SHA-256 of 00 00 00 00 00 00 00 07 "default"
+/// "orders/42".
 const NAME: &str = "03c4a6d03c53a5b0798ba12d99188f66cdd4889a81a1eee70b87671214fd83ff";
 
 async fn session(server: &MariaDbServer) -> Arc<MySqlSessionBackend> {
@@ -68,7 +69,8 @@ async fn a_server_that_is_started_anew_has_no_locks_and_their_holders_know() {
 async fn a_lock_ends_with_its_process_and_not_with_a_lease() {
     let server = server().await;
     let other = session(&server).await;
-    // A runtime that is shut down stands for a process that dies: the socket is closed, and nobody says good-bye.
+    // A runtime that is shut down stands for a process that dies: the socket is closed without a
+    // disconnect message.
     let url = server.url();
     let mine = claim("orders/42");
     let dead = mine.clone();
@@ -103,7 +105,7 @@ async fn all_locks_of_a_process_share_one_connection() {
         guards.push(lock(&registry, &format!("orders/many/{n}")).await);
     }
     assert_eq!(registry.held(), 31);
-    // The session would grant it again, and again.
+    // The server would grant a named lock to its own session again.
     let twin = Registry::builder(Arc::<MySqlSessionBackend>::clone(&backend)).build().unwrap();
     assert!(twin.obtain("orders/42").try_lock().await.unwrap().is_none());
     let connection = holder.unwrap();

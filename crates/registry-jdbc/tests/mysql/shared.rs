@@ -1,4 +1,5 @@
-//! Runs the whole suite over one server, each clause in a namespace of its own; only those that restart or empty the server get their own.
+//! Runs the whole suite over one server, each clause in its own namespace. Only clauses that
+//! restart or empty the server have a server of their own.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -14,7 +15,7 @@ use registry_jdbc::{
 use registry_testkit::mariadb::{MariaDbOptions, MariaDbServer};
 use tokio::sync::RwLock;
 
-/// How many clauses run at a time: they mostly wait.
+/// The number of concurrent clauses; they spend most of their time waiting.
 const AT_ONCE: usize = 8;
 
 /// How locks are held.
@@ -23,7 +24,7 @@ pub(crate) enum Way {
     ByLease,
     BySession,
     ByRow,
-    /// With locks that look like Spring's, in a region for each namespace.
+    /// With locks in Spring's format, and a region for each namespace.
     AsSpring(SpringTable),
 }
 
@@ -32,7 +33,7 @@ impl Way {
         matches!(self, Self::BySession | Self::ByRow)
     }
 
-    /// Whether a lock can promise this that is held in this way.
+    /// Whether locks of this kind can satisfy the clause.
     fn can_promise(&self, clause: &Clause) -> bool {
         let is_here = |need: &Need| !matches!(need, Need::Remote | Need::Fair);
         let can = match self {
@@ -41,7 +42,8 @@ impl Way {
             Self::BySession => |need: &Need| !matches!(need, Need::Inspect | Need::Labels),
             Self::ByRow => |_: &Need| true,
         };
-        // A lock of a connection is nobody else's to ask for again, to renew or to release.
+        // Another client cannot acquire again, renew or release a lock that belongs to a
+        // connection.
         let is_own = clause.name.ends_with("_through_another_client")
             || matches!(
                 clause.name,
@@ -49,7 +51,7 @@ impl Way {
                     | "of_many_claims_at_once_exactly_one_is_granted"
                     | "a_repeated_acquire_has_the_same_token"
             );
-        // And those of one session are lost together.
+        // All locks of one session are lost together.
         let is_alone = clause.name == "one_lost_lock_does_not_stop_the_renewal_of_others";
         clause.needs.iter().all(|need| is_here(need) && can(need))
             && !(is_own && self.by_connection())
@@ -57,16 +59,17 @@ impl Way {
     }
 }
 
-/// Runs all clauses that the store can keep: `runs` and `skips` count them, so that none is forgotten.
+/// Runs all clauses that the store supports. `runs` and `skips` are the expected counts, so that no
+/// clause is omitted unnoticed.
 ///
 /// # Panics
-/// With the names of the clauses that were not kept.
+/// With the names of the failed clauses.
 pub(crate) fn keeps_its_promises(way: Way, runs: usize, skips: usize) {
     let options = MariaDbOptions::new().args(&["--max-connections=1000"]);
     keeps_its_promises_on(&options, way, runs, skips);
 }
 
-/// The same on such a server.
+/// The same on a server with these options.
 ///
 /// # Panics
 /// As [`keeps_its_promises`].
@@ -135,7 +138,7 @@ impl InNamespace {
     async fn open(&self, namespace: &str) -> Arc<dyn LockBackend> {
         let url = self.server.read().await.url();
         let config = MySqlConfig::from_url(&url).unwrap().with_namespace(namespace);
-        // One clause holds as many as that.
+        // One clause holds this many locks.
         let config = config.with_row_locks(260);
         match &self.way {
             Way::ByLease => Arc::new(MySqlBackend::open(config).await.unwrap()),
@@ -159,18 +162,18 @@ impl Store for InNamespace {
         Some(self.open(&format!("{}-other", self.namespace)).await)
     }
 
-    // What was answered is on the disk, so this may be a crash.
+    // Every confirmed write is on disk, so this may be a crash.
     async fn restart(&self) -> bool {
         self.server.write().await.start_again().await.unwrap();
         true
     }
 
-    // As when the server ends the connection.
+    // Ends the connection, as the server would.
     async fn break_claim(&self, claim: &Claim) -> bool {
         if !self.way.by_connection() {
             return false;
         }
-        // The named lock is the session's lock, or what says whose the transaction is.
+        // The named lock is the session's lock, or it identifies the connection of the transaction.
         let name = if matches!(self.way, Way::BySession) {
             format!("SHA2(UNHEX('{}'), 256)", hashed(&self.namespace, claim))
         } else {
@@ -192,7 +195,7 @@ impl Store for InNamespace {
     }
 }
 
-/// What the number or the name of a session's lock is a hash of, in hexadecimal digits.
+/// The input of the hash that names a session's lock, in hexadecimal digits.
 fn hashed(namespace: &str, claim: &Claim) -> String {
     let length = u64::try_from(namespace.len()).unwrap().to_be_bytes();
     let bytes = length.into_iter().chain(namespace.bytes()).chain(claim.key().as_str().bytes());

@@ -1,4 +1,4 @@
-//! Connections break, servers stop, and nothing is lost or told wrong.
+//! Connections break and servers stop; no grant is lost or reported wrongly.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -27,7 +27,7 @@ async fn a_call_that_is_dropped_half_way_poisons_no_connection() {
         let call = timeout(Duration::from_millis(300), backend.try_acquire(&dropped)).await;
         assert!(call.is_err(), "the server stood still");
         server.resume().unwrap();
-        // What is granted now is granted for everybody to see.
+        // A new grant is committed, so every client sees it.
         grant(&backend, &last).await;
         let seen = "SELECT count(*) FROM lock_registry_locks WHERE lock_key = 'last' AND claim IS NOT NULL";
         assert_eq!(server.sql(seen).await.unwrap(), "1", "round {round}");
@@ -80,7 +80,7 @@ async fn a_grant_whose_answer_was_lost_is_found_by_asking_again() {
     let config = MySqlConfig::new("127.0.0.1", proxy.addr().port(), "app").with_login("root", None);
     let (near, far) = (backend(crate::lab::config(&server)).await, backend(config).await);
     let held = claim("k");
-    // So that the statement is prepared, and the next request is the attempt itself.
+    // Prepares the statement, so that the next request is the attempt itself.
     grant(&far, &claim("other")).await;
     proxy.set_mode(Mode::ResetAfterRequest).await.unwrap();
     let error = far.try_acquire(&held).await.unwrap_err();
@@ -103,7 +103,7 @@ async fn a_server_that_says_nothing_leaves_the_outcome_open() {
     server.pause().unwrap();
     let error = within(SOON, backend.try_acquire(&held)).await.unwrap_err();
     assert!(error.is_retryable() && !error.refused(), "{}", told(&error));
-    // Without a connection nothing was asked.
+    // Without a connection the request is not sent.
     let error = within(SOON, backend.try_acquire(&held)).await.unwrap_err();
     assert!(error.is_retryable() && error.refused(), "{}", told(&error));
     server.resume().unwrap();
@@ -153,7 +153,7 @@ async fn many_who_wait_look_together_and_ever_less_often() {
         let row = server.sql(status).await.unwrap();
         row.split('\t').next_back().unwrap().parse::<u64>().unwrap()
     };
-    // Each on its own, they would look this often in a tenth of a second.
+    // Separate waiters would poll this often in a tenth of a second.
     let (before, began) = (selects().await, Instant::now());
     registry_testkit::eventually(SOON, async || selects().await >= before + 40).await;
     assert!(began.elapsed() > Duration::from_millis(300), "{:?}", began.elapsed());
@@ -181,7 +181,7 @@ async fn who_waits_is_woken_although_another_registry_over_the_store_was_closed(
     tokio::time::sleep(Duration::from_millis(300)).await;
     guard.unlock().await.unwrap();
     let guard = within(Duration::from_secs(5), waiting).await.unwrap();
-    // And who comes later.
+    // A later waiter is woken too.
     let next = a.obtain("k");
     let _ = (guard.unlock().await, lock(&a, "k2").await);
     let guard = next.lock().await.unwrap();
@@ -192,7 +192,7 @@ async fn who_waits_is_woken_although_another_registry_over_the_store_was_closed(
     within(Duration::from_secs(5), waiting).await.unwrap().unlock().await.unwrap();
 }
 
-/// A registry that relies on being woken.
+/// A registry that relies on wake-ups.
 async fn slow_poller(config: MySqlConfig) -> Registry {
     let backend = Arc::new(MySqlBackend::open(config).await.unwrap());
     Registry::builder(backend).poll(Duration::from_secs(3600)).build().unwrap()

@@ -1,4 +1,4 @@
-//! A transaction commits only as long as nobody else was granted the lock.
+//! A fenced transaction commits only if no other client was granted the lock since.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -76,7 +76,8 @@ async fn a_fenced_transaction_holds_a_takeover_up_until_it_ends() {
     guard.fence(&mut transaction).await.unwrap();
     transaction.execute("INSERT INTO sale VALUES ('7')").await.unwrap();
 
-    // The lease runs out while the transaction is open. The lock is free, but nobody can be granted it.
+    // The lease expires while the transaction is open. The lock is free, but no client can be
+    // granted it yet.
     timeout(SOON, guard.lost()).await.unwrap();
     let successor = b.obtain("coupon/7");
     let mut takeover = Box::pin(async { successor.lock().await.unwrap() });
@@ -100,11 +101,11 @@ async fn the_holder_renews_and_lets_go_beside_its_fenced_transaction() {
 
     let mine = guard.claim().clone();
     assert!(matches!(backend.renew(std::slice::from_ref(&mine)).await[0], Ok(Renewal::Renewed(_))));
-    // Who deletes the row would forget who may have the lock next.
+    // Without its row the fenced key could be granted, so the row cannot be deleted.
     let deletes = "SET lock_timeout = '200ms'; DELETE FROM lock_registry_locks";
     server.sql(deletes).await.unwrap_err();
     server.sql(&deletes.replace("DELETE FROM", "TRUNCATE")).await.unwrap_err();
-    // A release frees the lock, but the next grant comes after the transaction.
+    // A release frees the lock, but the next grant must wait for the transaction.
     assert_eq!(backend.release(&mine).await.unwrap(), Release::Freed);
     let error = backend.try_acquire(&claim("coupon/7")).await.unwrap_err();
     assert!(error.is_retryable() && error.refused(), "{}", lab::told(&error));
@@ -117,7 +118,7 @@ async fn a_takeover_that_came_first_is_waited_for_and_seen() {
     let server = shop().await;
     let a = registry(config(&server)).await;
     let guard = lock(&a, "coupon/7").await;
-    // As the store does it, but that it stops before it commits.
+    // As the store does it, but without the commit.
     let mut thief = data(&server).await;
     lab::run(&mut thief, "BEGIN").await;
     let mut data = data(&server).await;
@@ -141,13 +142,14 @@ async fn what_a_transaction_has_read_before_does_not_deceive_the_fence() {
     let registry = Registry::builder(Arc::<PostgresBackend>::clone(&backend)).build().unwrap();
     let other = lab::registry(config(&server)).await;
     for level in ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"] {
-        // One of its own, because whoever is next in this process would be handed what the first believes to have.
+        // Each level has its own key. With one key, the claim that the first guard still believes
+        // to hold would be handed over to the next caller of this process.
         let guard = lock(&registry, level).await;
         let mut data = data(&server).await;
         let begin = AssertSqlSafe(format!("BEGIN ISOLATION LEVEL {level}"));
         let mut transaction = data.begin_with(begin).await.unwrap();
         transaction.execute("SELECT * FROM sale").await.unwrap();
-        // A renewal since then is no trouble.
+        // A renewal after the snapshot does not make the fence fail.
         let mine = [guard.claim().clone()];
         assert!(matches!(backend.renew(&mine).await[0], Ok(Renewal::Renewed(_))));
         guard.fence(&mut transaction).await.unwrap();
@@ -156,7 +158,8 @@ async fn what_a_transaction_has_read_before_does_not_deceive_the_fence() {
         let begin = AssertSqlSafe(format!("BEGIN ISOLATION LEVEL {level}"));
         let mut transaction = data.begin_with(begin).await.unwrap();
         transaction.execute("SELECT * FROM sale").await.unwrap();
-        // After a renewal, a release and a new grant the transaction may still see the row as it was.
+        // After a renewal, a release and a new grant, the snapshot of the transaction may still
+        // contain the old row.
         assert!(matches!(backend.renew(&mine).await[0], Ok(Renewal::Renewed(_))));
         assert!(other.force_release(level).await.unwrap());
         let successor = lock(&other, level).await;
@@ -183,7 +186,7 @@ async fn a_transaction_on_another_database_is_noticed() {
     let _branch = backend(registry_jdbc::PostgresConfig::from_url(&branch).unwrap()).await;
     let mut data = connect().await;
     assert!(matches!(sell(&guard, &mut data).await.unwrap_err(), FenceError::OtherDatabase));
-    // A lock of another kind of store.
+    // A lock of another kind of store cannot fence.
     let guard = lock(&Registry::in_memory().unwrap(), "coupon/7").await;
     let error = sell(&guard, &mut data).await.unwrap_err();
     assert!(matches!(error, FenceError::Unsupported { database: "PostgreSQL", .. }), "{error:?}");

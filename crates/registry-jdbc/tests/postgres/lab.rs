@@ -1,4 +1,4 @@
-//! What the tests have in common.
+//! Helpers that the tests share.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -54,7 +54,7 @@ pub(crate) fn claim(text: &str) -> Claim {
     Claim::new(key(text), LEASE)
 }
 
-/// Repeats an attempt whose connection had broken while idle, as the engine does.
+/// Retries an attempt whose connection broke while idle, as the engine does.
 async fn attempt(backend: &PostgresBackend, claim: &Claim) -> Attempt {
     match backend.try_acquire(claim).await {
         Err(error) if error.is_stale_connection() => backend.try_acquire(claim).await.unwrap(),
@@ -80,7 +80,7 @@ pub(crate) async fn busy(backend: &PostgresBackend, claim: &Claim) -> Busy {
     }
 }
 
-/// An error with all that is behind it, as a log would show it.
+/// An error with all its sources, as a log would contain it.
 pub(crate) fn told(error: &BackendError) -> String {
     let mut text = format!("{error} {error:?}");
     let mut source = std::error::Error::source(error);

@@ -1,4 +1,4 @@
-//! Who is told of a release, and what is said when nobody listens.
+//! The recipients of release notifications, and releases without listeners.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -11,13 +11,14 @@ use tokio::time::timeout;
 
 use crate::lab::{SOON, backend, busy, claim, config, data, grant, run, server};
 
-/// Where releases of the namespace "default" are told: the first bytes of the SHA-256 of its name.
+/// The channel of releases in the namespace "default": the first bytes of the SHA-256 of its name.
 const CHANNEL: &str = "lock_registry_37a8eec1ce19687d";
 
-/// The marks of those who listen there; the last one has the same first bytes, and what is cut off of them.
+/// The 16 advisory locks of a listener of that channel. They share all bits of the channel name but
+/// the last four.
 const MARKS: &str = "generate_series(x'37a8eec1ce196870'::bit(64)::bigint, x'37a8eec1ce19687f'::bit(64)::bigint) AS mark";
 
-/// How many sessions have, or with `false` wait for, an advisory lock.
+/// The number of sessions that have an advisory lock, or with `false` wait for one.
 async fn sessions_with_marks(server: &PostgresServer, granted: bool) -> String {
     let count = format!(
         "SELECT count(DISTINCT pid) FROM pg_locks WHERE locktype = 'advisory' AND granted = {granted}"
@@ -37,7 +38,7 @@ async fn until_sessions_with_marks(server: &PostgresServer, granted: bool, wante
 async fn a_release_is_told_only_while_somebody_says_that_he_listens() {
     let server = server().await;
     let backend = Arc::new(backend(config(&server)).await);
-    // Hears all that is said, without a word about it.
+    // Receives all notifications, but sets no mark.
     let mut eavesdropper = PgListener::connect(&server.url()).await.unwrap();
     eavesdropper.listen(CHANNEL).await.unwrap();
 
@@ -55,10 +56,10 @@ async fn a_release_is_told_only_while_somebody_says_that_he_listens() {
     until_sessions_with_marks(&server, true, "1").await;
     assert_eq!(backend.release(&told).await.unwrap(), Release::Freed);
     timeout(SOON, waiting).await.expect("the waiter is woken").unwrap();
-    // What comes first was said first.
+    // The first message received is the first one sent.
     let message = loop {
         let message = timeout(SOON, eavesdropper.recv()).await.unwrap().unwrap();
-        // The listening connection checks that it hears its own messages.
+        // The listener verifies that it receives its own notifications.
         if !message.payload().starts_with("proof ") {
             break message;
         }
@@ -74,7 +75,7 @@ async fn who_comes_to_listen_while_a_release_is_under_way_looks_when_it_is_done(
     let backend = Arc::new(backend(config(&server)).await);
     let (holder, waiter) = (claim("k"), claim("k"));
     grant(&backend, &holder).await;
-    // A release that has found nobody and is not yet committed.
+    // An uncommitted release that has found no listener.
     let mut releasing = data(&server).await;
     run(
         &mut releasing,

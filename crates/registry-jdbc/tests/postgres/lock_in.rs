@@ -1,4 +1,4 @@
-//! A lock that lasts as long as the caller's transaction.
+//! A lock that lasts until the caller's transaction ends.
 
 use std::cell::RefCell;
 use std::sync::Arc;
@@ -32,7 +32,7 @@ async fn two_transactions_exclude_each_other_until_commit_or_rollback() {
 
         let mut other = two.begin().await.unwrap();
         assert_eq!(registry.try_lock_in(&mut other, "orders/42").await.unwrap(), None);
-        // A transaction that was told "busy" goes on.
+        // A transaction that received "busy" remains usable.
         other.execute("SELECT 1").await.unwrap();
         let mut waiting = Box::pin(registry.lock_in(&mut other, "orders/42"));
         assert!(timeout(Duration::from_millis(300), &mut waiting).await.is_err());
@@ -77,7 +77,8 @@ async fn a_transaction_keeps_leases_out_and_they_are_told_that_it_is_busy() {
     let backend = Arc::new(backend(config).await);
     let registry = Registry::builder(Arc::<PostgresBackend>::clone(&backend)).build().unwrap();
     let mut data = data(&server).await;
-    // Before and after there is a row.
+    // The rolled-back transaction is between two committed ones, so the row exists before and after
+    // it.
     for commits in [true, false, true] {
         let mut tx = data.begin().await.unwrap();
         let held = registry.lock_in(&mut tx, "orders/42").await.unwrap();
@@ -147,7 +148,7 @@ async fn what_the_transaction_had_set_and_saved_stays_as_it_was() {
     let mut inner = tx.begin().await.unwrap();
     registry.lock_in(&mut inner, "c").await.unwrap();
     inner.rollback().await.unwrap();
-    // It lasted as long as the transaction that it was taken in.
+    // The lock lasted as long as the nested transaction in which it was acquired.
     registry.lock_in(&mut blocker, "c").await.unwrap();
     assert_eq!(registry.try_lock_in(&mut blocker, "a").await.unwrap(), None);
     let notes = tx.fetch_one("SELECT count(*) FROM note").await.unwrap();
@@ -185,7 +186,7 @@ async fn a_transaction_that_would_read_the_past_is_refused_before_anything_is_lo
             assert!(!error.is_retryable(), "{error:?}");
             let text = error.to_string();
             assert!(text.contains(level) && text.contains("READ COMMITTED"), "{text}");
-            // The transaction goes on without the lock.
+            // The transaction remains usable without the lock.
             tx.execute("SELECT 1").await.unwrap();
             lock(&registry, "orders/42").await.unlock().await.unwrap();
             tx.commit().await.unwrap();
@@ -259,7 +260,7 @@ async fn what_cannot_be_locked_is_refused_and_the_transaction_goes_on() {
         assert!(matches!(error, LockInError::OtherDatabase { .. }), "{error:?}");
         tx.execute("SELECT 1").await.unwrap();
         tx.commit().await.unwrap();
-        // Once without tables, once with others.
+        // The first round has no tables, the second has tables of another store.
         backend(PostgresConfig::from_url(&branch).unwrap()).await;
     }
 }
@@ -298,7 +299,8 @@ async fn counters_of_transactions_and_leases_come_out_exact() {
     assert!(began.elapsed() < SOON * 4);
 }
 
-/// Whatever is dropped in the middle of a transaction, at any point: that is rolled back, its connection serves the next one, and the lock is free.
+/// A call that is dropped at any point rolls its transaction back. The connection serves the next
+/// transaction, and the lock is free.
 #[tokio::test]
 #[expect(clippy::async_yields_async, reason = "the sweep polls what is made")]
 async fn a_transaction_that_is_dropped_at_any_point_leaves_nothing_behind() {
@@ -335,7 +337,7 @@ async fn a_transaction_that_is_dropped_at_any_point_leaves_nothing_behind() {
             tx.commit().await.unwrap();
         }
     };
-    // The pool takes its time to roll back, and the server to hear of it.
+    // The pool rolls back in the background, and the server needs time to process it.
     let renewed =
         async || guard.renew(Duration::from_secs(30)).await.map_err(|error| error.to_string());
     let check_guard = async |_| {

@@ -49,7 +49,7 @@ fn a_table_of_spring_7_keeps_all_promises() {
     keeps_its_promises(Way::AsSpring(SpringTable::v7()), 221, 11);
 }
 
-/// Its clauses have leases shorter and longer than the time to live.
+/// The clauses have leases shorter and longer than the time to live.
 #[test]
 fn a_table_of_spring_6_keeps_all_promises() {
     keeps_its_promises(Way::AsSpring(SpringTable::v6(Duration::from_secs(10))), 221, 11);

@@ -1,4 +1,4 @@
-//! How a store is reached and set up.
+//! Connecting to a store and creating its schema.
 
 use registry_core::{BackendErrorKind, LockBackend};
 #[cfg(feature = "tls")]
@@ -52,7 +52,7 @@ async fn whoever_may_only_use_the_tables_needs_no_more() {
         .await
         .unwrap();
     let backend = backend(worker().with_purge_after(std::time::Duration::from_secs(60))).await;
-    // Until rows are deleted, too, which are once they are old, by a few of those who release.
+    // Runs until rows have been deleted as well. Some releases delete rows that are old enough.
     let was_purged =
         async || server.sql("SELECT floor FROM lock_registry_meta").await.unwrap() != "0";
     let mut number = 0;
@@ -83,7 +83,7 @@ async fn tables_are_where_and_called_as_one_wants() {
     }
     let found = "SELECT count(*) FROM \"Elsewhere\".lock_registry_locks, public.app_locks_locks";
     assert_eq!(server.sql(found).await.unwrap(), "1");
-    // Found by the search path from then on, whoever looks first.
+    // From now on, the search path finds the tables in this schema first, for every client.
     server.sql("ALTER ROLE postgres SET search_path = \"Elsewhere\", public").await.unwrap();
     busy(&backend(config(&server)).await, &claim("k")).await;
 
@@ -157,7 +157,7 @@ async fn encrypted_connections_are_verified_if_that_is_wanted() {
         grant(&backend, &held).await;
         backend.release(&held).await.unwrap();
     }
-    // Those who listen trust as those who ask do, wherever they listen.
+    // The listener uses the same TLS settings as the other connections, on any server.
     let elsewhere = config(&server).with_listen(&server.url()).unwrap();
     let listens =
         |findings: Vec<registry_core::Finding>| !format!("{findings:?}").contains("listening");
@@ -182,7 +182,8 @@ async fn encrypted_connections_are_verified_if_that_is_wanted() {
     refused(config(&plain).with_encryption(Encryption::Required)).await;
 }
 
-/// A statement that began before a row was made, used and deleted again would have the smaller token.
+/// The token of a statement that started before a row was created, used and deleted would be
+/// smaller than the row's.
 #[tokio::test]
 async fn rows_are_kept_for_longer_than_any_statement_may_last() {
     let server = server().await;
@@ -204,7 +205,7 @@ async fn rows_are_kept_for_longer_than_any_statement_may_last() {
 
 const URL_IN: &str = "LOCK_REGISTRY_TEST_URL";
 
-/// Runs this very test with these variables, and tells what it says.
+/// Runs this same test in a child process with these variables. Returns its output.
 fn in_an_environment_of(url: &str, variables: &[(&str, &str)]) -> String {
     let mut child = std::process::Command::new(std::env::current_exe().unwrap());
     child.args([
@@ -244,7 +245,7 @@ fn what_the_environment_says_of_servers_counts_for_nothing() {
     ];
     let told = in_an_environment_of(&server.url(), &elsewhere);
     assert!(told.contains("OPENED"), "{told}");
-    // A password for another server, perhaps.
+    // The password in the environment may be meant for another server.
     let bare = server.url().replace(&format!(":{secret}"), "");
     assert!(!bare.contains(secret) && bare != server.url());
     let told = in_an_environment_of(&bare, &[("PGPASSWORD", secret)]);
@@ -256,12 +257,12 @@ fn what_the_environment_says_of_servers_counts_for_nothing() {
     let path = file.path().to_str().unwrap();
     let told = in_an_environment_of(&bare, &[("PGPASSFILE", path)]);
     assert!(told.contains("Denied") && !told.contains(secret), "{told}");
-    // What cannot be left out of it is refused by name.
+    // A variable that cannot be ignored is rejected by name.
     for (name, value) in [("PGOPTIONS", "-c search_path=x"), ("PGSSLROOTCERT", path)] {
         let told = in_an_environment_of(&server.url(), &[(name, value)]);
         assert!(told.contains("Misconfigured") && told.contains(name), "{told}");
     }
-    // What a URL leaves out has a meaning of its own.
+    // A part that the URL omits has a documented default.
     let told = in_an_environment_of("postgres://127.0.0.1:1", &elsewhere);
     assert!(told.contains("127.0.0.1") && !told.contains("nowhere"), "{told}");
     for url in ["postgres:///shop", "postgres://h/d?sslmode=require", "http://h/d", "nonsense"] {

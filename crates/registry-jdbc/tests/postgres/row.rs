@@ -19,7 +19,7 @@ use tokio::time::timeout;
 
 use crate::lab::{LEASE, SOON, backend, busy, claim, config, data, grant, key, lock, server};
 
-/// What a holder must be told in: well before its next renewal.
+/// The time limit for a loss notification: well before the next renewal.
 const AT_ONCE: Duration = Duration::from_secs(5);
 
 const A_MOMENT: Duration = Duration::from_secs(1);
@@ -48,7 +48,7 @@ async fn is_free(registry: &Registry, key: &str) -> bool {
     registry.obtain(key).try_lock().await.unwrap().is_some()
 }
 
-/// The server's processes that have a row locked.
+/// The server processes that have a row locked.
 const HOLDERS: &str = "SELECT pid FROM pg_stat_activity WHERE state = 'idle in transaction'";
 
 async fn holders(server: &PostgresServer) -> usize {
@@ -70,7 +70,7 @@ async fn a_holder_is_told_at_once_that_its_connection_was_cut_and_others_keep_th
     assert!(next.fencing_token() > cut.fencing_token());
     assert!(kept.is_held() && !is_free(&second, "orders/43").await);
     kept.unlock().await.unwrap();
-    // It goes on with another connection.
+    // The store continues with another connection.
     lock(&first, "orders/43").await.unlock().await.unwrap();
 }
 
@@ -91,7 +91,8 @@ async fn a_server_that_is_started_anew_has_no_locks_and_their_holders_know() {
 async fn a_lock_ends_with_its_process_and_not_with_a_lease() {
     let server = server().await;
     let other = registry(&server).await;
-    // A runtime that is shut down stands for a process that dies: the socket is closed, and nobody says good-bye.
+    // A runtime that is shut down stands for a process that dies: the socket is closed without a
+    // disconnect message.
     let config = config(&server);
     tokio::task::spawn_blocking(move || {
         let runtime = tokio::runtime::Runtime::new().unwrap();
@@ -122,10 +123,10 @@ async fn each_lock_has_a_connection_and_who_wants_too_many_is_told_so() {
     assert!(source.refused() && source.to_string().contains("row_locks"), "{source}");
     let exhausted = source.source().and_then(|source| source.downcast_ref());
     assert_eq!(exhausted.map(|exhausted: &RowLocksExhausted| exhausted.locks_max), Some(2));
-    // Who has the one that is wanted is told all the same, if it is one of us.
+    // A busy key is still reported as busy if the same store holds it.
     let twin = over(limited);
     assert!(!is_free(&twin, "a").await);
-    // Somebody waits for a place as well as for a lock.
+    // A waiter waits for a free row lock as well as for the key.
     let third = registry.obtain("c");
     let mut waiting = Box::pin(third.lock());
     assert!(timeout(Duration::from_millis(300), &mut waiting).await.is_err());
@@ -238,7 +239,7 @@ async fn a_server_that_stands_still_for_a_moment_costs_no_lock_and_one_that_stay
 async fn a_rule_of_the_server_for_idle_transactions_does_not_end_a_lock_that_is_held() {
     let server = server().await;
     let (a, b) = (registry(&server).await, registry(&server).await);
-    // As an administrator's rule would: ours overrules it.
+    // Like an administrator's setting: the store overrides it.
     server.sql("ALTER SYSTEM SET idle_in_transaction_session_timeout = '700ms'").await.unwrap();
     server.sql("SELECT pg_reload_conf()").await.unwrap();
     let guard = lock(&a, "orders/42").await;
@@ -256,7 +257,7 @@ async fn a_pooler_in_transaction_mode_carries_row_locks_and_its_end_is_told() {
     let (a, b) = (over(row(through).await), registry(&server).await);
     let guards = [lock(&a, "orders/42").await, lock(&a, "orders/43").await];
     assert!(!is_free(&b, "orders/42").await && !is_free(&b, "orders/43").await);
-    // Nothing of what was said for one transaction is left to the next one on the same connection.
+    // Settings for one transaction do not remain for the next one on the same connection.
     for turn in 0..20 {
         lock(&a, &format!("turn/{turn}")).await.unlock().await.unwrap();
     }
@@ -303,7 +304,7 @@ async fn fences(server: &PostgresServer, a: Registry, b: Registry) {
     let (mut data, mut second) = (data(server).await, data(server).await);
     let guard = lock(&a, "coupon/7").await;
     sell(&guard, &mut data).await.unwrap();
-    // The next holder comes after the commit, even if the server has ended the lock.
+    // The next holder commits after this transaction, even if the server has ended the lock.
     let mut open = second.begin().await.unwrap();
     guard.fence(&mut open).await.unwrap();
     open.execute("INSERT INTO sale VALUES ('7')").await.unwrap();
@@ -314,7 +315,7 @@ async fn fences(server: &PostgresServer, a: Registry, b: Registry) {
     assert!(timeout(Duration::from_secs(1), &mut waiting).await.is_err(), "granted too early");
     open.commit().await.unwrap();
     let next = timeout(SOON, waiting).await.unwrap().unwrap();
-    // And who has lost it commits no more, whether it has heard or not.
+    // A holder that has lost the lock cannot commit, whether it was notified or not.
     let error = sell(&guard, &mut data).await.unwrap_err();
     assert!(matches!(error, FenceError::Lost { .. }), "{error:?}");
     sell(&next, &mut data).await.unwrap();
@@ -333,7 +334,7 @@ async fn a_transaction_is_fenced_by_a_lock_of_a_session() {
     fences(&server, session(&server).await, session(&server).await).await;
 }
 
-/// As the next holder would, if it were faster than the news.
+/// Writes what the next holder would, before the loss notification arrives.
 #[tokio::test]
 async fn a_holder_that_heard_nothing_cannot_commit_after_the_next_grant() {
     let server = server().await;
@@ -372,7 +373,7 @@ async fn a_transaction_of_the_caller_and_a_session_exclude_each_other() {
     assert!(next.fencing_token().unwrap() > mine.fencing_token());
 }
 
-/// Runs on real time: what ends a silent holder's lock is the server's clock.
+/// Runs in real time: the server's clock ends the lock of a silent holder.
 #[tokio::test]
 async fn the_server_frees_what_a_frozen_process_holds_after_a_minute_and_no_sooner() {
     let server = server().await;
@@ -383,7 +384,7 @@ async fn the_server_frees_what_a_frozen_process_holds_after_a_minute_and_no_soon
     let (frozen_row, frozen_session) = (config(&server), apart);
     let (holds, held) = tokio::sync::oneshot::channel();
     let (thaw, thawed) = std::sync::mpsc::channel::<()>();
-    // A runtime of one thread that does nothing else: whatever it had to do stands still.
+    // A runtime with one thread that is blocked, so that all its tasks stop.
     let frozen = std::thread::spawn(move || {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         let locked = runtime.block_on(async {
@@ -404,7 +405,8 @@ async fn the_server_frees_what_a_frozen_process_holds_after_a_minute_and_no_soon
     });
     held.await.unwrap();
     let began = Instant::now();
-    // Beside it one that lives: its row is deleted when it is old, and a fence finds it all the same.
+    // The lock of a live holder, for comparison. Its row is deleted below, and the fence still
+    // succeeds.
     let kept = lock(&sessions, "kept").await;
     let keys = ["orders/42", "orders/42"];
     let waits = [&rows, &sessions_apart].into_iter().zip(keys).map(|(registry, key)| async move {

@@ -1,4 +1,4 @@
-//! What is written, and what is not.
+//! The writes of each operation, and the operations without writes.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,7 +18,7 @@ use crate::lab::{
     LEASE, SOON, backend, busy, claim, config, data, grant, key, registry, run, server, token, told,
 };
 
-/// The next transaction that writes will have this number.
+/// The id of the next transaction that writes.
 async fn next_transaction(server: &PostgresServer) -> String {
     server.sql("SELECT pg_snapshot_xmax(pg_current_snapshot())").await.unwrap()
 }
@@ -49,7 +49,7 @@ async fn a_key_that_was_let_go_is_taken_again_unless_somebody_was_faster() {
         let holder = theirs.inspect(&key("k")).await.unwrap().unwrap();
         assert_eq!(holder.label.as_deref(), Some("first"));
         assert_eq!(ours.release(&first).await.unwrap(), Release::Freed);
-        // Nobody was faster,
+        // Case 1: no other client is faster.
         let again = claim("k");
         let token_again = token(&ours, &again).await;
         assert!(token_again >= token_of_first + 7, "round {round}: {token_again}");
@@ -57,7 +57,7 @@ async fn a_key_that_was_let_go_is_taken_again_unless_somebody_was_faster() {
         assert_eq!((holder.label, holder.token.map(Into::into)), (None, Some(token_again)));
         assert!(holder.lease_left.unwrap() > LEASE / 2, "{:?}", holder.lease_left);
         assert_eq!(ours.release(&again).await.unwrap(), Release::Freed);
-        // or somebody was.
+        // Case 2: another client is faster.
         let faster = claim("k");
         let token_of_faster = token(&theirs, &faster).await;
         let before = next_transaction(&server).await;
@@ -67,7 +67,7 @@ async fn a_key_that_was_let_go_is_taken_again_unless_somebody_was_faster() {
         let renewed = theirs.renew(std::slice::from_ref(&faster)).await.remove(0);
         assert!(matches!(renewed, Ok(Renewal::Renewed(_))), "{renewed:?}");
         assert_eq!(theirs.release(&faster).await.unwrap(), Release::Freed);
-        // Of one that somebody deleted, all that is left is what its tokens were.
+        // Case 3: the row was deleted, which leaves only its tokens in the floor.
         let far_ahead = claim("k").with_token_block(u32::MAX);
         last = token(&ours, &far_ahead).await + u64::from(u32::MAX) - 1;
         assert_eq!(ours.release(&far_ahead).await.unwrap(), Release::Freed);
@@ -89,12 +89,12 @@ async fn a_key_that_was_let_go_is_not_taken_again_behind_a_fence() {
     let guard = theirs.obtain("k").lock_with(options).await.unwrap().unwrap();
     guard.fence(&mut transaction).await.unwrap();
     timeout(SOON, guard.lost()).await.unwrap();
-    // The holder stops a little before its lease ends on the server.
+    // The holder stops slightly before its lease ends on the server.
     eventually(SOON, async || ours.inspect(before.key()).await.unwrap().is_none()).await;
     let backend = Arc::clone(&ours);
     let attempt = tokio::spawn(async move { backend.try_acquire(&claim("k")).await });
     let waiting = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'";
-    // The release of the lost guard may wait, too.
+    // The release of the lost guard may wait too.
     eventually(SOON, async || server.sql(waiting).await.is_ok_and(|count| count != "0")).await;
     transaction.commit().await.unwrap();
     let attempt = timeout(SOON, attempt).await.unwrap().unwrap().unwrap();
@@ -111,7 +111,7 @@ async fn a_grant_is_durable_and_a_release_need_not_be() {
     let (first, second) = (claim("a"), claim("b"));
     grant(&backend, &first).await;
     grant(&backend, &second).await;
-    // From now on whoever wants his commit to be safe waits for a standby that does not exist.
+    // From now on a synchronous commit waits for a standby that does not exist.
     server
         .sql("ALTER SYSTEM SET synchronous_standby_names = 'ghost'; SELECT pg_reload_conf()")
         .await
@@ -121,7 +121,8 @@ async fn a_grant_is_durable_and_a_release_need_not_be() {
         if rows == "ghost" { Ok(()) } else { Err(std::io::Error::other(rows)) }
     };
     eventually(SOON, waits).await;
-    // The setting reaches each session on its own time; an idle one takes it before its next statement.
+    // The setting reaches each session separately; an idle session applies it before its next
+    // statement.
     let began = Instant::now();
     assert_eq!(backend.release(&first).await.unwrap(), Release::Freed);
     assert!(began.elapsed() < Duration::from_millis(900), "{:?}", began.elapsed());
@@ -135,7 +136,7 @@ async fn a_grant_is_durable_and_a_release_need_not_be() {
 async fn tokens_grow_over_deleted_rows_whoever_deletes_them() {
     let server = server().await;
     let backend = backend(config(&server)).await;
-    // Far ahead of the clock, so that only what is written down can tell.
+    // Far ahead of the clock, so that only the stored tokens can make the next one larger.
     let block = u32::MAX;
     let mut last = 0;
     for (round, statement) in [
@@ -178,10 +179,10 @@ async fn a_row_that_somebody_has_locked_is_trouble_and_neither_busy_nor_lost() {
     assert!(error.refused(), "{}", told(&error));
     let error = backend.release(&held).await.unwrap_err();
     assert!(error.is_retryable() && error.refused(), "{}", told(&error));
-    // Whoever looks does not mind.
+    // A busy attempt does not need the row lock.
     busy(&backend, &claim("held")).await;
 
-    // One locked row holds up no other renewal, and nobody waits.
+    // One locked row delays no other renewal, and the call does not wait for it.
     let claims = [held.clone(), other.clone(), claim("held")];
     let renewals = timeout(SOON, backend.renew(&claims)).await.unwrap();
     let error = renewals[0].as_ref().unwrap_err();
@@ -209,7 +210,7 @@ async fn tables_that_somebody_has_locked_are_trouble_and_nothing_is_granted_afte
         assert!(matches!(rows.try_acquire(&row).await.unwrap(), Attempt::Granted(_)));
         rows.release(&row).await.unwrap();
         run(&mut data, "BEGIN; LOCK TABLE lock_registry_locks IN ACCESS EXCLUSIVE MODE").await;
-        // Answered by the server: nothing of it is left there that could still be done.
+        // The server itself has rejected each request, so none is still pending there.
         for backend in [&backend as &dyn LockBackend, &rows] {
             let attempt = timeout(SOON, backend.try_acquire(&claim("k"))).await.unwrap();
             let error = attempt.unwrap_err();
@@ -245,7 +246,7 @@ async fn renewals_get_through_while_acquisitions_have_all_connections() {
         let backend = Arc::clone(&backend);
         attempts.spawn(async move { backend.try_acquire(&claim("locked")).await });
     }
-    // One of them is in the server, and the others wait for its connection.
+    // One attempt waits in the server, and the others wait for its connection.
     let waits = async || {
         let rows = server.sql("SELECT count(*) FROM pg_locks WHERE NOT granted").await?;
         if rows == "0" { Err(std::io::Error::other("nobody waits")) } else { Ok(()) }
@@ -268,7 +269,7 @@ async fn renewals_get_through_while_acquisitions_have_all_connections() {
 async fn a_batch_is_renewed_claim_by_claim() {
     let server = server().await;
     let backend = backend(config(&server)).await;
-    // More than one statement takes.
+    // More claims than one statement takes.
     let mut claims = Vec::new();
     for n in 0..1200 {
         claims.push(claim(&format!("k{n}")));

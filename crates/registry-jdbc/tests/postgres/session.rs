@@ -16,7 +16,7 @@ use tokio::time::timeout;
 
 use crate::lab::{LEASE, SOON, backend, claim, config, data, grant, lock, run, server, told};
 
-/// What a holder must be told in: well before its next renewal.
+/// The time limit for a loss notification: well before the next renewal.
 const AT_ONCE: Duration = Duration::from_secs(5);
 
 async fn session(server: &PostgresServer) -> Arc<PostgresSessionBackend> {
@@ -49,7 +49,7 @@ async fn a_holder_is_told_at_once_that_its_connection_was_cut_and_the_lock_is_fr
     assert!(began.elapsed() < AT_ONCE, "after {:?}", began.elapsed());
     let next = timeout(SOON, second.obtain("orders/42").lock()).await.unwrap().unwrap();
     assert!(next.fencing_token() > token);
-    // It goes on with another connection.
+    // The store continues with another connection.
     let other = lock(&first, "orders/43").await;
     assert!(other.is_held() && first.obtain("orders/42").try_lock().await.unwrap().is_none());
 }
@@ -70,7 +70,8 @@ async fn a_server_that_is_started_anew_has_no_locks_and_their_holders_know() {
 async fn a_lock_ends_with_its_process_and_not_with_a_lease() {
     let server = server().await;
     let other = session(&server).await;
-    // A runtime that is shut down stands for a process that dies: the socket is closed, and nobody says good-bye.
+    // A runtime that is shut down stands for a process that dies: the socket is closed without a
+    // disconnect message.
     let server_url = server.url();
     let claim_of_dead = claim("orders/42");
     let dead = claim_of_dead.clone();
@@ -102,7 +103,7 @@ async fn all_locks_of_a_process_share_one_connection() {
     }
     let pids = format!("SELECT count(*), count(DISTINCT pid) FROM ({HOLDERS}) h");
     assert_eq!(server.sql(&pids).await.unwrap(), "30|1");
-    // Two registries over the same store exclude each other all the same.
+    // Two registries over the same store still exclude each other.
     let twin = Registry::builder(Arc::<PostgresSessionBackend>::clone(&backend)).build().unwrap();
     assert!(twin.obtain("orders/7").try_lock().await.unwrap().is_none());
     for guard in guards {
@@ -150,7 +151,8 @@ async fn cancelled_waits_leave_no_lock_behind() {
     lock(&a, "orders/42").await.unlock().await.unwrap();
 }
 
-/// Sends a question, has it answered, and does not look at the answer. Something is held already.
+/// Sends a request and lets the server reply, but does not poll for the reply. The session already
+/// holds a lock.
 async fn asked<'a>(
     server: &PostgresServer,
     backend: &'a PostgresSessionBackend,
@@ -185,7 +187,7 @@ async fn a_question_that_is_dropped_is_carried_through_and_the_session_stays_in_
     assert!(matches!(attempt(&backend, &first).await, Attempt::Granted(_)));
     let asking = asked(&server, &backend, &second).await;
     drop(asking);
-    // One that was still queued is not sent any more.
+    // A request that was still queued is not sent.
     timeout(SOON, backend.release(&second)).await.unwrap().unwrap();
     assert_eq!(backend.release(&first).await.unwrap(), Release::Freed);
     assert_eq!(server.sql(&format!("SELECT count(*) FROM ({HOLDERS}) h")).await.unwrap(), "0");
@@ -233,13 +235,15 @@ async fn a_lease_in_the_same_place_is_respected_and_tokens_grow_from_one_to_the_
     assert!(first < second.token && second.token < third);
 }
 
-/// A deleted row leaves its tokens to the floor, which is not there to be seen before the deletion is.
+/// The floor keeps the tokens of a deleted row. It becomes visible only when the deletion is
+/// committed.
 #[tokio::test]
 async fn tokens_grow_over_a_row_that_is_deleted_while_it_is_wanted() {
     let server = server().await;
     let (first, second) = (session(&server).await, session(&server).await);
     let mut purge = data(&server).await;
-    // Far ahead of the clock, as after it was put back: only what is written down can tell.
+    // Far ahead of the clock, as after it was set back: only the stored tokens can make the next
+    // one larger.
     let far = claim("orders/42").with_token_block(u32::MAX);
     let Attempt::Granted(grant) = attempt(&first, &far).await else { panic!("busy") };
     let last = grant.token.unwrap().get() + u64::from(u32::MAX) - 1;
@@ -285,7 +289,8 @@ async fn a_server_that_stays_silent_ends_the_lock_before_anybody_can_have_it() {
 async fn a_grant_that_nobody_looks_at_ends_with_its_lease() {
     let server = server().await;
     let short = Claim::new(crate::lab::key("orders/42"), Duration::from_secs(2));
-    // As far as the server grants it, and no further. Rarely the answer is there at the same time.
+    // Polls until the server has granted the lock, and no further. If the reply has already arrived
+    // by then, the test retries.
     let asking = eventually(SOON, async || {
         let (session, claim) = (session(&server).await, short.clone());
         let mut asking = Box::pin(async move { attempt(&session, &claim).await });
@@ -297,18 +302,19 @@ async fn a_grant_that_nobody_looks_at_ends_with_its_lease() {
         Some(asking)
     });
     let asking = asking.await;
-    // Far sooner than the server ends a silent session.
+    // Far earlier than the server ends a silent session.
     let other = registry(&session(&server).await);
     let guard = timeout(SOON, other.obtain("orders/42").lock()).await.unwrap().unwrap();
     assert!(guard.is_held());
     drop(asking);
 }
 
-/// The server has it for the session, while the session knows nothing of it: nobody would ever get it.
+/// The server still holds the lock for the session, but the session does not know it. If the
+/// session did not end, no client could ever acquire the lock.
 #[tokio::test]
 async fn a_session_that_cannot_give_a_lock_back_ends_with_it() {
     let server = server().await;
-    // The session calls this one instead of the server's own function.
+    // The session calls this function instead of the built-in one.
     let broken = "CREATE FUNCTION public.pg_advisory_unlock(bigint) RETURNS boolean LANGUAGE plpgsql \
         AS $$BEGIN RAISE EXCEPTION 'on purpose'; END$$; \
         DO $$BEGIN EXECUTE format('ALTER DATABASE %I SET search_path = public, pg_catalog', current_database()); END$$";

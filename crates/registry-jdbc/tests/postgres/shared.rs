@@ -1,4 +1,5 @@
-//! Runs the whole suite over one server, each clause in a namespace of its own; only those that restart or empty the server get their own.
+//! Runs the whole suite over one server, each clause in its own namespace. Only clauses that
+//! restart or empty the server have a server of their own.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -15,10 +16,10 @@ use registry_testkit::pgbouncer::PgBouncer;
 use registry_testkit::postgres::{PostgresOptions, PostgresServer};
 use tokio::sync::RwLock;
 
-/// How many clauses run at a time: they mostly wait.
+/// The number of concurrent clauses; they spend most of their time waiting.
 const AT_ONCE: usize = 8;
 
-/// How the server is reached.
+/// The connection to the server, and the kind of locks.
 #[derive(Debug, Clone)]
 pub(crate) enum Way {
     Directly,
@@ -26,7 +27,7 @@ pub(crate) enum Way {
     BySession,
     ByRow,
     ByRowThroughPgBouncer,
-    /// Directly, with locks that look like Spring's, in a region for each namespace.
+    /// Directly, with locks in Spring's format, and a region for each namespace.
     AsSpring(SpringTable),
 }
 
@@ -35,7 +36,7 @@ impl Way {
         matches!(self, Self::BySession | Self::ByRow | Self::ByRowThroughPgBouncer)
     }
 
-    /// Whether a lock can promise this that is reached in this way.
+    /// Whether locks of this kind can satisfy the clause.
     fn can_promise(&self, clause: &Clause) -> bool {
         let is_here = |need: &Need| !matches!(need, Need::Remote | Need::Fair);
         let can = match self {
@@ -45,7 +46,8 @@ impl Way {
             Self::BySession => |need: &Need| !matches!(need, Need::Inspect | Need::Labels),
             Self::ByRow | Self::ByRowThroughPgBouncer => |_: &Need| true,
         };
-        // A lock of a connection is nobody else's to ask for again, to renew or to release.
+        // Another client cannot acquire again, renew or release a lock that belongs to a
+        // connection.
         let is_own = clause.name.ends_with("_through_another_client")
             || matches!(
                 clause.name,
@@ -53,7 +55,7 @@ impl Way {
                     | "of_many_claims_at_once_exactly_one_is_granted"
                     | "a_repeated_acquire_has_the_same_token"
             );
-        // And those of one session are lost together.
+        // All locks of one session are lost together.
         let is_alone = clause.name == "one_lost_lock_does_not_stop_the_renewal_of_others";
         clause.needs.iter().all(|need| is_here(need) && can(need))
             && !(is_own && self.by_connection())
@@ -61,10 +63,11 @@ impl Way {
     }
 }
 
-/// Runs all clauses that the store can keep: `runs` and `skips` count them, so that none is forgotten.
+/// Runs all clauses that the store supports. `runs` and `skips` are the expected counts, so that no
+/// clause is omitted unnoticed.
 ///
 /// # Panics
-/// With the names of the clauses that were not kept.
+/// With the names of the failed clauses.
 pub(crate) fn keeps_its_promises(way: Way, runs: usize, skips: usize) {
     let runtime = tokio::runtime::Runtime::new().unwrap();
     let servers = Arc::new(RwLock::new(runtime.block_on(Servers::begin(&way))));
@@ -128,7 +131,7 @@ impl Servers {
                 config.with_prepared(false).with_listen(&self.server.url()).unwrap()
             }
         };
-        // One clause holds as many as that.
+        // One clause holds this many locks.
         let config = config.with_namespace(namespace).with_row_locks(260);
         match &self.way {
             Way::BySession => Arc::new(PostgresSessionBackend::open(config).await.unwrap()),
@@ -146,7 +149,7 @@ impl Servers {
     }
 }
 
-/// Servers for one clause.
+/// The servers for one clause.
 #[derive(Debug)]
 struct SharedServers {
     way: Way,
@@ -187,19 +190,21 @@ impl Store for InNamespace {
 
     async fn restart(&self) -> bool {
         let mut servers = self.servers.write().await;
-        // In good order: a release of the last moment need not survive a crash, and then costs the rest of its lease.
+        // An orderly stop: a crash may lose the last releases, whose keys then stay locked until
+        // the end of their lease.
         servers.server.stop().await.unwrap();
         servers.server.start_again().await.unwrap();
         true
     }
 
-    // As when the server ends the connection.
+    // Ends the connection, as the server would.
     async fn break_claim(&self, claim: &Claim) -> bool {
         if !self.way.by_connection() {
             return false;
         }
         let hashed = hashed(&self.namespace, claim);
-        // The advisory lock is the session's lock, or the mark of the transaction.
+        // The advisory lock is the session's lock, or it identifies the connection of the
+        // transaction.
         let from = if matches!(self.way, Way::BySession) { 1 } else { 17 };
         let number = format!(
             "('x' || substr(encode(sha256('\\x{hashed}'), 'hex'), {from}, 16))::bit(64)::bigint"
@@ -221,7 +226,7 @@ impl Store for InNamespace {
     }
 }
 
-/// What the number or the name of a session's lock is a hash of, in hexadecimal digits.
+/// The input of the hash that names a session's lock, in hexadecimal digits.
 fn hashed(namespace: &str, claim: &Claim) -> String {
     let length = u64::try_from(namespace.len()).unwrap().to_be_bytes();
     let bytes = length.into_iter().chain(namespace.bytes()).chain(claim.key().as_str().bytes());

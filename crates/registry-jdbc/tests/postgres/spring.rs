@@ -1,4 +1,4 @@
-//! What locks look like in Spring's table, and what befalls them there.
+//! Locks in Spring's table: their rows, and the effects of Spring's own operations on them.
 
 use std::time::Duration;
 
@@ -34,7 +34,7 @@ fn claim(text: &str) -> Claim {
 #[tokio::test]
 async fn a_row_is_what_spring_7_writes() {
     let server = server().await;
-    // Whatever zone a session is in.
+    // The result must not depend on the time zone of a session.
     sql(&server, "ALTER DATABASE postgres SET timezone = 'Asia/Kathmandu'").await;
     let backend = backend(&server, SpringTable::v7()).await;
     let claim = claim("foo");
@@ -47,7 +47,8 @@ async fn a_row_is_what_spring_7_writes() {
     assert_eq!(sql(&server, "SELECT count(*) FROM int_lock").await, "0");
 }
 
-/// A row is dated so that whoever adds the time to live finds the end of the lease, be it shorter or longer.
+/// The date of a row plus the time to live is the end of the lease, for shorter and longer leases
+/// too.
 #[tokio::test]
 async fn a_row_is_what_spring_6_writes_and_ends_with_its_lease() {
     let server = server().await;
@@ -106,7 +107,7 @@ async fn keys_of_one_uuid_are_one_lock() {
     }
 }
 
-/// By its UUID, which is a key of the same lock.
+/// Uses the UUID, which is a key of the same lock.
 #[tokio::test]
 async fn what_spring_holds_is_listed_and_can_be_broken() {
     let server = server().await;
@@ -149,7 +150,7 @@ async fn a_table_of_another_generation_is_refused() {
     assert!(told(&error).contains("ABSENT_LOCK is missing"), "{error}");
 }
 
-/// Spring's own statement would otherwise take the row over while the transaction is open.
+/// Without the fence, Spring's own statement would take over the row while the transaction is open.
 #[tokio::test]
 async fn a_fenced_transaction_keeps_spring_out_until_it_ends() {
     let server = server().await;

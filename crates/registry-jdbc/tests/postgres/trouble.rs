@@ -1,4 +1,4 @@
-//! Connections break, servers stop, and nothing is lost or told wrong.
+//! Connections break and servers stop; no grant is lost or reported wrongly.
 
 use std::io;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use crate::lab::{
     SOON, backend, busy, claim, config, data, grant, key, lock, registry, run, server, told,
 };
 
-/// The sessions of the store, but for the one that listens.
+/// The sessions of the store, except the listener.
 const SESSIONS: &str =
     "application_name = 'lock-registry' AND query NOT LIKE 'LISTEN%' AND query <> 'SELECT 1'";
 const LISTENERS: &str = "application_name = 'lock-registry' AND (query LIKE 'LISTEN%' OR query = 'SELECT 1') AND state = 'idle'";
@@ -39,7 +39,7 @@ async fn a_call_that_is_dropped_half_way_poisons_no_connection() {
         assert!(call.is_err(), "the server stood still");
         server.resume_backend(pid).unwrap();
 
-        // What is granted now is granted for everybody to see.
+        // A new grant is committed, so every client sees it.
         grant(&backend, &last).await;
         let seen =
             "SELECT count(*) FROM lock_registry_locks WHERE key = 'last' AND claim IS NOT NULL";
@@ -104,7 +104,7 @@ async fn a_grant_whose_answer_was_lost_is_found_by_asking_again() {
     let proxy = FaultProxy::start(server.addr()).unwrap();
     let (near, far) = (backend(config(&server)).await, through(&proxy, |config| config).await);
     let held = claim("k");
-    // So that the statement is prepared, and the next request is the attempt itself.
+    // Prepares the statement, so that the next request is the attempt itself.
     grant(&far, &claim("other")).await;
     proxy.set_mode(Mode::ResetAfterRequest).await.unwrap();
     let error = far.try_acquire(&held).await.unwrap_err();
@@ -129,11 +129,11 @@ async fn an_attempt_that_a_pooler_lost_on_the_way_leaves_the_outcome_open() {
     run(&mut data, "BEGIN; SELECT * FROM lock_registry_locks FOR UPDATE").await;
     let backend = Arc::new(backend);
     let asking = Arc::clone(&backend);
-    // As a connection that was idle would be tried again: this one is new.
+    // An attempt on an idle connection would be retried; `close` forces a new connection.
     backend.close().await;
     let attempt = tokio::spawn(async move { asking.try_acquire(&claim("k")).await });
     let waiting = pid(&server, "wait_event_type = 'Lock'").await;
-    // Without a word to the pooler, which has its own for it then.
+    // The server process dies without a message to PgBouncer, which then sends an error of its own.
     let killed = std::process::Command::new("kill").args(["-9", &waiting.to_string()]).status();
     assert!(killed.unwrap().success());
     let error = within(SOON, attempt).await.unwrap().unwrap_err();
@@ -159,7 +159,7 @@ async fn connections_that_all_fell_silent_cost_one_time_out() {
     calls.join_all().await;
     let before = proxy.counts().live;
     assert!(before > 2, "{before} connections");
-    // As after a fail-over: what is connected says nothing more, and who connects anew is heard.
+    // As after a failover: existing connections are silent, and new ones work.
     proxy.set_mode(Mode::BlackHole).await.unwrap();
     let error = within(SOON, backend.try_acquire(&claim("k0"))).await.unwrap_err();
     assert!(error.is_retryable() && !error.refused(), "{}", told(&error));
@@ -183,7 +183,7 @@ async fn a_server_that_says_nothing_leaves_the_outcome_open() {
     server.pause().unwrap();
     let error = within(SOON, backend.try_acquire(&held)).await.unwrap_err();
     assert!(error.is_retryable() && !error.refused(), "{}", told(&error));
-    // Without a connection nothing was asked.
+    // Without a connection the request is not sent.
     let error = within(SOON, backend.try_acquire(&held)).await.unwrap_err();
     assert!(error.is_retryable() && error.refused(), "{}", told(&error));
     server.resume().unwrap();
@@ -215,7 +215,8 @@ async fn a_release_that_nobody_heard_is_found_after_listening_again() {
         let listener = pid(&server, LISTENERS).await;
         server.pause_backend(listener).unwrap();
         guard.unlock().await.unwrap();
-        // Not by force: the server would take that for a crash, start anew, and perhaps have forgotten the release.
+        // Not with SIGKILL: the server would treat that as a crash and restart, and might lose the
+        // release.
         server.sql(&format!("SELECT pg_terminate_backend({listener})")).await.unwrap();
         server.resume_backend(listener).unwrap();
         within(SOON, waiting).await.unwrap().unlock().await.unwrap();
@@ -240,7 +241,7 @@ async fn who_waits_is_woken_although_another_registry_over_the_store_was_closed(
     tokio::time::sleep(Duration::from_millis(300)).await;
     guard.unlock().await.unwrap();
     let guard = within(Duration::from_secs(5), waiting).await.unwrap();
-    // And who comes later.
+    // A later waiter is woken too.
     let next = a.obtain("k");
     let _ = (guard.unlock().await, lock(&a, "k2").await);
     let guard = next.lock().await.unwrap();
@@ -251,7 +252,7 @@ async fn who_waits_is_woken_although_another_registry_over_the_store_was_closed(
     within(Duration::from_secs(5), waiting).await.unwrap().unlock().await.unwrap();
 }
 
-/// A registry that relies on being woken.
+/// A registry that relies on wake-ups.
 async fn slow_poller(config: PostgresConfig) -> Registry {
     let backend = Arc::new(PostgresBackend::open(config).await.unwrap());
     Registry::builder(backend).poll(Duration::from_secs(3600)).build().unwrap()
@@ -319,7 +320,7 @@ async fn doctor_tells_what_is_set_up_wrong() {
     assert_eq!(findings.len(), 1, "{findings:?}");
 }
 
-/// It can be listened there, and nothing is ever heard.
+/// The other places accept LISTEN, but no notification ever arrives there.
 #[tokio::test]
 async fn doctor_tells_when_listening_leads_to_where_nothing_is_heard() {
     let server = server().await;

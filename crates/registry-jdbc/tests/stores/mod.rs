@@ -1,4 +1,4 @@
-//! A SQLite file as a store under test: a fresh folder each, removed with it.
+//! A SQLite file as a store under test, in a temporary folder of its own.
 #![expect(clippy::unwrap_used, reason = "a helper of tests, which may")]
 
 use std::fs;
@@ -40,7 +40,8 @@ impl Store for SqliteStore {
         Some(self.open(SqliteConfig::new(self.path()).with_namespace("other")).await)
     }
 
-    // A file has no server. When its last client has gone, whoever opens it next starts from what is on disk.
+    // A file has no server. After its last client has closed, the next one reads the file from
+    // disk.
     async fn restart(&self) -> bool {
         true
     }

@@ -1,5 +1,5 @@
-//! A cluster: which server has which slot. Learns from what servers say when they are asked for a slot that they do not have, and asks
-//! anew when something breaks.
+//! Maintains the slot map of a cluster. Applies `MOVED` and `ASK` redirections at once. Queries the
+//! servers again after errors and at regular intervals.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -20,15 +20,15 @@ use crate::ears::Hearing;
 use crate::rumours::Rumours;
 use crate::slot::SLOTS;
 
-/// How often the servers are asked without a reason.
+/// The interval between regular queries.
 const LOOK_EACH: Duration = Duration::from_secs(10);
-/// How long a server may take to answer, as long as no other has.
+/// The time limit for a server's answer while no other server has answered.
 const ANSWER_LIMIT: Duration = Duration::from_secs(2);
-/// How long the others are waited for when one has answered.
+/// How long the other servers are awaited after the first answer.
 const OTHERS_LIMIT: Duration = Duration::from_millis(50);
-/// The least pause between two rounds of questions.
+/// The minimum pause between two rounds of queries.
 const PAUSE: Duration = Duration::from_millis(100);
-/// How long a slot that is being moved is left in peace.
+/// The pause before a retry in a slot that is migrating.
 const MOVING: Duration = Duration::from_millis(20);
 
 pub(super) struct Cluster {
@@ -42,12 +42,12 @@ struct Shared {
     hearing: Hearing,
     rumours: Rumours,
     nodes: Mutex<HashMap<Address, Arc<Node>>>,
-    /// By slot.
+    /// The owner of each slot.
     owners: RwLock<Vec<Option<Arc<Node>>>>,
-    /// Why somebody could not be asked in the last round of questions.
+    /// An error of the last round of queries.
     trouble: Mutex<Option<RedisError>>,
     look: Notify,
-    /// Counts the rounds of questions.
+    /// The number of completed rounds of queries.
     looked: watch::Sender<u64>,
 }
 
@@ -86,7 +86,7 @@ impl Topology for Cluster {
         if let Some(node) = self.known(slot) {
             return Ok(node);
         }
-        // Nobody is known to have it. The next round of questions may tell.
+        // No owner is known; the next round of queries may find one.
         self.shared.look_now().await;
         self.known(slot).ok_or_else(|| {
             let down = ErrorKind::Server(ServerErrorKind::ClusterDown);
@@ -153,7 +153,7 @@ impl Topology for Cluster {
 }
 
 impl Shared {
-    /// The server at `address`, known or not.
+    /// Returns the server at `address`. Creates its `Node` if necessary.
     fn server(&self, address: &Address) -> RedisResult<Arc<Node>> {
         let mut nodes = self.nodes.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(node) = nodes.get(address) {
@@ -171,7 +171,7 @@ impl Shared {
         let owners = self.owners.read().unwrap_or_else(PoisonError::into_inner);
         let mut masters: Vec<Arc<Node>> = Vec::new();
         for owner in owners.iter().flatten() {
-            // Slots come in long runs.
+            // Adjacent slots usually have the same owner.
             let seen = |master: &Arc<Node>| Arc::ptr_eq(master, owner);
             if !masters.last().is_some_and(seen) && !masters.iter().any(seen) {
                 masters.push(Arc::clone(owner));
@@ -187,10 +187,10 @@ impl Shared {
         }
     }
 
-    /// Returns after a round of questions that began later than this.
+    /// Waits for a round of queries that begins after this call.
     async fn look_now(&self) {
         let mut looked = self.looked.subscribe();
-        // The round that is under way may have asked before.
+        // The current round may have queried the servers before this call.
         let enough = *looked.borrow() + 2;
         for _ in 0..2 {
             self.look.notify_one();
@@ -202,7 +202,7 @@ impl Shared {
         }
     }
 
-    /// Asks servers who has which slot, until one knows.
+    /// Queries the servers for the slot map, until one answers.
     async fn ask_around(&self) {
         let mut asked: Vec<Arc<Node>> = self.masters();
         for member in &self.members {
@@ -212,7 +212,7 @@ impl Shared {
                 asked.push(node);
             }
         }
-        // All are asked together: the dead ones must not keep us from the living.
+        // All servers are queried concurrently, so that dead servers do not delay the others.
         let mut views: FuturesUnordered<_> =
             asked.iter().map(async |node| view(node).await).collect();
         let mut best: Option<View> = None;
@@ -226,7 +226,8 @@ impl Shared {
             match heard {
                 Some(Ok(view)) => {
                     if best.is_none() {
-                        // One that was cut off from the others may be the first to answer, with what was true before.
+                        // A server that was cut off from the others may answer first, with an
+                        // outdated map.
                         enough.as_mut().reset(tokio::time::Instant::now() + OTHERS_LIMIT);
                     }
                     if best.as_ref().is_none_or(|best| view.rank > best.rank) {
@@ -261,11 +262,12 @@ impl Shared {
             (std::mem::replace(&mut *owners, fresh), moved)
         };
         if moved {
-            // What the new owners do not have is lost, and what they have they must be asked for before they tell of changes.
+            // Locks that the new owner does not have are lost. It sends no invalidations for the
+            // others until it is asked to track them.
             self.rumours.spread_all();
         }
         drop(old);
-        // A server that has no slots any more has no locks either; its connections are of no use.
+        // A server without slots has no locks, so its connections are not needed.
         let masters = self.masters();
         let members = &self.members;
         self.nodes.lock().unwrap_or_else(PoisonError::into_inner).retain(|address, node| {
@@ -274,7 +276,7 @@ impl Shared {
     }
 }
 
-/// Keeps the map of slots until aborted.
+/// Keeps the slot map up to date until aborted.
 async fn scout(shared: Arc<Shared>) {
     loop {
         shared.ask_around().await;
@@ -287,9 +289,9 @@ async fn scout(shared: Arc<Shared>) {
     }
 }
 
-/// What one server thinks of the cluster.
+/// One server's view of the cluster.
 struct View {
-    /// Whether it thinks that all is well, and how much it has heard of.
+    /// Whether the server reports a healthy cluster, then its configuration epoch.
     rank: (bool, u64),
     ranges: Vec<Range>,
 }
@@ -321,14 +323,14 @@ async fn view(node: &Node) -> RedisResult<View> {
     Ok(View { rank: (is_well, epoch.unwrap_or(0)), ranges })
 }
 
-/// Some slots and the server that has them.
+/// A range of slots and its owner.
 struct Range {
     first: u16,
     last: u16,
     master: Address,
 }
 
-/// Reads what `CLUSTER SLOTS` answers; `asked` is the server that was asked.
+/// Parses the answer to `CLUSTER SLOTS`; `asked` is the address of the queried server.
 fn read_slots(answer: &Value, asked: &str) -> Option<Vec<Range>> {
     let Value::Array(ranges) = answer else { return None };
     ranges.iter().map(|range| read_range(range, asked)).collect()
@@ -349,7 +351,8 @@ fn read_range(range: &Value, asked: &str) -> Option<Range> {
     Some(Range { first: u16::try_from(*first).ok()?, last: u16::try_from(*last).ok()?, master })
 }
 
-/// Reads `HOST:PORT`. A server that does not know its own name leaves it out: then it is that of the server that was asked.
+/// Parses `HOST:PORT`. A server that does not know its own host name omits it; the host of `asked`
+/// replaces it.
 fn read_address(text: &str, asked: &str) -> Option<Address> {
     let (host, port) = text.rsplit_once(':')?;
     let host = match host {

@@ -1,4 +1,4 @@
-//! One server that holds locks: the way to it, and the ears that listen there.
+//! One server that holds locks: its command connections and its subscriber connection.
 
 use std::fmt;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -16,10 +16,10 @@ use crate::link::wire::{Dialled, Ended, Wire, is_end, is_unknown_script};
 use crate::rumours::Rumours;
 use crate::script::Call;
 
-/// Makes a connection to the server, with this to hear what the server says unasked.
+/// Opens a connection to the server. The argument receives the server's push messages.
 pub(crate) type Dial = Arc<dyn Fn(Pushes) -> Dialled + Send + Sync>;
 
-/// Hears what a server says unasked.
+/// Receives push messages.
 pub(crate) type Pushes = Arc<dyn Fn(PushInfo) + Send + Sync>;
 
 pub(crate) struct Node {
@@ -27,7 +27,8 @@ pub(crate) struct Node {
     commands: Arc<Wire>,
     reconnecting: JoinHandle<()>,
     renewed_at: Mutex<Option<Instant>>,
-    /// For grants that replicas are waited for: whoever waits holds up all that comes after on the same connection.
+    /// Connections for scripts that wait for replicas or disks. `WAIT` blocks all later commands on
+    /// its connection.
     durable: Vec<Wire>,
     next_durable: AtomicUsize,
     durability: Durability,
@@ -36,7 +37,7 @@ pub(crate) struct Node {
 }
 
 impl Node {
-    /// The server that `dial` reaches; `name` is for people.
+    /// Creates the node that `dial` reaches; `name` appears in messages.
     pub(crate) fn new(
         name: String,
         dial: Dial,
@@ -51,7 +52,7 @@ impl Node {
             let (lost, given_up) = (Arc::clone(&lost), Arc::clone(&lost));
             Wire::new(
                 move |ended| tracking(Arc::clone(&dial), rumours.clone(), ended, Arc::clone(&lost)),
-                // What changes from now on is not heard of.
+                // Invalidations are missed from now on.
                 move || {
                     deaf.spread_all();
                     given_up.notify_one();
@@ -68,7 +69,7 @@ impl Node {
             commands,
             reconnecting,
             renewed_at: Mutex::default(),
-            // A server may take that long to wait for its replicas.
+            // The server may take this long to wait for its replicas.
             durable: (0..wires).map(|_| wire(silence + config.durability.limit)).collect(),
             next_durable: AtomicUsize::new(0),
             durability: config.durability,
@@ -77,28 +78,30 @@ impl Node {
         }
     }
 
-    /// The server's address, for people.
+    /// Returns the server's address, for messages.
     pub(crate) fn name(&self) -> &str {
         &self.name
     }
 
-    /// Connects, if that is yet to be done.
+    /// Connects, unless it is connected.
     pub(crate) async fn connect(&self) -> RedisResult<()> {
         self.commands.connect().await
     }
 
-    /// Gives up all connections: the server is another one now.
+    /// Replaces all connections, because another server has taken the place of this one.
     pub(crate) fn renew(&self) {
         self.commands.renew();
         for wire in &self.durable {
             wire.renew();
         }
         self.ears.renew();
-        // What the new one does not have is lost, and what it has it must be asked for before it tells of changes.
+        // Locks that the new server does not have are lost. It sends no invalidations for the
+        // others until it is asked to track them.
         self.rumours.spread_all();
     }
 
-    /// The same, unless it was done a moment ago: whatever the name leads to then is a replica, too.
+    /// Calls [`renew`](Self::renew) unless that happened within the last second: the name then
+    /// still leads to a replica.
     pub(crate) fn renew_seldom(&self) {
         let now = Instant::now();
         {
@@ -116,7 +119,7 @@ impl Node {
         self.commands.send(command).await
     }
 
-    /// Runs a script; with `asking` although the slot of its keys is only on its way to this server.
+    /// Runs a script. `asking`: the slot of its keys is still migrating to this server.
     pub(crate) async fn run(&self, call: &Call<'_>, asking: bool) -> RedisResult<Value> {
         let preface = self.preface(call, asking);
         if preface.is_none() {
@@ -126,8 +129,9 @@ impl Node {
         answers.swap_remove(1).extract_error()
     }
 
-    /// What must be said right before a script. Of two things only one can be: each counts for the very next command. So while a slot is
-    /// on its way nobody tells of its locks, and they are looked at until it has come.
+    /// Returns the command that must precede a script. `ASKING` and `CLIENT CACHING` both apply to
+    /// the very next command, so only one of them is possible. While a slot migrates, its locks are
+    /// therefore not tracked, and are verified at short intervals instead.
     fn preface(&self, call: &Call<'_>, asking: bool) -> Option<Preface> {
         if asking {
             if call.watches() {
@@ -138,7 +142,7 @@ impl Node {
         (call.watches() && self.rumours.are_told()).then_some(Preface::Watching)
     }
 
-    /// Runs a script between other commands. Answers for each of them, in their order.
+    /// Runs a script between other commands. Returns their responses in order.
     async fn run_among(
         &self,
         wire: &Wire,
@@ -171,16 +175,17 @@ impl Node {
         if preface == Some(Preface::Watching)
             && matches!(answers.first(), Some(Value::ServerError(_)))
         {
-            // This user may not. Losses are noticed at the next renewal.
+            // This user may not run the command. Losses are detected at the next renewal.
             self.rumours.note(false);
         }
         Ok(answers)
     }
 
-    /// Runs a script and waits until its writes are as safe as was asked for.
+    /// Runs a script and waits until its writes have the configured durability.
     pub(crate) async fn run_durably(&self, call: &Call<'_>, asking: bool) -> RedisResult<Durable> {
-        // What is to be told of is always asked for over the first one: a server takes what comes over another one for changes by somebody
-        // else, and each renewal would call for a look.
+        // Scripts that enable tracking all use the first connection. The server regards writes on
+        // another connection as changes by another client, and each renewal would trigger a
+        // verification.
         let others = self.durable.len().saturating_sub(1).max(1);
         let wire = if call.watches() {
             &self.durable[0]
@@ -196,7 +201,8 @@ impl Node {
         Ok(Durable { answer, missing: reached.unwrap_or_else(|error| Some(error.to_string())) })
     }
 
-    /// Asks for the safety that was asked for, with nothing to be made safe and no time for it.
+    /// Runs the durability command once, without a pending write and with a 1 ms limit, to find out
+    /// whether the server supports it.
     pub(crate) async fn try_durability(&self) -> RedisResult<()> {
         if !self.durability.is_wanted() {
             return Ok(());
@@ -219,7 +225,7 @@ impl Node {
         command
     }
 
-    /// What is missing of the safety that was asked for.
+    /// Returns what is missing of the configured durability.
     fn missing(&self, reached: &Value) -> Option<String> {
         let wanted = i64::from(self.durability.replicas);
         let (disk, replicas) = match reached {
@@ -237,18 +243,18 @@ impl Node {
     }
 }
 
-/// What a script answered, and what is missing of the safety that was asked for.
+/// A script's response, and what is missing of the configured durability.
 pub(crate) struct Durable {
     pub(crate) answer: Value,
     pub(crate) missing: Option<String>,
 }
 
-/// What a server has to be told before a script.
+/// The command that precedes a script.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Preface {
-    /// The slot is on its way here.
+    /// `ASKING`: the slot is migrating to this server.
     Asking,
-    /// Changes to what is read are to be told.
+    /// `CLIENT CACHING YES`: the server tracks the keys that the script reads.
     Watching,
 }
 
@@ -262,13 +268,14 @@ impl Drop for Node {
     }
 }
 
-/// Connects again when a connection is lost, so that holders verify their claims as soon as the server is back.
+/// Reconnects after a connection loss, so that holders verify their claims as soon as the server is
+/// available.
 async fn reconnect(commands: Arc<Wire>, rumours: Rumours, lost: Arc<Notify>) {
     loop {
         lost.notified().await;
         let began = Instant::now();
         let mut was_down = false;
-        // Without a registry there is no holder; after that long, leases are over.
+        // Without a registry there is no holder. After the limit, the leases are over.
         while rumours.are_wanted() && began.elapsed() < RECONNECT_LIMIT {
             if commands.connect().await.is_ok() {
                 break;
@@ -277,20 +284,23 @@ async fn reconnect(commands: Arc<Wire>, rumours: Rumours, lost: Arc<Notify>) {
             sleep((began.elapsed() / 10).clamp(RECONNECT_MIN, RECONNECT_MAX)).await;
         }
         if was_down {
-            // What was asked meanwhile has failed, and would be asked again only after a pause.
+            // Verifications during the outage failed, and the next ones would follow only after a
+            // pause.
             rumours.spread_all();
         }
     }
 }
 
-/// A connection whose server tells of changes to locks, of those that it is asked about with [`Preface::Watching`].
+/// Opens a connection with client tracking in the `OPTIN` mode: only keys of scripts after
+/// [`Preface::Watching`] are tracked.
 fn tracking(dial: Dial, rumours: Rumours, ended: Ended, lost: Arc<Notify>) -> Dialled {
     Box::pin(async move {
         let pushes: Pushes = Arc::new({
             let rumours = rumours.clone();
             move |push| match push.kind {
                 PushKind::Invalidate => rumours.spread(&push.data),
-                // What changes from now on is not heard of. Whoever looks then needs another connection.
+                // Invalidations are missed from now on. The verification that follows needs a new
+                // connection.
                 PushKind::Disconnection => {
                     ended.store(true, Ordering::Release);
                     rumours.spread_all();
@@ -300,8 +310,8 @@ fn tracking(dial: Dial, rumours: Rumours, ended: Ended, lost: Arc<Notify>) -> Di
             }
         });
         let mut connection = dial(pushes).await?;
-        // Changes that come over this connection are our own. A server or a user that cannot do this tells of nothing, and losses are
-        // noticed at the next renewal.
+        // NOLOOP: changes over this connection are our own. If the server or the user does not
+        // support tracking, losses are detected at the next renewal.
         let track =
             redis::cmd("CLIENT").arg("TRACKING").arg("ON").arg("OPTIN").arg("NOLOOP").to_owned();
         match connection.send_packed_command(&track).await.and_then(Value::extract_error) {
@@ -319,11 +329,13 @@ impl fmt::Debug for Node {
 }
 
 const DURABLE_WIRES: usize = 4;
-/// How long nothing may arrive while a command waits, until a second connection is tried. Short enough for a lease of 5 s.
+/// How long a command may wait without any response before a second connection is tried. Short
+/// enough for a lease of 5 s.
 const SILENCE: Duration = Duration::from_secs(1);
-/// The least time between two renewals of all connections to a server that says that it is a replica.
+/// The minimum time between two replacements of all connections to a server that reports to be a
+/// replica.
 const RENEWALS_APART: Duration = Duration::from_secs(1);
-/// The pauses between tries to connect are a tenth of the outage, within these limits.
+/// The limits of the pause between connection attempts, which is a tenth of the outage.
 const RECONNECT_MIN: Duration = Duration::from_millis(20);
 const RECONNECT_MAX: Duration = Duration::from_secs(1);
 const RECONNECT_LIMIT: Duration = Duration::from_secs(300);

@@ -1,8 +1,9 @@
-//! A master that is followed where it goes: sentinels say who it is.
+//! Follows a master through failovers: the sentinels report its address.
 //!
-//! All sentinels are asked together, and the answer of the newest configuration counts: one that was cut off from the others may still
-//! speak for an old master. A new master is looked for when the sentinels say that there is one, at regular intervals, and after each
-//! error that may come from an old one.
+//! All sentinels are queried concurrently, and the answer with the newest configuration epoch
+//! counts. A sentinel that was cut off from the others may still report an old master. The
+//! sentinels are queried after each of their `+switch-master` messages, at regular intervals, and
+//! after each error that an old master may cause.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -22,11 +23,11 @@ use crate::config::{Address, RedisConfig};
 use crate::ears::Hearing;
 use crate::rumours::Rumours;
 
-/// How often the sentinels are asked without a reason.
+/// The interval between regular queries.
 const LOOK_EACH: Duration = Duration::from_secs(1);
-/// How long a sentinel may take to answer.
+/// The time limit for a sentinel's answer.
 const ANSWER_LIMIT: Duration = Duration::from_secs(1);
-/// The least pause between two rounds of questions.
+/// The minimum pause between two rounds of queries.
 const PAUSE: Duration = Duration::from_millis(50);
 
 pub(super) struct Follower {
@@ -38,7 +39,7 @@ pub(super) struct Follower {
 struct Shared {
     service: String,
     sentinels: Vec<Sentinel>,
-    /// The master that connections are made to, if it was found yet.
+    /// The master that connections lead to, once it is known.
     master: Mutex<Option<Address>>,
     look: Notify,
 }
@@ -114,7 +115,7 @@ impl Topology for Follower {
         ];
         if is_end(error) || demoted.contains(&error.kind()) || error.code() == Some("UNBLOCKED") {
             if demoted.contains(&error.kind()) {
-                // The connection is well; it is the server that is not the master any more.
+                // The connection is intact, but its server is no longer the master.
                 self.node.renew();
             }
             self.shared.look.notify_one();
@@ -124,7 +125,7 @@ impl Topology for Follower {
 }
 
 impl Shared {
-    /// Asks all sentinels who the master is.
+    /// Queries all sentinels for the master's address.
     async fn resolve(&self) -> RedisResult<Address> {
         let question = redis::cmd("SENTINEL").arg("MASTER").arg(&self.service).to_owned();
         let answers = join_all(self.sentinels.iter().map(async |sentinel| {
@@ -143,7 +144,7 @@ impl Shared {
                     newest = Some((epoch, address));
                 }
                 Ok(_) => {}
-                // What a sentinel says of its trouble is worth more than that another one is not there.
+                // The answer of a sentinel explains more than the failure to reach another one.
                 Err(error) if is_end(&error) => _ = trouble.get_or_insert(error),
                 Err(error) => trouble = Some(told_by_sentinel(error)),
             }
@@ -152,7 +153,7 @@ impl Shared {
         newest.map(|(_, address)| address).ok_or_else(|| trouble.unwrap_or_else(no_sentinel))
     }
 
-    /// Notes the master, and tells whether it is another one than before.
+    /// Records the master and returns whether it replaces another one.
     fn note(&self, address: &Address) -> bool {
         let mut master = self.master();
         let other = master.as_ref().is_some_and(|master| master != address);
@@ -165,7 +166,7 @@ impl Shared {
     }
 }
 
-/// Says what is meant by an error that a sentinel has answered.
+/// Translates an error that a sentinel returned.
 fn told_by_sentinel(error: RedisError) -> RedisError {
     let text = error.to_string();
     let says = if text.contains("No such master") {
@@ -193,14 +194,15 @@ fn read_master(answer: &Value) -> RedisResult<(u64, Address)> {
     Ok((epoch, Address::Tcp { host, port }))
 }
 
-/// Makes connections to whoever is the master, and says so itself.
+/// Returns a function that connects to the current master and verifies its role.
 fn to_master(config: RedisConfig, shared: Arc<Shared>) -> Dial {
     let config = Arc::new(config);
     Arc::new(move |pushes| {
         let (config, shared) = (Arc::clone(&config), Arc::clone(&shared));
         Box::pin(async move {
             let address = shared.resolve().await?;
-            // That it is another one is for `look` to find out: the other connections are yet to follow.
+            // Only `look` records a change of master, because it must also replace the other
+            // connections.
             shared.master().get_or_insert_with(|| address.clone());
             let mut connection = dialler(&config, &address)?(pushes).await?;
             let role =
@@ -212,7 +214,7 @@ fn to_master(config: RedisConfig, shared: Arc<Shared>) -> Dial {
             if is_master {
                 return Ok(connection);
             }
-            // A failover is under way.
+            // A failover is in progress.
             shared.look.notify_one();
             Err((ErrorKind::Server(ServerErrorKind::ReadOnly), "the server is not the master")
                 .into())
@@ -220,7 +222,7 @@ fn to_master(config: RedisConfig, shared: Arc<Shared>) -> Dial {
     })
 }
 
-/// Looks for another master until aborted.
+/// Checks for a new master until aborted.
 async fn follow(shared: Arc<Shared>, node: Arc<Node>) {
     let mut sentinel = 0;
     loop {
@@ -249,7 +251,7 @@ async fn follow(shared: Arc<Shared>, node: Arc<Node>) {
                 sleep(PAUSE * 5).await;
             }
         }
-        // Another one may be better off.
+        // Another sentinel may be reachable.
         sentinel = (sentinel + 1) % shared.sentinels.len();
     }
 }

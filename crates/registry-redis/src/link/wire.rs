@@ -1,5 +1,5 @@
-//! One connection that carries commands, made again when it breaks or falls silent. Repeats nothing: who asked knows best whether it is
-//! worth another try.
+//! One multiplexed command connection, which is replaced when it breaks or stops answering. Retries
+//! no command except a script that the server has not cached: the caller decides about retries.
 
 use std::fmt;
 use std::future::Future;
@@ -17,38 +17,38 @@ use tokio::time::sleep;
 
 use crate::script::Call;
 
-/// A connection that is being made.
+/// A connection that is being opened.
 pub(crate) type Dialled = BoxFuture<'static, RedisResult<MultiplexedConnection>>;
 
-/// Whether a connection is known to have ended.
+/// Whether a connection is known to be closed.
 pub(crate) type Ended = Arc<AtomicBool>;
 
 pub(crate) struct Wire {
     dial: Box<dyn Fn(Ended) -> Dialled + Send + Sync>,
     given_up: Box<dyn Fn() + Send + Sync>,
-    /// How long nothing may arrive while a command waits, until a second connection is tried.
+    /// How long a command may wait without any response before a second connection is tried.
     silence: Duration,
     current: Mutex<Line>,
 }
 
 #[derive(Clone)]
 struct Line {
-    /// Made by those who use it, all together.
+    /// The connection attempt; all its users drive it together.
     dialled: Shared<Dialled>,
     ended: Ended,
     traffic: Arc<Traffic>,
 }
 
-/// What a connection has answered.
+/// The responses of a connection.
 #[derive(Default)]
 struct Traffic {
     answers: AtomicU64,
-    /// A second connection is being made, to compare with.
+    /// A second connection is being opened for comparison.
     is_compared: AtomicBool,
     replaced: Notify,
 }
 
-/// The task or command that makes the second connection.
+/// Marks that a caller is opening the second connection.
 struct Comparing<'a>(&'a Traffic);
 
 impl Drop for Comparing<'_> {
@@ -58,9 +58,11 @@ impl Drop for Comparing<'_> {
 }
 
 impl Wire {
-    /// A wire that `dial` connects, at its first use. `dial` may tell that a connection has ended; else the next command finds out, and
-    /// `given_up` is called. If nothing arrives for `silence` while a command waits, a second connection is made; if that is
-    /// answered first, it replaces the first one.
+    /// Creates a wire that connects by `dial` at its first use.
+    ///
+    /// `dial` may report that its connection is closed. Otherwise the next command detects that and
+    /// calls `given_up`. If a command waits and nothing arrives for `silence`, a second connection
+    /// is opened. It replaces the first one if it is ready before anything arrives there.
     pub(crate) fn new(
         dial: impl Fn(Ended) -> Dialled + Send + Sync + 'static,
         given_up: impl Fn() + Send + Sync + 'static,
@@ -78,14 +80,15 @@ impl Wire {
         .await
     }
 
-    /// Sends commands that are answered one by one; errors of the server are among the answers.
+    /// Sends a pipeline and returns one response per command. Server errors are among the
+    /// responses.
     pub(crate) async fn send_all(&self, commands: &Pipeline) -> RedisResult<Vec<Value>> {
         let count = commands.len();
         self.over(async |mut connection| connection.send_packed_commands(commands, 0, count).await)
             .await
     }
 
-    /// Runs a script.
+    /// Runs a script. Sends its source if the server has not cached it.
     pub(crate) async fn run(&self, call: &Call<'_>) -> RedisResult<Value> {
         match self.send(call.known()).await {
             Err(error) if is_unknown_script(&error) => self.send(&call.unknown()).await,
@@ -93,12 +96,12 @@ impl Wire {
         }
     }
 
-    /// Gives the connection up; the next command makes a new one.
+    /// Drops the connection; the next command opens a new one.
     pub(crate) fn renew(&self) {
         *self.lock() = line(&self.dial);
     }
 
-    /// Connects, if that is yet to be done.
+    /// Connects, unless it is connected.
     pub(crate) async fn connect(&self) -> RedisResult<()> {
         self.over(async |_| Ok(())).await
     }
@@ -134,7 +137,8 @@ impl Wire {
         answer
     }
 
-    /// Replaces a line unless that was done. Of many commands that fail together the first does it.
+    /// Replaces the connection `used` by `fresh` if `used` is still current. Of many commands that
+    /// fail together, only the first replaces it.
     fn replace(&self, used: &Line, fresh: impl FnOnce() -> Line) -> bool {
         let mut current = self.lock();
         let is_current = current.dialled.ptr_eq(&used.dialled);
@@ -144,10 +148,11 @@ impl Wire {
         is_current
     }
 
-    /// Waits for the answer over `used`, as long as that is not silent while another connection is answered.
+    /// Waits for the response over `used`. Returns an error if `used` stays silent while a second
+    /// connection can be opened.
     ///
-    /// A server that is slow is slow on both, and the answer to the command comes first. A connection that has died without a word, behind
-    /// a router that forgot it or a host that is gone, stays silent.
+    /// A slow server is slow on both connections, so the response arrives first. A connection that
+    /// died silently, for example behind a router that dropped it, stays silent.
     async fn attended<T>(
         &self,
         used: &Line,
@@ -207,7 +212,8 @@ fn silent() -> RedisError {
     std::io::Error::from(std::io::ErrorKind::TimedOut).into()
 }
 
-/// Whether the connection is of no use after `error`. One that did not answer in time may have died without a word.
+/// Returns whether the connection is unusable after `error`. A connection that timed out may have
+/// died silently.
 pub(super) fn is_end(error: &RedisError) -> bool {
     error.is_timeout() || error.is_io_error() || error.is_unrecoverable_error()
 }

@@ -1,18 +1,19 @@
--- KEYS: the lock, its newest tokens. ARGV: claim, lease in ms, how many tokens, memory of tokens in ms, label, and in a quorum the attempt.
--- Answers {1, token, lease left in ms} or {0, lease left in ms, the holder's record, time in us, its token if that is known}.
+-- KEYS: the lock, its token key. ARGV: claim, lease in ms, number of tokens, token memory in ms,
+-- label, and in a quorum the attempt. Returns {1, token, remaining lease in ms}, or {0, remaining
+-- lease in ms, the holder's record, time in us, the holder's token if known}.
 local call, claim, attempt = redis.call, ARGV[1], ARGV[6]
 local held, record = holder(KEYS[1])
 local time = call('TIME')
--- In us, put together as text, because that is what is written; numbers would have to be formatted.
+-- The time in us. It is built as text because it is stored as text; a number would need formatting.
 local since = time[1] .. string.sub('00000', #time[2]) .. time[2]
 if held then
   local left = call('PTTL', KEYS[1])
   if held ~= claim then
-    -- Longer than any record of ours; a stranger's value may be of any length.
+    -- Longer than any record of this library. Another program's value may have any length.
     return {0, left, string.sub(record, 1, 2048), since, first_token(record, KEYS[2]) or ''}
   end
   if left > 0 then
-    -- Changes nothing, but is a write, which replicas can be waited for.
+    -- Changes nothing, but is a write, so WAIT and WAITAOF cover it.
     call('PEXPIRE', KEYS[1], left)
     if attempt then
       restamp(KEYS[1], record, attempt)
@@ -24,8 +25,9 @@ if held then
   end
   return redis.error_reply('ERR the token of this grant is not remembered any more; is token_memory shorter than the lease?')
 end
--- Larger than all before, and than all that a server that has lost its data may have forgotten. The clock is nearly always ahead of all
--- tokens, so this is tried first, and what is overwritten tells whether it was.
+-- The token must exceed all earlier tokens, even those that a server lost with its data. The clock
+-- is nearly always ahead of them, so it is stored first, and SET returns the value that it
+-- replaced.
 local first, now, block = since, tonumber(since), tonumber(ARGV[3])
 local before = call('SET', KEYS[2], memory(string.format('%.0f', now + block - 1), first, claim), 'PX', ARGV[4], 'GET')
 local newest = before and tonumber(string.match(before, '^%d+'))
@@ -36,7 +38,7 @@ if newest and newest >= now then
     return redis.error_reply('ERR the fencing token of this lock is too large to count on; delete the key ' .. KEYS[2])
   end
   first = string.format('%.0f', newest + 1)
-  -- Until the clock has caught up.
+  -- Keeps the token key until the clock has passed the last token.
   local kept = ARGV[4] + math.ceil((last - now) / 1000)
   call('SET', KEYS[2], memory(string.format('%.0f', last), first, claim), 'PX', string.format('%.0f', kept))
 end

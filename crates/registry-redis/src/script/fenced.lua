@@ -1,7 +1,8 @@
--- KEYS: the newest token that has written to the resource, then those of the body. ARGV: token, then those of the body.
--- Answers {1, what the body answers} or {0, the newest token} if that is larger.
+-- KEYS: the resource's token key, then the KEYS of the body. ARGV: token, then the ARGV of the
+-- body. Returns {1, the body's result}, or {0, the newest token} if that is larger than the given
+-- one.
 local newest, token = redis.call('GET', KEYS[1]), ARGV[1]
--- Numbers of any size: Lua's own would not be exact.
+-- Compared as text: a Lua number cannot represent every token exactly.
 if newest and (#newest > #token or #newest == #token and newest > token) then
   return {0, newest}
 end

@@ -1,5 +1,6 @@
--- KEYS: locks, each with its newest tokens. Answers the time in us and, for each lock, its record, the lease left in ms and its token
--- if that is known; an empty record if it is free.
+-- KEYS: locks, each followed by its token key. Returns the server's time in us. For each lock it
+-- then returns the record, the remaining lease in ms, and the token if known. The record of a free
+-- lock is empty.
 local time = redis.call('TIME')
 local answers = {string.format('%.0f', time[1] * 1000000 + time[2])}
 for i = 1, #KEYS, 2 do
@@ -8,7 +9,8 @@ for i = 1, #KEYS, 2 do
     return {err = failure_text(held)}
   end
   if not is_read or record == '' then
-    -- A value of another type, or an empty one, was written by another program; acquiring reports the key as taken, too.
+    -- Another program wrote a value of another type or an empty value. `acquire` also reports such
+    -- a key as held.
     record = '?'
   end
   answers[#answers + 1] = record and string.sub(record, 1, 2048) or ''

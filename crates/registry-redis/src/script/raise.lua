@@ -1,5 +1,6 @@
--- KEYS: the lock, its newest tokens. ARGV: claim, attempt, first token, last token, memory of tokens in ms.
--- Writes down the token that a majority has settled on. Answers 1; 0 if the attempt does not hold the lock.
+-- KEYS: the lock, its token key. ARGV: claim, attempt, first token, last token, token memory in ms.
+-- Stores the token that a majority has agreed on. Returns 1, or 0 if the attempt does not hold the
+-- lock.
 local held, record = holder(KEYS[1])
 if held ~= ARGV[1] or string.match(record, '^%x+ %d+%.(%x+) ') ~= ARGV[2] then
   return 0

@@ -1,23 +1,25 @@
--- KEYS: locks. ARGV: for each its claim and its lease in ms.
--- Answers for each the lease left in ms, as far as it was asked for; -1 if the claim holds nothing.
+-- KEYS: locks. ARGV: the claim and the lease in ms of each lock. Returns the granted lease of each
+-- lock in ms, or -1 if the claim does not hold the lock.
 local answers = {}
--- GT and NX came with version 7, which is the first to tell its number here.
+-- REDIS_VERSION_NUM exists from version 7 on, as do the PEXPIRE options GT and NX.
 local modern = redis.REDIS_VERSION_NUM
--- What a server that was asked to tell of changes notes at a read: the key that is read, from version 7.2 on and in any Valkey; before that
--- all KEYS, so that one read, the last command, is enough, and many would be dear. A key is read after it was written to.
+-- From Redis 7.2 on, and in any Valkey, client tracking registers only the key that a command
+-- reads. Older servers register all KEYS at each read, so one read as the last command suffices.
+-- The read follows the write, because a write ends the tracking of its key.
 local notes_one = modern and modern >= 0x70200
 local call = redis.call
 for i, lock in ipairs(KEYS) do
-  -- As text, because that is what it is sent as.
+  -- The lease stays text: PEXPIRE receives it as text.
   local claim, lease = ARGV[2 * i - 1], ARGV[2 * i]
-  -- A value of another type belongs to another program and says nothing of the other locks.
+  -- A value of another type belongs to another program. It must not fail the other locks of this
+  -- call.
   local is_read, held = pcall(holder, lock)
   if not is_read and not is_foreign(held) then
     return {err = failure_text(held)}
   end
   if is_read and held == claim then
     if modern then
-      -- Longer, never shorter; and with an end, if somebody has taken it away.
+      -- Never shorten the lease. NX restores an expiry that another client removed.
       if call('PEXPIRE', lock, lease, 'GT') == 0 then
         call('PEXPIRE', lock, lease, 'NX')
       end

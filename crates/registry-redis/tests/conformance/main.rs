@@ -1,7 +1,8 @@
-//! The promises of lock-registry over Redis servers of all kinds.
+//! The conformance suite over all kinds of Redis servers.
 //!
-//! Over a single server each clause is a test with a server of its own. The other kinds take seconds to start, so there the clauses share
-//! one set of servers, each in a namespace of its own; only those that restart or empty the servers get their own.
+//! Over a single server, each clause is a test with its own server. The other kinds take seconds to
+//! start. Their clauses share one set of servers, each clause in its own namespace. Only clauses
+//! that restart or empty the servers get their own set.
 #![expect(clippy::unwrap_used, reason = "a helper of tests, which may")]
 
 mod shared;
@@ -83,7 +84,7 @@ impl Servers for SentinelSetup {
         RedisConfig::from_url(&self.url()).unwrap()
     }
 
-    /// The replica that takes over has all that there is: nobody writes meanwhile.
+    /// The replica that takes over has all data, because no client writes meanwhile.
     async fn restart(&mut self) {
         self.failover().await.unwrap();
     }
@@ -101,7 +102,8 @@ fn the_master_that_sentinels_name_keeps_all_promises() {
 
 #[async_trait]
 impl Servers for RedisCluster {
-    /// No promise here is about a node that is missed, and on a loaded machine nodes would miss each other soon.
+    /// No clause tests the loss of a node, and on a busy machine nodes with a short time-out would
+    /// suspect each other.
     async fn begin() -> Self {
         let patient = ServerOptions::new().args(&["--cluster-node-timeout", "10000"]);
         Self::start_with(&patient).await.unwrap()
@@ -161,7 +163,7 @@ fn a_quorum_keeps_all_promises() {
     keeps_its_promises::<RedisQuorum>(224, 8);
 }
 
-/// A server that is reached by encrypted connections only, and asks each user for a password.
+/// A server that requires TLS and a login.
 #[cfg(feature = "tls")]
 #[derive(Debug)]
 struct Guarded {
@@ -204,11 +206,11 @@ fn an_encrypted_server_with_users_keeps_all_promises() {
     keeps_its_promises::<Guarded>(224, 8);
 }
 
-/// A server whose locks look like those of Spring Integration.
+/// A server with locks in the Spring Integration layout.
 #[derive(Debug)]
 struct AsSpring(RedisServer);
 
-/// A server whose locks look like those of Redisson.
+/// A server with locks in the Redisson layout.
 #[derive(Debug)]
 struct AsRedisson(RedisServer);
 

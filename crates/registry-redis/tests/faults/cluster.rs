@@ -1,4 +1,5 @@
-//! A cluster, whose slots fail over, move, and stop answering. What happens to one master is nobody's business but of those whose locks are there.
+//! A cluster whose slots fail over, migrate, and become unavailable. A fault of one master affects
+//! only the locks in its slots.
 
 use std::time::Duration;
 
@@ -10,18 +11,18 @@ use tokio::time::{Instant, sleep};
 
 use crate::contest::{Contest, Keys, LEASE, LONG, millis, registry, secs};
 
-/// A lock is in the slot of its name.
+/// Returns the slot of a lock, which depends on its name.
 fn slot_of(key: &str) -> u16 {
     RedisCluster::slot_of(format!("lock-registry:{{{key}}}"))
 }
 
-/// A key of this kind that lives on the master of this number, at the start.
+/// Returns a key of this kind that is initially on the given master.
 fn key_on(master: u16, kind: &str) -> String {
     let mut keys = (0..).map(|number| format!("{kind}/{number}"));
     keys.find(|key| slot_of(key) / 5_462 == master).unwrap()
 }
 
-/// One key of each kind on each master.
+/// Returns one key of each kind on each master.
 fn keys() -> Keys {
     let keys = |kind| (0..3).map(|master| key_on(master, kind)).collect();
     Keys { contested: keys("contested"), steady: keys("steady") }
@@ -36,7 +37,7 @@ fn config(cluster: &RedisCluster) -> RedisConfig {
     RedisConfig::from_url(&cluster.url()).unwrap()
 }
 
-/// The servers that have locks.
+/// Returns the servers that hold locks.
 async fn masters(cluster: &RedisCluster) -> Vec<&RedisServer> {
     let mut masters = Vec::new();
     for slot in [0, 8_000, 16_000] {
@@ -76,7 +77,8 @@ async fn clients_follow_the_failover_of_a_crashed_master_and_tokens_grow_over_it
     outcome.assert_flawless_but_between(&[(begin, end)]);
 }
 
-/// With its locks and channels, while they are held, waited for, taken and released.
+/// The slot migrates with its locks and channels while clients hold, await, acquire and release
+/// them.
 #[tokio::test]
 async fn a_slot_that_moves_away_ends_no_hold_and_makes_no_second_holder() {
     let cluster = RedisCluster::start().await.unwrap();
@@ -87,13 +89,13 @@ async fn a_slot_that_moves_away_ends_no_hold_and_makes_no_second_holder() {
             let key = key_on(from, kind);
             let to = cluster.master_of(to).await.unwrap();
             let migration = cluster.begin_migration(slot_of(&key), to).await.unwrap();
-            // As long as a large slot would take.
+            // As long as the migration of a large slot takes.
             sleep(millis(200)).await;
             let lock = format!("lock-registry:{{{key}}}");
             cluster.migrate_key(&migration, &lock).await.unwrap();
             sleep(millis(200)).await;
             cluster.migrate_key(&migration, format!("{lock}:token")).await.unwrap();
-            // Now whoever comes is sent to the new master, and asked to come back here the next time.
+            // From now on the servers redirect each command to the new master (`ASK`).
             sleep(millis(500)).await;
             cluster.finish_migration(migration).await.unwrap();
         }
@@ -104,7 +106,7 @@ async fn a_slot_that_moves_away_ends_no_hold_and_makes_no_second_holder() {
     outcome.assert_flawless();
 }
 
-/// Whoever waits on a channel that moves away with its slot must wait elsewhere from then on.
+/// A waiter on a channel that migrates with its slot must subscribe at the new master.
 #[tokio::test]
 async fn a_waiter_whose_slot_moves_away_is_woken_by_the_release() {
     let cluster = RedisCluster::start().await.unwrap();
@@ -121,14 +123,14 @@ async fn a_waiter_whose_slot_moves_away_is_woken_by_the_release() {
     }
 }
 
-/// A registry whose waiters do not look by themselves.
+/// Returns a registry whose waiters poll too rarely to notice a release.
 async fn deaf(cluster: &RedisCluster) -> Registry {
     let backend = RedisBackend::open(config(cluster)).await.unwrap();
     let builder = Registry::builder(std::sync::Arc::new(backend));
     builder.lease(secs(300)).poll(secs(3_600)).build().unwrap()
 }
 
-/// Starts to wait for `key`, and comes back when its master has a subscription for it.
+/// Starts a waiter for `key` and returns once its master has the subscription.
 async fn waiting(
     registry: &Registry,
     cluster: &RedisCluster,
@@ -144,7 +146,7 @@ async fn waiting(
     waiter
 }
 
-/// How a shard dies.
+/// How a shard fails.
 #[derive(Clone, Copy, PartialEq)]
 enum Death {
     StandingStill,
@@ -168,7 +170,7 @@ async fn a_dead_shard_holds_up_no_lock_of_the_others(death: Death) {
     let contest = begin(&cluster, lease).await;
     contest.goes_on().await;
     let Keys { contested, steady } = keys();
-    // Held on the shard that dies and on one that does not.
+    // One lock on the failing shard and one on another shard.
     let ours = registry(&config(&cluster), secs(60)).await;
     let (dying, living) = (key_on(0, "mine"), key_on(1, "mine"));
     let on_dying = ours.obtain(&dying).lock().await.unwrap();
@@ -195,7 +197,7 @@ async fn a_dead_shard_holds_up_no_lock_of_the_others(death: Death) {
     on_living.unlock().await.unwrap();
     within(LONG, waiter).await.unwrap();
     contest.loses_steadily(1).await;
-    // As long as it takes until a lease that was not renewed is over.
+    // As long as a lease that is not renewed lasts.
     sleep(lease).await;
     contest.goes_on_with(&others).await;
     let losses = contest.losses();
@@ -217,6 +219,6 @@ async fn a_dead_shard_holds_up_no_lock_of_the_others(death: Death) {
     ours.idle().await;
     cluster.settle().await.unwrap();
     let outcome = contest.end(&masters(&cluster).await).await;
-    // The replica may have taken over when it came back, without what its master had granted last.
+    // The replica may have taken over when the shard came back, without the master's last grants.
     outcome.assert_flawless_but_between(&[(begin, end)]);
 }

@@ -1,4 +1,4 @@
-//! Clients in other processes, which can be stopped in their tracks.
+//! Clients in other processes, which a test can suspend.
 
 use std::env;
 use std::io::Write as _;
@@ -15,14 +15,14 @@ use registry_testkit::witness::Witness;
 use crate::contest::{Contest, Keys, LEASE, LONG, registry};
 use crate::verdict::Outcome;
 
-/// Names the servers to the other process.
+/// Passes the servers' URL to the other process.
 const URL_VARIABLE: &str = "LOCK_REGISTRY_TEST_URL";
 
 #[test]
 #[ignore = "started by the other tests, as another process"]
 fn the_other_process() {
     let Some(url) = env::var_os(URL_VARIABLE) else { return };
-    // Whatever the test harness has written so far ends here.
+    // Ends the line that the test harness has begun.
     _ = writeln!(std::io::stdout());
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
     runtime.block_on(async {
@@ -30,11 +30,11 @@ fn the_other_process() {
         let registry = Arc::new(registry(&config, LEASE).await);
         serve(registry, &HolderOptions::new("redis").history()).await;
     });
-    // At once: the test program has nothing more to say, and nobody to say it to.
+    // Exits at once, so that the test harness prints nothing more.
     std::process::exit(0);
 }
 
-/// Starts a client in a process of its own.
+/// Starts a client in its own process.
 pub(crate) async fn client(url: &str) -> LockHolder {
     let mut program = Command::new(env::current_exe().unwrap());
     program.args(["elsewhere::the_other_process", "--exact", "--ignored", "--nocapture"]);
@@ -42,14 +42,14 @@ pub(crate) async fn client(url: &str) -> LockHolder {
     LockHolder::spawn_command(program).await.unwrap()
 }
 
-/// Stops a client that holds a lock for longer than its lease, in the midst of a contest: others go on without it, and it knows that as
-/// soon as it goes on itself.
+/// Suspends a client that holds a lock for longer than its lease, during the workload. Other
+/// clients continue, and the suspended client detects the loss as soon as it resumes.
 pub(crate) async fn a_stopped_holder_is_replaced_and_knows_it(
     url: &str,
     servers: &[&RedisServer],
 ) -> Outcome {
     let config = RedisConfig::from_url(url).unwrap();
-    // Of the others none must end for another reason than that it was stopped.
+    // Longer leases, so that a busy machine ends no hold of the clients that are not suspended.
     let ways = vec![config.clone(); 3];
     let contest = Contest::begin_with(&ways, &config, Keys::default(), LEASE * 3).await;
     let ours = registry(&config, LEASE).await;

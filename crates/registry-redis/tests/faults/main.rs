@@ -1,8 +1,9 @@
-//! What the locks in Redis are worth while servers stand still, crash, forget, fail over and jump in time: clients contend meanwhile, all
-//! that happens to them is recorded, and the checks of the testkit decide.
+//! The guarantees of locks in Redis while servers stall, crash, lose data, fail over, and change
+//! their clocks. Clients contend meanwhile, a recorder logs all their operations, and the checkers
+//! of the testkit verify the history.
 //!
-//! A single server that keeps its data breaks no promise. Where a fault may cost exclusion, the test says from when to when. Tokens grow and
-//! fenced writes are safe in any case.
+//! A single server that keeps its data keeps all promises. Where a fault may break exclusion, the
+//! test states the time window. Tokens grow and fenced writes are safe in any case.
 #![cfg(target_os = "linux")]
 #![expect(clippy::unwrap_used, reason = "a helper of tests, which may")]
 #![expect(clippy::print_stdout, reason = "figures are printed for those who ask for them")]

@@ -1,4 +1,5 @@
-//! Five masters that know nothing of each other. Two may fail without anybody noticing; three end all, and tell everybody.
+//! A quorum of five masters. Two failures have no visible effect. With three failures no lock is
+//! granted and every caller receives an error.
 
 use std::time::Duration;
 
@@ -66,8 +67,8 @@ async fn without_a_majority_there_are_errors_and_no_holders_and_those_who_were_a
     for dead in 0..3 {
         quorum.servers_mut()[dead].kill();
     }
-    // Two still know who has it, three may be free; and those who contend find each other there. Asked without an engine in between, whose
-    // callers would stand behind each other.
+    // The two live masters know the holders, and the three dead ones may be free. The claims are
+    // sent without an engine, whose callers would queue in the process.
     for _ in 0..20 {
         for key in ["steady/0", "steady/1", "steady/2", "fresh"] {
             let claim = || Claim::new(Key::new(key).unwrap(), LEASE);
@@ -81,7 +82,7 @@ async fn without_a_majority_there_are_errors_and_no_holders_and_those_who_were_a
     }
     let newcomer = within(LONG, RedisBackend::open(config.clone())).await;
     assert_eq!(newcomer.unwrap_err().kind(), BackendErrorKind::Transient);
-    // What was asked before is answered by now.
+    // Earlier requests are answered by then.
     let begin = contest.after(LEASE);
     contest.loses_steadily(3).await;
     sleep(LEASE * 3 / 2).await;
@@ -101,7 +102,7 @@ async fn without_a_majority_there_are_errors_and_no_holders_and_those_who_were_a
     outcome.with_splits().assert_flawless();
 }
 
-/// One refuses, two are silent, two say that it is taken: that is too few to say so.
+/// One master refuses, two are silent and two report a holder: too few to report `Busy`.
 #[tokio::test]
 async fn what_two_of_five_say_is_no_answer() {
     let (mut quorum, config) = quorum().await;
@@ -137,7 +138,7 @@ async fn two_slow_masters_of_five_end_no_hold_and_hold_up_nobody() {
     let addresses: Vec<String> = addresses.map(|addr| addr.to_string()).collect();
     let url = format!("redis+quorum://{}", addresses.join(","));
     let config = RedisConfig::from_url(&url).unwrap();
-    // Of three, two would often stand in each other's way, without a master to spare.
+    // Two clients, because three would often block each other while no master is spare.
     let ways = vec![config.clone(); 2];
     let contest = Contest::begin_with(&ways, &config, Keys::default(), secs(6)).await;
     contest.goes_on().await;
@@ -176,7 +177,7 @@ async fn a_lock_that_all_five_have_survives_that_one_forgets_it() {
     next.unlock().await.unwrap();
 }
 
-/// A crash after which the master knows nothing.
+/// Crashes a master and deletes its data.
 async fn forget(quorum: &mut RedisQuorum, master: usize) {
     let server = &mut quorum.servers_mut()[master];
     server.kill();
@@ -184,7 +185,7 @@ async fn forget(quorum: &mut RedisQuorum, master: usize) {
     server.start_again().await.unwrap();
 }
 
-/// A recipe that loses a lock for certain: the classic one against this algorithm.
+/// A sequence that certainly loses a lock: the standard counterexample to Redlock.
 #[tokio::test]
 async fn a_lock_that_three_of_five_have_is_lost_if_one_forgets_it_and_its_holder_is_told() {
     let (mut quorum, config) = quorum().await;
@@ -246,14 +247,15 @@ async fn a_contest_goes_on_flawlessly_while_masters_forget_one_after_the_other()
         contest.goes_on().await;
         forget(&mut quorum, forgetful).await;
         contest.goes_on().await;
-        // One at a time.
+        // One master at a time.
         sleep(LEASE + secs(2)).await;
     }
     contest.goes_on().await;
     contest.end(&all(&quorum)).await.with_splits().assert_flawless();
 }
 
-/// The leases on one master are over at once. That matters where a lock has no master to spare.
+/// The leases on one master end at once. That affects only locks that exist on no more than a
+/// majority.
 #[tokio::test]
 async fn the_clock_of_one_master_that_jumps_ahead_ends_no_hold_that_all_five_have() {
     let clock = ClockShim::new().unwrap();
@@ -293,7 +295,8 @@ async fn a_stopped_holder_is_replaced_and_knows_it() {
     outcome.await.with_splits().assert_flawless();
 }
 
-/// Three of five have the one lock, all have the other one. What becomes of the first is up to a master that is silent.
+/// Three of five masters have one lock, and all have the other. A silent master decides about the
+/// first lock.
 #[tokio::test]
 async fn a_hold_that_depends_on_a_silent_master_takes_no_other_hold_with_it() {
     let (mut quorum, config) = quorum().await;
@@ -326,7 +329,8 @@ async fn a_hold_that_depends_on_a_silent_master_takes_no_other_hold_with_it() {
     strong.unlock().await.unwrap();
 }
 
-/// With a restart guard, a master is asked who it is before it is asked for the lock. Its answer may come after the release.
+/// With a restart guard, a master's process id is requested before the lock. The response may
+/// arrive after the release.
 #[tokio::test]
 async fn a_lock_that_was_released_before_a_slow_master_was_asked_for_it_is_not_taken_there() {
     let (quorum, _) = quorum().await;
@@ -348,7 +352,7 @@ async fn a_lock_that_was_released_before_a_slow_master_was_asked_for_it_is_not_t
             .unwrap()
             .contains(":1")
     };
-    // By then the guard is over on all of them.
+    // The restart guard is over on all masters by then.
     eventually(LONG, async || {
         let first = lock("first").await;
         let there = is_there("{first}").await;
@@ -359,31 +363,31 @@ async fn a_lock_that_was_released_before_a_slow_master_was_asked_for_it_is_not_t
     proxy.set_mode(Mode::Delay(millis(300))).await.unwrap();
     lock("released").await.unlock().await.unwrap();
     let next = lock("next").await;
-    // It was asked for this one later.
+    // This lock was requested from the slow master later.
     eventually(LONG, async || is_there("{next}").await).await;
     eventually(secs(20), async || !is_there("{released}").await).await;
     next.unlock().await.unwrap();
 }
 
-/// What is wrong with one master of five while locks are counted.
+/// The fault of one master of five during a throughput measurement.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Trouble {
     None,
     Dead,
     Stopped,
     Silent,
-    /// A second away.
+    /// Responses take a second.
     Distant,
 }
 
-/// Locks that were taken, and the longest that one of them took.
+/// The number of acquired locks and the duration of the slowest acquisition.
 #[derive(Debug, Default, Clone, Copy)]
 struct Count {
     grants: usize,
     longest: Duration,
 }
 
-/// Five masters, the first of them behind a proxy, and four registries.
+/// Five masters, the first one behind a proxy, and four registries.
 struct Counted {
     quorum: RedisQuorum,
     proxy: FaultProxy,
@@ -406,7 +410,7 @@ impl Counted {
         Self { quorum, proxy, registries }
     }
 
-    /// Has all registries take `keys` locks in turn for `window`.
+    /// Lets all registries acquire `keys` locks in turn for `window`.
     async fn take(&self, keys: usize, window: Duration) -> Count {
         let end = Instant::now() + window;
         let callers = self.registries.iter().enumerate().map(async |(nth, registry)| {
@@ -428,7 +432,8 @@ impl Counted {
         })
     }
 
-    /// The same while one master is in trouble, in turns, so that a loaded machine is slow for each of them.
+    /// Repeats this under each of the faults, in turns, so that a busy machine affects all of them
+    /// equally.
     async fn compare<const N: usize>(&self, keys: usize, troubles: [Trouble; N]) -> [Count; N] {
         let mut counts = [Count::default(); N];
         for _ in 0..3 {
@@ -445,7 +450,7 @@ impl Counted {
                     Trouble::Stopped => self.quorum.servers()[0].pause().unwrap(),
                     _ => {}
                 }
-                // The first few find out.
+                // The first acquisitions detect the fault.
                 self.take(keys, millis(500)).await;
                 let count = self.take(keys, secs(2)).await;
                 sum.grants += count.grants;
@@ -459,7 +464,7 @@ impl Counted {
     }
 }
 
-/// Half is asserted, because a loaded machine is not as slow for one as for the other.
+/// Only half is asserted, because a busy machine does not affect both measurements equally.
 #[tokio::test]
 async fn a_silent_or_distant_master_of_five_costs_little_more_than_a_dead_one() {
     use Trouble::{Dead, Distant, Silent, Stopped};
@@ -484,7 +489,7 @@ async fn how_many_locks_are_taken_while_one_master_of_five_is_in_trouble() {
     }
 }
 
-/// The uptime that servers tell jumps with their wall clock.
+/// A server's uptime jumps with its wall clock.
 #[tokio::test]
 async fn a_clock_that_jumps_ahead_ends_no_restart_guard() {
     let clock = ClockShim::new().unwrap();
@@ -498,14 +503,15 @@ async fn a_clock_that_jumps_ahead_ends_no_restart_guard() {
     };
     assert!(attempt().await.unwrap_err().to_string().contains("restart_guard"));
     clock.jump_wall(2 * 3_600).unwrap();
-    // Servers look at their clock some ten times a second.
+    // Servers read their clock about ten times per second.
     for _ in 0..5 {
         assert!(attempt().await.unwrap_err().to_string().contains("restart_guard"));
         sleep(millis(200)).await;
     }
 }
 
-/// Otherwise each new process would wait for the guard, however long the servers have been running.
+/// Otherwise each new process would wait for the restart guard, however long the servers have been
+/// running.
 #[tokio::test]
 async fn one_client_waits_for_the_restart_guard_and_vouches_for_those_that_come_later() {
     let (mut quorum, config) = quorum().await;
@@ -520,7 +526,7 @@ async fn one_client_waits_for_the_restart_guard_and_vouches_for_those_that_come_
     let first = RedisBackend::open(config.clone()).await.unwrap();
     eventually(LONG, async || attempt(&first).await).await;
     assert!(begun.elapsed() >= secs(2));
-    // Of all masters, because the fifth may have been asked a moment later.
+    // All masters, because the fifth may answer later than the majority.
     eventually(LONG, async || {
         let keys = quorum.servers().iter().map(|server| server.ask("EXISTS lock-registry:{}:age"));
         join_all(keys).await.into_iter().all(|exists| exists.unwrap().contains(":1"))
@@ -528,7 +534,7 @@ async fn one_client_waits_for_the_restart_guard_and_vouches_for_those_that_come_
     .await;
     let later = RedisBackend::open(config.clone()).await.unwrap();
     assert!(attempt(&later).await, "the servers are known to run for long enough");
-    // With their data, and with what was written down of the processes before.
+    // Restarted with their data, which includes the stored ages of the old processes.
     for server in quorum.servers_mut() {
         server.start_again().await.unwrap();
     }

@@ -1,5 +1,5 @@
-//! How often a failover by a crash loses a lock. Not a test but a measurement: it is started by hand, takes some minutes, and prints a row for
-//! each setting.
+//! Measures how often a failover after a crash loses a lock. This is a measurement and not a test:
+//! start it manually. It takes some minutes and prints a row for each setting.
 
 use std::time::Duration;
 
@@ -13,28 +13,29 @@ use tokio::time::{Instant, sleep};
 
 use crate::contest::{LONG, millis, registry, secs};
 
-/// How many crashes.
+/// The number of crashes.
 const RUNS: usize = 20;
-/// So long that no lease ends before its holder has asked the new master.
+/// So long that no lease ends before its holder has reached the new master.
 const LEASE: Duration = Duration::from_secs(60);
-/// How many callers take locks until the crash.
+/// The number of callers that acquire locks until the crash.
 const CALLERS: usize = 8;
-/// Locks that were taken so shortly before the crash are counted apart.
+/// Locks that were acquired less than this before the crash are counted separately.
 const FRESH: Duration = Duration::from_millis(100);
 
 #[derive(Debug, Default)]
 struct Tally {
-    /// Runs in which at least one lock was lost.
+    /// The runs in which at least one lock was lost.
     runs_with_loss: usize,
-    /// Of the locks that were older than [`FRESH`]: how many there were, and how many of them were lost.
+    /// Of the locks older than [`FRESH`]: how many existed, and how many were lost.
     old: (usize, usize),
-    /// The same of the younger ones.
+    /// The same for the younger locks.
     fresh: (usize, usize),
-    /// How long it took from the crash until a lock could be taken again.
+    /// The time from the crash until a lock could be acquired again.
     down: Vec<Duration>,
 }
 
-/// How long before the crash the replicas are cut off from their master, in the rows where they lag behind.
+/// How long before the crash the replicas are disconnected from their master, in the rows with
+/// lagging replicas.
 const LAG: Duration = Duration::from_millis(20);
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -91,7 +92,8 @@ async fn how_often_a_crash_in_a_cluster_loses_a_lock() {
                     cluster.resume(replica).unwrap();
                 }
                 cluster.wait_for_new_master_of(0, old).await.unwrap();
-                // Without it the new master would have no replica, and no grant that must have one.
+                // Without the old master as a replica, the new master would refuse grants that need
+                // one.
                 cluster.node_mut(old).start_again().await.unwrap();
             };
             one_run(&mut tally, config, is_on_first, crash).await;
@@ -107,12 +109,12 @@ fn print_head() {
     println!("|---|---|---|---|---|---|---|---|");
 }
 
-/// Whether the lock of `key` is on the first master of a cluster.
+/// Returns whether the lock of `key` is on the first master of a cluster.
 fn is_on_first(key: &str) -> bool {
     RedisCluster::slot_of(format!("lock-registry:{{{key}}}")) < 5_461
 }
 
-/// Takes locks until the crash, and asks for all of them afterwards.
+/// Acquires locks until the crash, then verifies all of them.
 async fn one_run(
     tally: &mut Tally,
     config: RedisConfig,
@@ -140,7 +142,7 @@ async fn one_run(
     let last = taken.iter().map(|(at, _)| *at).max().expect("some were taken before the crash");
     let mut lost_some = false;
     for (at, guard) in taken {
-        // Either the new master has it, or it says that it has not.
+        // Either the new master has the lock, or the renewal reports the loss.
         let settled = async || guard.renew(LEASE).await.is_ok() || !guard.is_held();
         eventually(LONG, settled).await;
         let lost = !guard.is_held();
@@ -168,7 +170,7 @@ async fn takes_locks(
             _ = stop.wait_for(|stop| *stop) => break,
             guard = taking => match guard {
                 Ok(Some(guard)) => taken.push((Instant::now(), guard)),
-                // The crash.
+                // The server has crashed.
                 Ok(None) | Err(_) => break,
             },
         }

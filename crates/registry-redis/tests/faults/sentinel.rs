@@ -1,4 +1,5 @@
-//! A master that sentinels replace. What its successor had not got yet is lost; holders are told, tokens grow, and writes are safe.
+//! Failovers by sentinels. Writes that were not replicated are lost; holders are notified, tokens
+//! grow, and fenced writes are safe.
 
 use std::time::Duration;
 
@@ -18,12 +19,12 @@ async fn setup() -> (SentinelSetup, RedisConfig) {
     (setup, config)
 }
 
-/// The servers that have locks: the master. Others only repeat what it says.
+/// Returns the only server that holds locks, the master. The replicas are copies of it.
 async fn master(setup: &SentinelSetup) -> &RedisServer {
     setup.server(setup.master().await.unwrap())
 }
 
-/// Returns when the three clients of a contest take their locks from this server.
+/// Waits until the workload's three clients use this server.
 async fn followed(master: &RedisServer) {
     let clients = async || {
         let clients = master.ask("CLIENT LIST").await.unwrap();
@@ -39,7 +40,7 @@ async fn clients_follow_a_failover_by_command_and_tokens_grow_over_it() {
     contest.goes_on().await;
     let begin = contest.now();
     let new = setup.failover().await.unwrap();
-    // The old one is a master still, until it is told.
+    // The old master keeps its role until the sentinels reconfigure it.
     let over = Instant::now();
     followed(setup.server(new)).await;
     println!("all clients are there {:?} after the failover", over.elapsed());
@@ -66,7 +67,7 @@ async fn clients_follow_a_failover_by_a_crash_and_tokens_grow_over_it() {
     outcome.assert_flawless_but_between(&[(begin, end)]);
 }
 
-/// The old master wakes as a master that nobody has told yet. Nobody may take it for one.
+/// The old master resumes and has not been reconfigured yet. No client may use it.
 #[tokio::test]
 async fn an_old_master_that_wakes_up_after_a_failover_is_not_asked_any_more() {
     let (setup, config) = setup().await;
@@ -79,7 +80,7 @@ async fn an_old_master_that_wakes_up_after_a_failover_is_not_asked_any_more() {
     setup.resume(old).unwrap();
     let end = contest.after(LEASE);
     contest.goes_on().await;
-    // For as long as it believes that it is the master.
+    // As long as it believes that it is the master.
     sleep(LEASE * 3 / 2).await;
     let role = setup.server(old).ask("ROLE").await.unwrap();
     println!("the old master still thinks that it is one: {}", role.contains("master"));
@@ -88,12 +89,13 @@ async fn an_old_master_that_wakes_up_after_a_failover_is_not_asked_any_more() {
     outcome.assert_flawless_but_between(&[(begin, end)]);
 }
 
-/// A recipe that loses a lock for certain. What it costs is what is documented: exclusion, until the next renewal, and nothing else.
+/// A sequence that certainly loses a lock. The documented cost is exclusion until the next renewal,
+/// and nothing else.
 #[tokio::test]
 async fn a_grant_that_no_replica_has_is_lost_by_a_crash_and_its_holder_told_at_its_next_renewal() {
     let (mut setup, config) = setup().await;
     let (ours, theirs) = (registry(&config, secs(30)).await, registry(&config, secs(30)).await);
-    // Both know the scripts.
+    // Both servers have cached the scripts.
     for registry in [&ours, &theirs] {
         registry.obtain("before").lock().await.unwrap().unlock().await.unwrap();
     }
@@ -138,7 +140,7 @@ async fn a_grant_that_must_have_a_replica_is_refused_where_it_would_be_lost() {
     setup.resume_replicas(old).unwrap();
     let next = within(LONG, theirs.obtain("k").lock()).await.unwrap();
     next.unlock().await.unwrap();
-    // What a replica had is still there.
+    // The locks that the replica had received still exist.
     eventually(LONG, async || before.renew(secs(30)).await.is_ok()).await;
     assert!(theirs.obtain("before").try_lock().await.unwrap().is_none());
     before.unlock().await.unwrap();

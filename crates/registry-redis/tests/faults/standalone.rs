@@ -1,4 +1,5 @@
-//! One server that writes all to its disk before it answers. While it keeps its data and its clock, no fault costs anything but time.
+//! One server that writes to disk before it answers. While it keeps its data and its clock, faults
+//! cost only time.
 
 use std::time::Duration;
 
@@ -22,7 +23,7 @@ async fn server() -> (RedisServer, RedisConfig) {
 #[tokio::test]
 async fn a_server_that_stands_still_for_less_than_a_lease_ends_no_hold() {
     let (server, config) = server().await;
-    // Long enough for a machine that has other things to do as well.
+    // Long enough for a busy machine.
     let lease = secs(6);
     let ways = vec![config.clone(); 3];
     let contest = Contest::begin_with(&ways, &config, Keys::default(), lease).await;
@@ -71,7 +72,8 @@ async fn crashes_of_a_server_that_keeps_its_data_break_no_promise() {
     contest.end(&[&server]).await.assert_flawless();
 }
 
-/// What the server has forgotten is free, so for a moment there may be two holders: until the first one's next renewal, at which it is told.
+/// Locks whose records are lost are free. Two holders may therefore exist until the first one's
+/// next renewal detects the loss.
 #[tokio::test]
 async fn a_restart_without_data_costs_exclusion_until_the_next_renewal_and_tokens_grow_on() {
     let (mut server, config) = server().await;
@@ -118,19 +120,20 @@ async fn a_grant_whose_reply_was_lost_is_taken_up_or_given_back() {
     let (server, config) = server().await;
     let proxy = FaultProxy::start(server.addr()).unwrap();
     let behind = RedisConfig::from_url(&format!("redis://{}", proxy.addr())).unwrap();
-    // So long that only giving back can free the key in time.
+    // So long that only a release can free the key in time.
     let lease = secs(600);
     let theirs = registry(&config, lease).await;
     for round in 0..20 {
         let key = format!("reply/{round}");
-        // Each time another one: what is still being given back has answers of its own, which would be cut off instead.
+        // A new registry each time. Responses to an older registry's releases would be cut off
+        // instead.
         let ours = registry(&behind, lease).await;
-        // From here on there is a connection, over which the server knows the script.
+        // From now on a connection exists on which the server has cached the script.
         ours.obtain("before").lock().await.unwrap().unlock().await.unwrap();
         proxy.set_mode(Mode::ResetAfterRequest).await.unwrap();
         let lock = ours.obtain(&key);
         let taking = tokio::spawn(async move { lock.lock().await });
-        // The server has granted it, and nobody was told.
+        // The server has granted the lock, but the response was lost.
         let held = async || server.ask(&format!("EXISTS lock-registry:{{{key}}}")).await.unwrap();
         registry_testkit::eventually(LONG, async || held().await == ":1\r\n").await;
         if round % 2 == 0 {
@@ -154,7 +157,7 @@ async fn a_release_whose_reply_was_lost_frees_the_key() {
     let proxy = FaultProxy::start(server.addr()).unwrap();
     let behind = RedisConfig::from_url(&format!("redis://{}", proxy.addr())).unwrap();
     let (ours, theirs) = (registry(&behind, secs(600)).await, registry(&config, secs(600)).await);
-    // From here on the server knows the script.
+    // The server has cached the script from now on.
     ours.obtain("before").lock().await.unwrap().unlock().await.unwrap();
     for round in 0..20 {
         let key = format!("reply/{round}");
@@ -165,7 +168,7 @@ async fn a_release_whose_reply_was_lost_frees_the_key() {
         let next = within(LONG, theirs.obtain(&key).lock()).await.unwrap();
         assert!(next.fencing_token() > token);
         proxy.set_mode(Mode::Pass).await.unwrap();
-        // Either it was found out that the key is free, or the question is open; never that it was lost.
+        // The release finds the key free, or its outcome is unknown. It never reports a loss.
         let released = within(LONG, releasing).await.unwrap();
         println!("{released:?}");
         assert!(!matches!(released, Err(registry_core::LockError::Lost { .. })), "{released:?}");
@@ -201,7 +204,7 @@ async fn replies_that_are_lost_cut_or_late_break_no_promise() {
         if fault == Mode::Refuse {
             proxy.cut_all().await;
         }
-        // The others go on meanwhile.
+        // The other clients continue meanwhile.
         contest.goes_on().await;
         proxy.set_mode(Mode::Pass).await.unwrap();
     }
@@ -209,7 +212,8 @@ async fn replies_that_are_lost_cut_or_late_break_no_promise() {
     contest.end(&[&server]).await.assert_flawless();
 }
 
-/// All leases are over at once for the server, and for nobody else. Holders are told at their next renewal.
+/// All leases end at once on the server, but not on the clients. Holders detect the loss at their
+/// next renewal.
 #[tokio::test]
 async fn a_server_clock_that_jumps_ahead_ends_leases_early_and_tokens_grow_on() {
     let clock = ClockShim::new().unwrap();
@@ -227,12 +231,13 @@ async fn a_server_clock_that_jumps_ahead_ends_leases_early_and_tokens_grow_on() 
     outcome.assert_flawless_but_between(&[(begin, end)]);
 }
 
-/// All leases last longer for the server, which nobody counts on: when the clock is put right, they are over.
+/// All leases last longer on the server, and no client relies on that. They are over once the clock
+/// is corrected.
 #[tokio::test]
 async fn a_server_clock_that_was_wrong_for_a_while_costs_exclusion_until_the_next_renewal() {
     let clock = ClockShim::new().unwrap();
     let server = RedisServer::start_with(ServerOptions::new().clock(&clock)).await.unwrap();
-    // The server tells this user nothing unasked.
+    // The server sends this user no invalidations.
     server.ask("ACL SETUSER plain on >p ~* &* +@all -client|tracking").await.unwrap();
     let url = format!("redis://plain:p@{}", server.addr());
     let config = RedisConfig::from_url(&url).unwrap();
@@ -240,7 +245,7 @@ async fn a_server_clock_that_was_wrong_for_a_while_costs_exclusion_until_the_nex
     contest.steady().await;
     clock.jump_wall(-61).unwrap();
     contest.goes_on().await;
-    // Everybody renews in that time.
+    // Every holder renews during this time.
     sleep(LEASE * 3 / 2).await;
     contest.steady().await;
     assert_eq!(contest.losses().len(), 0);

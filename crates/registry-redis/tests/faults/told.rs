@@ -1,4 +1,5 @@
-//! A holder whose lock somebody takes away: the server tells, long before a renewal would. Leases are so long here that nothing else can.
+//! Invalidations: the server notifies a holder whose lock is removed, long before a renewal would.
+//! The leases are so long that no other mechanism can.
 
 use std::time::Duration;
 
@@ -10,17 +11,17 @@ use tokio::time::Instant;
 
 use crate::contest::{LONG, registry};
 
-/// Renewals come after a third of it.
+/// Renewals start after a third of the lease.
 const LEASE: Duration = Duration::from_secs(600);
-/// On a machine that has other things to do.
+/// The time limit for a notification on a busy machine.
 const SOON: Duration = Duration::from_secs(5);
 
-/// Takes `key`.
+/// Acquires `key`.
 async fn held(registry: &Registry, key: &str) -> LockGuard {
     within(LONG, registry.obtain(key).lock()).await.unwrap()
 }
 
-/// Has `happening` take the lock away, and waits until its holder hears of it.
+/// Removes the lock by `happening` and waits until its holder is notified.
 async fn is_told(what: &str, guard: &LockGuard, happening: impl Future) {
     assert!(guard.is_held());
     let told = tokio::spawn(guard.lost());
@@ -34,7 +35,7 @@ async fn is_told(what: &str, guard: &LockGuard, happening: impl Future) {
     assert!(told_after < SOON, "{what}: {told_after:?}");
 }
 
-/// What an operator can do to the lock of `k`.
+/// Changes that an operator can make to the lock of `k`.
 const HAPPENINGS: [&str; 5] = [
     "DEL lock-registry:{k}",
     "UNLINK lock-registry:{k}",
@@ -43,7 +44,7 @@ const HAPPENINGS: [&str; 5] = [
     "FLUSHALL",
 ];
 
-/// Has an operator do all that to a lock, one after the other.
+/// Applies each of these changes to a new lock.
 async fn is_told_of_all(kind: &str, registry: &Registry, server: &RedisServer) {
     for happening in HAPPENINGS {
         let guard = held(registry, "k").await;
@@ -52,7 +53,7 @@ async fn is_told_of_all(kind: &str, registry: &Registry, server: &RedisServer) {
     }
 }
 
-/// Cuts the connection and waits until there is another one over which the lock was seen.
+/// Cuts the connection and waits until the lock is tracked over another one.
 async fn cut(guard: &LockGuard, server: &RedisServer) {
     server.client_kill("normal").await.unwrap();
     eventually(LONG, async || guard.renew(LEASE).await.is_ok()).await;
@@ -69,7 +70,7 @@ async fn a_single_server_tells_a_holder_whose_lock_is_taken_away() {
     cut(&guard, &server).await;
     is_told("single, after a cut", &guard, server.ask("DEL lock-registry:{k}")).await;
 
-    // What happens while nobody listens is found out as soon as somebody does again.
+    // A change during the cut is detected as soon as a new connection exists.
     for _ in 0..5 {
         let guard = held(&ours, "k").await;
         is_told("single, in a cut", &guard, async {
@@ -80,7 +81,8 @@ async fn a_single_server_tells_a_holder_whose_lock_is_taken_away() {
     }
 }
 
-/// The check that the disconnection calls for fails while the server is down. The next one follows the new connection.
+/// The verification after the disconnection fails while the server is down. The next one follows
+/// the new connection.
 #[tokio::test]
 async fn a_holder_is_told_of_a_restart_without_data_as_soon_as_the_server_is_back() {
     let mut server = RedisServer::start(&[]).await.unwrap();
@@ -90,7 +92,7 @@ async fn a_holder_is_told_of_a_restart_without_data_as_soon_as_the_server_is_bac
         let guard = held(&ours, "k").await;
         server.kill();
         server.lose_data().unwrap();
-        // Long enough for some checks to fail.
+        // Long enough for some verifications to fail.
         tokio::time::sleep(Duration::from_millis(1_500)).await;
         assert!(guard.is_held());
         server.start_again().await.unwrap();
@@ -132,10 +134,10 @@ async fn the_master_of_sentinels_tells_a_holder_whose_lock_is_taken_away() {
     cut(&guard, master).await;
     is_told("sentinel, after a cut", &guard, master.ask("DEL lock-registry:{k}")).await;
 
-    // The lock survives a failover, and so does the attention to it.
+    // The lock survives a failover, and the new master tracks it.
     let guard = held(&ours, "k").await;
     let master = setup.server(setup.failover().await.unwrap());
-    // Looked at there once, before any renewal.
+    // The claim is verified at the new master before any renewal.
     let seen = async || master.ask("CLIENT LIST").await.unwrap().contains("cmd=eval");
     eventually(LONG, seen).await;
     is_told("sentinel, after a failover", &guard, master.ask("DEL lock-registry:{k}")).await;
@@ -205,7 +207,7 @@ async fn a_quorum_tells_a_holder_whose_lock_a_majority_has_no_more() {
     let ours = registry(&RedisConfig::from_url(&quorum.url()).unwrap(), LEASE).await;
     for happening in HAPPENINGS {
         let guard = held(&ours, "k").await;
-        // Two are not enough.
+        // Two of five masters do not suffice.
         for server in &quorum.servers()[..2] {
             server.ask(happening).await.unwrap();
         }

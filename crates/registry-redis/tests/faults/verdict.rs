@@ -1,4 +1,4 @@
-//! What is to be said of a contest: the checks of the testkit, and how much of a violation the fault explains.
+//! The verdict on a workload: the checkers of the testkit, and which violations the fault explains.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -9,21 +9,21 @@ use registry_testkit::history::{Ending, Grant, History, WriteAnswer};
 
 use crate::contest::{HAND_OVERS, Loss};
 
-/// How late a holder may hear of the end of its lease on a machine that has other things to do.
+/// How late a holder may be notified of the end of its lease on a busy machine, in nanoseconds.
 const LATE: u64 = 2_000_000_000;
 
-/// What a contest has left.
+/// The result of a workload.
 pub(crate) struct Outcome {
     pub(crate) history: History,
-    /// Holds that ended against their holders' will, in the order in which these heard of it.
+    /// Holds that ended without a release, in the order of their loss notifications.
     pub(crate) losses: Vec<Loss>,
-    /// What callers were told of the trouble.
+    /// The errors that callers received.
     pub(crate) errors: Vec<String>,
-    /// How long a newcomer took to take all keys, one after the other.
+    /// How long a new client took to acquire all keys, one after the other.
     pub(crate) taken_after: Duration,
 }
 
-/// Two guards of one key that were valid at once.
+/// Two guards of one key that were valid at the same time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Overlap {
     pub(crate) key: String,
@@ -33,10 +33,10 @@ pub(crate) struct Overlap {
 }
 
 impl Outcome {
-    /// All promises were kept.
+    /// Asserts that all promises were kept.
     ///
     /// # Panics
-    /// With the first that was not.
+    /// Panics with the first broken promise.
     pub(crate) fn assert_flawless(&self) -> Checked {
         self.losses_were_told();
         self.writes_were_refused_with_reason();
@@ -51,7 +51,8 @@ impl Outcome {
         checked
     }
 
-    /// Forgives answers of "busy" to those who stood in each other's way: of a quorum, each may have got a part, and nobody enough.
+    /// Removes `Busy` responses to clients that blocked each other: in a quorum, each may have
+    /// acquired some masters and none a majority.
     pub(crate) fn with_splits(mut self) -> Self {
         let before = self.history.busy.clone();
         self.history.busy.retain(|one| {
@@ -65,14 +66,15 @@ impl Outcome {
         self
     }
 
-    /// All promises were kept, but that two guards of a key may have been valid at once in one of `windows`: the later one was granted
-    /// after its beginning, and the earlier one had ended by its end. Tells where that was so.
+    /// Asserts that all promises were kept, except that two guards of a key may overlap within one
+    /// of `windows`. The later guard was granted after the window's start, and the earlier one
+    /// ended before the window's end. Returns the overlaps.
     ///
     /// # Panics
-    /// With the first that was not.
+    /// Panics with the first broken promise.
     pub(crate) fn assert_flawless_but_between(mut self, windows: &[(u64, u64)]) -> Vec<Overlap> {
         let overlaps = overlaps(&self.history);
-        // Who was granted a lock before, or was about to be told so, may have given back what was not his any more.
+        // A holder within a window may have released a lock that it no longer had.
         for grant in &mut self.history.grants {
             let (asked, end) = (grant.acquire.from, valid(grant).1);
             if let Some(release) = &mut grant.release
@@ -85,7 +87,7 @@ impl Outcome {
             let first = &mut self.history.grants[overlap.first];
             let excused = |(from, to): &(u64, u64)| overlap.from >= *from && overlap.to <= *to;
             assert!(windows.iter().any(excused), "{overlap:?} is not in {windows:?}: {first:?}");
-            // From here on its holder was wrong, and what it gave back was not the lock.
+            // From here on the holder had lost the lock, so its release freed nothing.
             first.lost = Some(first.lost.map_or(overlap.from, |lost| lost.min(overlap.from)));
             if let Some(release) = &mut first.release {
                 release.ending = Ending::Unknown;
@@ -103,8 +105,9 @@ impl Outcome {
         overlaps
     }
 
-    /// A client that does not know yet that its lock is lost may hand it over between its callers, even after somebody else had it. Takes
-    /// these grants out, if they ended in one of `windows`, and counts them.
+    /// A client that has not detected its loss may hand the lock over between its callers, even
+    /// after another client held it. Removes these grants if they ended within one of `windows`,
+    /// and returns their number.
     fn forgive_stale_hand_overs(&mut self, windows: &[(u64, u64)]) -> usize {
         let before = self.history.grants.clone();
         self.history.grants.retain(|grant| {
@@ -127,7 +130,7 @@ impl Outcome {
         before.len() - self.history.grants.len()
     }
 
-    /// Whoever lost a lock heard of it, by the end of its lease at the latest.
+    /// Asserts that every loss was reported, at the latest at the end of the lease.
     fn losses_were_told(&self) {
         for grant in &self.history.grants {
             let until = grant.valid_until.expect("Redis has leases").saturating_add(LATE);
@@ -137,7 +140,7 @@ impl Outcome {
         }
     }
 
-    /// Nobody was refused but for somebody newer.
+    /// Asserts that a write was refused only if a newer token existed.
     fn writes_were_refused_with_reason(&self) {
         for write in &self.history.writes {
             let newer = |grant: &Grant| {
@@ -152,21 +155,21 @@ impl Outcome {
         }
     }
 
-    /// The losses of holders that meant to hold for good.
+    /// Returns the reasons of the losses of steady keys.
     pub(crate) fn steady_losses(&self) -> Vec<LostReason> {
         let steady = self.losses.iter().filter(|loss| loss.key.starts_with("steady"));
         steady.map(|loss| loss.reason).collect()
     }
 }
 
-/// When the holder could believe that it held the lock.
+/// Returns the time span in which the holder could rely on the lock.
 fn valid(grant: &Grant) -> (u64, u64) {
     let released = grant.release.map(|release| release.window.from);
     let ends = [released, grant.lost, grant.valid_until];
     (grant.acquire.to, ends.into_iter().flatten().min().unwrap_or(u64::MAX))
 }
 
-/// All pairs of guards that were valid at once.
+/// Returns all pairs of guards that were valid at the same time.
 fn overlaps(history: &History) -> Vec<Overlap> {
     let mut by_key: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
     for (number, grant) in history.grants.iter().enumerate() {

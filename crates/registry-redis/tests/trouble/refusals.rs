@@ -1,4 +1,5 @@
-//! A server that refuses commands for a while says nothing of the locks that it has: no holder loses one, and no free key is reported as held.
+//! A server that refuses commands for a while. No holder loses its lock, and no free key is
+//! reported as held.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
@@ -15,10 +16,10 @@ use registry_testkit::{eventually, within};
 use super::{LONG, secs};
 
 const GUARDS: usize = 100;
-/// Renewals start after a third of it, which leaves a loaded machine the other two.
+/// Renewals start after a third of the lease. A busy machine has the rest of it for them.
 const LEASE: Duration = Duration::from_secs(9);
 
-/// The keys whose renewal failed, and those that were renewed, since the last [`Renewals::forget`].
+/// The keys whose renewal failed and those that were renewed, since the last [`Renewals::forget`].
 #[derive(Debug, Default)]
 struct Renewals(Mutex<(BTreeSet<String>, BTreeSet<String>)>);
 
@@ -62,7 +63,7 @@ async fn guards(registry: &Registry) -> Vec<LockGuard> {
     guards
 }
 
-/// Holds locks in each layout while `refuse` makes the server refuse commands, until `relent`.
+/// Holds locks in each layout. `refuse` makes the server refuse commands until `relent`.
 async fn all_survive(server: &RedisServer, url: &str, refuse: &str, relent: &str) {
     let mut holders = Vec::new();
     for layout in [Layout::Native, Layout::Spring, Layout::Redisson] {
@@ -99,7 +100,7 @@ async fn no_lock_is_lost_while_a_server_has_too_few_replicas() {
 #[tokio::test]
 async fn no_lock_is_lost_while_a_server_cannot_save_its_data() {
     let server = RedisServer::start(&[]).await.unwrap();
-    // A snapshot cannot replace a folder of its name.
+    // A snapshot cannot replace a directory of the same name.
     std::fs::create_dir(server.folder().join("dump.rdb")).unwrap();
     server.ask("CONFIG SET save \"3600 1\"").await.unwrap();
     server.ask("BGSAVE").await.unwrap();
@@ -128,7 +129,7 @@ async fn no_lock_is_lost_by_a_failover_to_a_master_without_replicas() {
     let mut setup =
         SentinelSetup::start_with(&SentinelOptions::new().servers(servers)).await.unwrap();
     let config = RedisConfig::from_url(&setup.url()).unwrap();
-    // The failover takes some seconds of it.
+    // The failover takes several seconds of the lease.
     let (registry, renewals) = open(config, secs(45)).await;
     let replicas = setup.replicas().await.unwrap();
     for replica in &replicas[1..] {
@@ -148,7 +149,7 @@ async fn no_lock_is_lost_by_a_failover_to_a_master_without_replicas() {
     assert_eq!(lost, 0);
 }
 
-/// A value of another type is the only error of a read that says something of the lock.
+/// Of all read errors, only a value of another type says something about the lock.
 #[tokio::test]
 async fn a_lock_whose_key_holds_another_type_is_lost() {
     let server = RedisServer::start(&[]).await.unwrap();
@@ -163,7 +164,8 @@ async fn a_lock_whose_key_holds_another_type_is_lost() {
     assert!(left.is_held());
 }
 
-/// Redis checks its memory before the first write of a script; `GETEX`, by which two layouts read, counts as one.
+/// Redis checks its memory before a script's first write. Two layouts read with `GETEX`, which
+/// counts as a write.
 #[tokio::test]
 async fn a_server_whose_memory_is_full_grants_what_the_book_says() {
     let server = RedisServer::start(&[]).await.unwrap();

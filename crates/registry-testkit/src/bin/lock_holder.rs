@@ -1,6 +1,8 @@
-//! The program `lock-holder`: takes locks on orders, for tests that need another process. See `registry_testkit::holder`.
+//! The program `lock-holder`: acquires locks on request, for tests that need a second process. See
+//! `registry_testkit::holder`.
 //!
-//! Its one argument is a store (`memory:`, `sqlite:PATH`, `mysql://…`) or the options as a JSON object.
+//! Its only argument is a store (`memory:`, `sqlite:PATH`, `mysql://…`) or the options as a JSON
+//! object.
 
 use std::env;
 use std::error::Error;
@@ -56,7 +58,7 @@ async fn open(store: &str) -> Result<Arc<dyn LockBackend>, Box<dyn Error>> {
         Some(("mysql", _)) => {
             Ok(Arc::new(MySqlBackend::open(MySqlConfig::from_url(store)?).await?))
         }
-        // Not repeated: it may hold a password.
+        // The error omits the value because it may contain a password.
         _ => Err("this is no store: give `memory:`, `sqlite:PATH` or `mysql://…`".into()),
     }
 }

@@ -1,4 +1,5 @@
-//! Checks that "busy" is the truth: an outage must never be reported as "somebody else holds it".
+//! Checks that "busy" answers are true: an outage must never be reported as "another client holds
+//! the lock".
 
 use std::sync::Arc;
 
@@ -7,22 +8,25 @@ use crate::history::{Attempt, Ending, Grant, History, Window};
 use super::by_key;
 use super::violation::{Promise, Teller, Violation};
 
-/// Checks that whoever was told "busy" asked while somebody may have held the lock. Answers how many it judged.
+/// Checks that each acquisition answered with "busy" ran while another client may have held the
+/// lock. Returns the number of judged answers.
 ///
-/// A hold may last from its call until its release has answered; a hold that was not surely released, and an acquisition of
-/// unknown outcome, may last for ever. So this finds lies in quiet times, not every lie.
+/// A hold may last from its call until the answer of its release. A hold without a confirmed
+/// release, and an acquisition with an unknown outcome, may last forever. The check therefore finds
+/// false answers only in periods without such holds.
 ///
 /// # Errors
-/// A [`Violation`] of [`Promise::BusyMeansHeld`].
+/// Returns a [`Violation`] of [`Promise::BusyMeansHeld`].
 pub fn busy_answers(history: &History) -> Result<usize, Violation> {
     judge(history, |_, _| false)
 }
 
-/// The same for a store that queues: there somebody who only stands in line, and gives up before it is granted anything, is in the way of
-/// those who come later.
+/// Like [`busy_answers`], for a store with a queue. There, a queued client blocks later clients,
+/// even if it gives up before its grant. A "busy" answer is therefore also accepted if its attempt
+/// overlaps another one answered with "busy".
 ///
 /// # Errors
-/// A [`Violation`] of [`Promise::BusyMeansHeld`].
+/// Returns a [`Violation`] of [`Promise::BusyMeansHeld`].
 pub fn busy_answers_in_line(history: &History) -> Result<usize, Violation> {
     judge(history, |attempts, attempt| {
         let overlaps = |other: &Attempt| {
@@ -32,7 +36,9 @@ pub fn busy_answers_in_line(history: &History) -> Result<usize, Violation> {
     })
 }
 
-/// `is_excused` decides, of all attempts on a key that were told "busy", about one in whose time nobody held the lock.
+/// Judges all "busy" attempts. If no client can have held the lock during an attempt, `is_excused`
+/// decides whether to accept it. Its arguments are all "busy" attempts on the key, and the attempt
+/// in question.
 fn judge(
     history: &History,
     is_excused: impl Fn(&[&Attempt], &Attempt) -> bool,
@@ -44,7 +50,8 @@ fn judge(
         let unknown = unknown.get(key).into_iter().flatten().map(|attempt| attempt.window);
         let mut holds: Vec<Window> = grants.chain(unknown).collect();
         holds.sort_by_key(|hold| hold.from);
-        // From here on `to` is the latest end of this hold and of all that were called before it.
+        // After this loop, `to` is the latest end of this hold and of all holds that were called
+        // before it.
         let mut latest = 0;
         for hold in &mut holds {
             latest = hold.to.max(latest);

@@ -1,9 +1,11 @@
-//! The main check: holders follow each other in the order of their tokens. Knows nothing of leases.
+//! The main check: the holders of a key follow each other in the order of their tokens. It ignores
+//! leases.
 //!
-//! A lock is a mutex whose grants are numbered. In any order of effects that explains a history, the grants stand in the
-//! order of their tokens, and between two of them stands the end of the first: the whole order is forced. So
-//! there is nothing to search for. One sweep puts each step as early as its window and its predecessor allow; if
-//! a step then comes after the end of its own window, no order explains the history.
+//! A lock is a mutex whose grants are numbered. In every linearization of a history, the grants are
+//! in the order of their tokens, and each hold ends before the next grant. The whole order is
+//! therefore fixed, and no search is necessary. One sweep places each step as early as its window
+//! and its predecessor allow. If a step then falls after the end of its own window, the history has
+//! no linearization.
 
 use std::sync::Arc;
 
@@ -12,17 +14,17 @@ use crate::history::{Ending, Grant, History, Window};
 use super::by_key;
 use super::violation::{Promise, Teller, Violation};
 
-/// Checks that the holders of each key follow each other in the order of their tokens, and that no token is given twice.
-/// Answers how many grants it judged: those with a token.
+/// Checks that the holders of each key follow each other in the order of their tokens, and that no
+/// token is issued twice. Returns the number of judged grants: those with a token.
 ///
-/// A release that freed the lock proves that it was held until then. All other holds may have ended at any time after
-/// they began: by expiry, or by a release whose reply was lost. Acquisitions of unknown outcome bind
-/// nothing: they can always be explained as having taken effect after everything else.
+/// A release that freed the lock proves that it was held until then. All other holds may have ended
+/// at any time after their grant, by expiry or by a release whose reply was lost. Acquisitions with
+/// an unknown outcome are ignored, because they may have taken effect after all other operations.
 ///
-/// It takes time in proportion to `n log n`.
+/// The check takes `O(n log n)` time.
 ///
 /// # Errors
-/// A [`Violation`] of [`Promise::TokensAreUnique`] or [`Promise::HoldersFollowTokens`].
+/// Returns a [`Violation`] of [`Promise::TokensAreUnique`] or [`Promise::HoldersFollowTokens`].
 pub fn token_order(history: &History) -> Result<usize, Violation> {
     let mut judged = 0;
     for grants in by_key(&history.grants, |grant| &grant.key).into_values() {
@@ -48,7 +50,7 @@ fn check_unique(history: &History, numbered: &[(u64, &Grant)]) -> Result<(), Vio
     })
 }
 
-/// A step of a hold, which takes effect somewhere in its window.
+/// A step of a hold, which takes effect at some time within its window.
 #[derive(Clone, Copy)]
 struct Step<'a> {
     name: &'static str,
@@ -59,7 +61,7 @@ struct Step<'a> {
 
 fn sweep(history: &History, numbered: &[(u64, &Grant)]) -> Result<(), Violation> {
     let mut now = 0;
-    // The step that pushed `now` to where it is.
+    // The step that determined `now`.
     let mut pusher: Option<Step<'_>> = None;
     for step in numbered.iter().flat_map(|(token, grant)| steps(*token, grant)) {
         if pusher.is_none() || step.window.from > now {

@@ -1,5 +1,5 @@
-//! A second opinion: a general search for an order of effects that explains a history, after Wing and Gong, and Lowe. It
-//! shares no idea with the sweep of `order`; it is here so that the sweep need not be believed.
+//! An independent check: a general search for a linearization of a history, after Wing and Gong,
+//! and Lowe. It shares no method with the sweep in `order`, and so verifies the sweep.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -10,36 +10,37 @@ use crate::history::{Attempt, Ending, Grant, History, Window};
 
 use super::by_key;
 
-/// How many acquisitions of unknown outcome are tried for each key. Each of them multiplies the orders to try, and leaving one
-/// out changes no verdict: it can be put after everything else. Some are tried all the same, to
-/// have that believed by nobody either.
+/// The maximum number of acquisitions with an unknown outcome that are searched for each key. Each
+/// of them multiplies the number of orders to try. Omitting one changes no verdict, because it can
+/// take effect after all other operations. Some are included to verify this as well.
 const UNKNOWN_MAX: usize = 3;
 
-/// What the search found.
+/// The result of the search.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[expect(clippy::exhaustive_enums, reason = "yes, no, or no time")]
 pub enum Opinion {
-    /// Some order of effects explains the history.
+    /// The history has a linearization.
     Explained,
-    /// No order does, on this key.
+    /// The operations on this key have no linearization.
     Impossible {
         /// The key.
         key: String,
     },
-    /// Time ran out on this key. This is not a pass.
+    /// The time limit expired during the search of this key. This is not a pass.
     Undecided {
         /// The key.
         key: String,
     },
 }
 
-/// Searches for an order of effects in which the locks of `history` are mutexes that know their owner and number their
-/// grants upwards. The time it takes can grow exponentially with operations that overlap: keep histories short.
+/// Searches for a linearization in which the locks of `history` are mutexes that know their owner
+/// and issue increasing tokens. The time can grow exponentially with the number of overlapping
+/// operations: keep histories short.
 ///
-/// It judges what [`token_order`](super::token_order) judges, and grants without tokens as well: of these
-/// it asks that holders exclude each other.
+/// The search judges the same grants as [`token_order`](super::token_order), and also grants
+/// without tokens, for which it checks only mutual exclusion.
 ///
-/// It blocks its thread for up to `limit`.
+/// Blocks its thread for at most `limit`.
 #[must_use]
 pub fn search(history: &History, limit: Duration) -> Opinion {
     let deadline = Instant::now() + limit;
@@ -91,12 +92,12 @@ fn operation(client: u32, window: Window, op: Step) -> Operation<Mutex> {
     }
 }
 
-/// Beyond 292 years everything is never.
+/// An `i64` holds 292 years of nanoseconds. Longer times count as infinite.
 fn signed(time: u64) -> i64 {
     i64::try_from(time).unwrap_or(i64::MAX)
 }
 
-/// A mutex that knows its owner and whose grants carry growing tokens.
+/// A mutex that knows its owner and issues increasing tokens.
 #[derive(Debug, Clone)]
 struct Mutex;
 

@@ -1,4 +1,5 @@
-//! Checks that two guards of a key are never valid at once. Knows nothing of tokens, so it judges every store.
+//! Checks that two guards of a key are never valid at the same time. It ignores tokens, so it
+//! applies to every store.
 
 use std::sync::Arc;
 
@@ -7,16 +8,19 @@ use crate::history::{Grant, History, Window};
 use super::by_key;
 use super::violation::{Promise, Teller, Violation};
 
-/// Checks that the times in which guards were valid never overlap on one key. Answers how many guards it judged.
+/// Checks that the validity periods of the guards of one key never overlap. Returns the number of
+/// judged guards.
 ///
-/// A guard is valid from the moment its caller has it, until it is given back, told lost, or over by itself. This
-/// is what a holder believes, and stricter than the order of tokens: it does not forgive a hold that ended too early.
-/// A guard whose last renewals were not recorded counts as ended early, which can hide a fault and never invent one.
+/// A guard is valid from the time its caller receives it until its release, its loss or its expiry.
+/// This is what the holder believes. The check is stricter than the token order: it does not accept
+/// a hold that ended too early. A guard with unrecorded last renewals counts as ended early. This
+/// can hide a violation but never cause a false one.
 ///
-/// A lock that was broken by force breaks this promise until its holder learns of it, and rightly so: keep such keys out.
+/// A forced release of a lock breaks this promise until the holder detects it. Exclude such keys
+/// from the history.
 ///
 /// # Errors
-/// A [`Violation`] of [`Promise::OneValidGuard`].
+/// Returns a [`Violation`] of [`Promise::OneValidGuard`].
 pub fn validity(history: &History) -> Result<usize, Violation> {
     for mut guards in by_key(&history.grants, |grant| &grant.key).into_values() {
         guards.sort_by_key(|guard| valid(guard).from);
@@ -29,14 +33,15 @@ pub fn validity(history: &History) -> Result<usize, Violation> {
             if let Some(other) = longest.filter(|other| valid(other).to > window.from) {
                 return Err(violation(history, other, guard));
             }
-            // Of guards that do not overlap, the last to begin is the last to end.
+            // Among guards that do not overlap, the last to begin is the last to end.
             longest = Some(guard);
         }
     }
     Ok(history.grants.len())
 }
 
-/// When the holder could believe that it holds the lock. Its end is not part of it.
+/// Returns the period during which the holder could believe that it holds the lock. The end is
+/// exclusive.
 fn valid(guard: &Grant) -> Window {
     let given_back = guard.release.map(|release| release.window.from);
     let ends = [given_back, guard.lost, guard.valid_until];

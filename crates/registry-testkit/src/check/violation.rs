@@ -1,11 +1,11 @@
-//! A promise that was broken, and the operations that show it, in words.
+//! A broken promise, and the text of the operations that prove it.
 
 use std::fmt;
 use std::sync::Arc;
 
 use crate::history::{Attempt, Ending, Grant, History, Window, Write, WriteAnswer};
 
-/// What locks promise, as far as it can be judged from a history.
+/// The promises of locks that a history can prove broken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Promise {
@@ -15,11 +15,11 @@ pub enum Promise {
     HoldersFollowTokens,
     /// Two guards of a key are never valid at once.
     OneValidGuard,
-    /// A resource that was written to with a token never takes an older one.
+    /// A resource never accepts a token older than one that it has already accepted.
     WritesNeverGoBack,
-    /// A holder that was replaced cannot write, even before its successor has.
+    /// A replaced holder cannot write, even before its successor has written.
     ReplacedHoldersCannotWrite,
-    /// "Busy" means that somebody else holds the lock.
+    /// "Busy" means that another client holds the lock.
     BusyMeansHeld,
 }
 
@@ -38,17 +38,18 @@ impl fmt::Display for Promise {
     }
 }
 
-/// A broken promise. Its text names the key, the reason and the operations, with times since the history began.
+/// A broken promise. Its text contains the key, the reason and the operations, with times relative
+/// to the start of the history.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Violation {
-    /// What was promised.
+    /// The promise.
     pub promise: Promise,
     /// The key of the lock.
     pub key: Arc<str>,
-    /// Why it is broken.
+    /// The reason why it is broken.
     pub why: String,
-    /// The operations that show it: usually two.
+    /// The operations that prove it, usually two.
     pub operations: Vec<String>,
 }
 
@@ -61,7 +62,7 @@ impl fmt::Display for Violation {
 
 impl std::error::Error for Violation {}
 
-/// Puts times and operations into words.
+/// Formats times and operations.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Teller {
     start: u64,

@@ -1,4 +1,5 @@
-//! Checks what a fenced resource took. Judges the resource and its tokens, not the locks.
+//! Checks the writes that a fenced resource accepted. It judges the resource and its tokens, not
+//! the locks.
 
 use std::sync::Arc;
 
@@ -7,13 +8,14 @@ use crate::history::{Grant, History, Write, WriteAnswer};
 use super::by_key;
 use super::violation::{Promise, Teller, Violation};
 
-/// Checks that the tokens of accepted writes never decrease: for a resource that remembers the newest token it has seen.
-/// Answers how many accepted writes it judged.
+/// Checks that the tokens of accepted writes never decrease, for a resource that stores the newest
+/// token it has accepted. Returns the number of judged writes: those that were accepted.
 ///
-/// Of two writes whose windows overlap either may have come first. Writes of unknown outcome bind nothing.
+/// Two writes with overlapping windows may have taken effect in either order. Writes with an
+/// unknown outcome are ignored.
 ///
 /// # Errors
-/// A [`Violation`] of [`Promise::WritesNeverGoBack`].
+/// Returns a [`Violation`] of [`Promise::WritesNeverGoBack`].
 pub fn fenced_writes(history: &History) -> Result<usize, Violation> {
     let mut judged = 0;
     for mut writes in by_key(accepted(history), |write| &write.key).into_values() {
@@ -26,11 +28,12 @@ pub fn fenced_writes(history: &History) -> Result<usize, Violation> {
     Ok(judged)
 }
 
-/// Checks that no write is accepted that began after a newer token had been granted: for a resource that is written in
-/// one step with a look at the lock itself. Answers how many accepted writes it judged.
+/// Checks that no accepted write began after the grant of a newer token, for a resource that
+/// atomically verifies the lock with each write. Returns the number of judged writes: those that
+/// were accepted.
 ///
 /// # Errors
-/// A [`Violation`] of [`Promise::ReplacedHoldersCannotWrite`].
+/// Returns a [`Violation`] of [`Promise::ReplacedHoldersCannotWrite`].
 pub fn guarded_writes(history: &History) -> Result<usize, Violation> {
     let grants = by_key(&history.grants, |grant| &grant.key);
     let mut judged = 0;
@@ -49,7 +52,7 @@ fn accepted(history: &History) -> impl Iterator<Item = &Write> {
     history.writes.iter().filter(|write| write.answer == WriteAnswer::Accepted)
 }
 
-/// What makes older tokens stale as soon as it has answered.
+/// An operation that makes older tokens stale once it has answered.
 #[derive(Clone, Copy)]
 enum Newer<'a> {
     Write(&'a Write),
@@ -79,7 +82,7 @@ impl Newer<'_> {
     }
 }
 
-/// The first write that began after something newer had answered.
+/// Returns the first write that began after an operation with a newer token had answered.
 fn first_stale<'a>(
     writes: &mut [&'a Write],
     mut newer: Vec<Newer<'a>>,

@@ -1,4 +1,5 @@
-//! What is to be said of a contest: the checks of the testkit, and that nobody was told too late or refused without a reason.
+//! The verdict on a workload: the checks of `check`, the timeliness of loss notifications, and the
+//! reasons for rejected writes.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,40 +11,46 @@ use super::Loss;
 use crate::check::{Checked, check_in_line};
 use crate::history::{Ending, Grant, History, Window, WriteAnswer};
 
-/// How late a holder may hear of the end of its lease on a machine that has other things to do.
+/// The maximum delay, in nanoseconds, with which a holder on a loaded machine may notice the end of
+/// its lease.
 const LATE: u64 = 2_000_000_000;
-/// A contest with fewer grants, or writes, has shown nothing.
+/// The minimum number of grants, and of writes. A workload with fewer of them proves nothing.
 const LITTLE: usize = 20;
 
-/// What a contest has left.
+/// The result of a workload.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct Outcome {
-    /// All that was recorded.
+    /// The complete recorded history.
     pub history: History,
-    /// Holds that ended against their holders' will, in the order in which these heard of it.
+    /// The locks that were lost while held, in the order in which their holders were notified.
     pub losses: Vec<Loss>,
-    /// What callers were told of the trouble.
+    /// The errors that callers received.
     pub errors: Vec<String>,
-    /// How long a newcomer took to take all keys, one after the other.
+    /// The time that the newcomer took to acquire all keys, one after the other.
     pub taken_after: Duration,
     pub(super) steady: Vec<String>,
     pub(super) stopped: Vec<String>,
 }
 
 impl Outcome {
-    /// Says that holders of `key` were stopped for a while, and may have heard of a loss as late as they went on.
+    /// Records that holders of `key` were paused. They may report a loss only after they resume.
     #[must_use]
     pub fn with_stopped_holders_of(mut self, key: &str) -> Self {
         self.stopped.push(key.to_owned());
         self
     }
 
-    /// All promises were kept: tokens grow, no two guards of a key were valid at once, fenced writes are safe, whoever lost a lock heard of it,
-    /// and nobody was refused but for somebody newer.
+    /// Asserts that all promises were kept:
+    ///
+    /// - Tokens increase.
+    /// - No two guards of a key are valid at the same time.
+    /// - Fenced writes are safe.
+    /// - Every holder that lost a lock was notified in time.
+    /// - The resource rejected a write only if a newer token existed.
     ///
     /// # Panics
-    /// With the first promise that was not kept, or when too little has happened.
+    /// Panics with the first broken promise, or if the history has too few grants or writes.
     pub fn assert_flawless(&self) -> Checked {
         self.losses_were_told();
         self.writes_were_refused_with_reason();
@@ -54,13 +61,14 @@ impl Outcome {
         checked
     }
 
-    /// All promises were kept, but that two guards of a key may have been valid at once in one of `windows`: the later one was granted
-    /// after its beginning, and the earlier one had ended by its end. Tells where that was so.
+    /// Asserts that all promises were kept, except that guards of a key may overlap within one of
+    /// `windows`. Each overlap must begin and end within the window. Returns the overlaps.
     ///
     /// # Panics
-    /// With the first promise that was not kept.
+    /// Panics with the first broken promise.
     pub fn assert_flawless_but_between(mut self, windows: &[Window]) -> Vec<Overlap> {
-        // Who was granted a lock before, or was about to be told so, may have given back what was not his any more.
+        // A grant that overlaps a window may have released a lock that it no longer held, so its
+        // release proves nothing.
         for grant in &mut self.history.grants {
             let (asked, end) = (grant.acquire.from, valid(grant).to);
             if let Some(release) = &mut grant.release
@@ -75,21 +83,22 @@ impl Outcome {
             let at = overlap.at;
             let is_excused = windows.iter().any(|w| at.from >= w.from && at.to <= w.to);
             assert!(is_excused, "{overlap:?} is not in {windows:?}: {first:?}");
-            // From here on its holder was wrong.
+            // From this time on, the earlier grant counts as lost.
             first.lost = Some(first.lost.map_or(at.from, |lost| lost.min(at.from)));
         }
         self.assert_flawless();
         overlaps
     }
 
-    /// The losses of holders that meant to hold for good.
+    /// Returns the reasons for which permanent holders lost their locks.
     #[must_use]
     pub fn steady_losses(&self) -> Vec<LostReason> {
         let steady = self.losses.iter().filter(|loss| self.steady.contains(&loss.key));
         steady.map(|loss| loss.reason).collect()
     }
 
-    /// Whoever lost a lock heard of it, by the end of its lease at the latest.
+    /// Asserts that each holder that lost a lock noticed it by the end of its lease, plus a
+    /// tolerance.
     fn losses_were_told(&self) {
         let is_stopped = |grant: &&Grant| self.stopped.iter().any(|key| **key == *grant.key);
         for grant in self.history.grants.iter().filter(|grant| !is_stopped(grant)) {
@@ -100,7 +109,7 @@ impl Outcome {
         }
     }
 
-    /// Nobody was refused but for somebody newer.
+    /// Asserts that the resource rejected a write only if a newer token existed.
     fn writes_were_refused_with_reason(&self) {
         for write in &self.history.writes {
             let newer = |grant: &Grant| {
@@ -116,19 +125,19 @@ impl Outcome {
     }
 }
 
-/// Two guards of one key that were valid at once.
+/// Two guards of one key that were valid at the same time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Overlap {
     /// The key.
     pub key: String,
-    /// When.
+    /// The time of the overlap.
     pub at: Window,
-    /// The earlier one of them, among the grants of the history.
+    /// The index of the earlier grant in the history.
     first: usize,
 }
 
-/// When the holder could believe that it held the lock.
+/// Returns the window in which the holder could believe that it held the lock.
 fn valid(grant: &Grant) -> Window {
     let released = grant.release.map(|release| release.window.from);
     let ends = [released, grant.lost, grant.valid_until];
@@ -136,7 +145,7 @@ fn valid(grant: &Grant) -> Window {
     Window::new(from, ends.into_iter().flatten().min().unwrap_or(u64::MAX).max(from))
 }
 
-/// All pairs of guards that were valid at once.
+/// Returns all pairs of guards that were valid at the same time.
 fn overlaps(history: &History) -> Vec<Overlap> {
     let mut by_key: BTreeMap<&str, Vec<usize>> = BTreeMap::new();
     for (number, grant) in history.grants.iter().enumerate() {
@@ -160,7 +169,7 @@ fn overlaps(history: &History) -> Vec<Overlap> {
     found
 }
 
-/// One line of figures.
+/// Formats the figures on one line.
 impl fmt::Display for Outcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(

@@ -1,4 +1,4 @@
-//! Several servers with one history.
+//! Several servers that form one cluster.
 
 use std::io;
 
@@ -8,20 +8,20 @@ use tokio::time::{Duration, Instant, sleep};
 use super::options::EtcdOptions;
 use super::server::EtcdServer;
 
-/// How long the members may take to have a leader.
+/// The maximum time for the members to elect a leader.
 const LEADER_LIMIT: Duration = Duration::from_secs(60);
 
-/// Members of one cluster, all of which are killed with this handle.
+/// The members of one cluster. Dropping this handle kills all of them.
 #[derive(Debug)]
 pub struct EtcdCluster {
     members: Vec<EtcdServer>,
 }
 
 impl EtcdCluster {
-    /// Starts this many members.
+    /// Starts this number of members.
     ///
     /// # Errors
-    /// When etcd is not installed, or the members do not serve in time.
+    /// Returns an error if etcd is not installed, or if the members do not serve in time.
     ///
     /// # Cancel safety
     /// Dropping the future kills the members.
@@ -29,10 +29,10 @@ impl EtcdCluster {
         Self::start_with(members, &EtcdOptions::new()).await
     }
 
-    /// As [`start`](Self::start), with other settings, users or certificates.
+    /// Like [`start`](Self::start), with the given options.
     ///
     /// # Errors
-    /// As for [`start`](Self::start).
+    /// As [`start`](Self::start).
     ///
     /// # Cancel safety
     /// Dropping the future kills the members.
@@ -58,16 +58,16 @@ impl EtcdCluster {
         Ok(cluster)
     }
 
-    /// One member.
+    /// Returns one member.
     ///
     /// # Panics
-    /// If there is none of this number; they count from zero.
+    /// Panics if there is no member with this number. Numbers start at zero.
     #[must_use]
     pub fn member(&self, number: usize) -> &EtcdServer {
         &self.members[number]
     }
 
-    /// One member, to be killed or started.
+    /// Returns one member, to kill it or start it.
     ///
     /// # Panics
     /// As [`member`](Self::member).
@@ -75,19 +75,19 @@ impl EtcdCluster {
         &mut self.members[number]
     }
 
-    /// All members.
+    /// Returns all members.
     #[must_use]
     pub fn members(&self) -> &[EtcdServer] {
         &self.members
     }
 
-    /// Which member leads, as those that answer say. Waits until there is one.
+    /// Waits until the members have a leader, and returns its number.
     ///
     /// # Errors
-    /// That none does in time.
+    /// Returns an error if there is no leader in time.
     ///
     /// # Cancel safety
-    /// May be dropped at any time, without any effect.
+    /// Dropping the future at any time has no effect.
     pub async fn leader(&self) -> io::Result<usize> {
         let deadline = Instant::now() + LEADER_LIMIT;
         while Instant::now() < deadline {
@@ -101,7 +101,7 @@ impl EtcdCluster {
                 }
             }
             let leader = told.iter().find(|(_, status)| status.leader == status.header.member_id);
-            // One that was replaced may not know it yet: most must agree.
+            // A replaced leader may still claim to lead, so a majority must agree.
             if let Some((number, leader)) = leader {
                 let agree = told.iter().filter(|(_, status)| status.leader == leader.leader);
                 if agree.count() > self.members.len() / 2 {
@@ -113,7 +113,7 @@ impl EtcdCluster {
         Err(io::Error::other("the members have no leader"))
     }
 
-    /// The store's URL: `etcd://HOST:PORT,…`, or `etcds` for encrypted connections.
+    /// Returns the store's URL: `etcd://HOST:PORT,…`, or `etcds` for TLS connections.
     #[must_use]
     pub fn url(&self) -> String {
         let scheme = match self.members.first() {
@@ -134,7 +134,7 @@ struct Endpoint {
 #[derive(Deserialize)]
 struct Status {
     header: Header,
-    /// Zero, or nothing, for none.
+    /// Zero or absent if there is no leader.
     #[serde(default)]
     leader: u64,
 }

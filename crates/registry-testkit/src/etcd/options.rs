@@ -1,4 +1,4 @@
-//! How servers are to be started.
+//! The options with which servers start.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -6,12 +6,13 @@ use std::time::Duration;
 use crate::programs;
 use crate::tls::TlsFolder;
 
-/// Names another program than `etcd`.
+/// The environment variable that names a program to use instead of `etcd`.
 pub const SERVER_VARIABLE: &str = "LOCK_REGISTRY_ETCD_SERVER";
-/// Names another program than `etcdctl`.
+/// The environment variable that names a program to use instead of `etcdctl`.
 pub const CTL_VARIABLE: &str = "LOCK_REGISTRY_ETCDCTL";
 
-/// How an [`EtcdServer`](super::EtcdServer), or each member of an [`EtcdCluster`](super::EtcdCluster), is to be started.
+/// The options of an [`EtcdServer`](super::EtcdServer), or of each member of an
+/// [`EtcdCluster`](super::EtcdCluster).
 #[derive(Debug, Clone)]
 pub struct EtcdOptions {
     pub(super) program: PathBuf,
@@ -36,7 +37,7 @@ impl Default for EtcdOptions {
 }
 
 impl EtcdOptions {
-    /// Servers with their defaults.
+    /// Creates the default options.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
@@ -49,16 +50,16 @@ impl EtcdOptions {
         self
     }
 
-    /// Lets in only those who log in: `root`, with the password `root`, in whose name the testkit asks; and this user, who may do
-    /// everything with keys that begin with `lock-registry`.
+    /// Enables authentication with two users. The testkit itself uses `root`, with the password
+    /// `root`. The given user has all permissions on keys that begin with `lock-registry`.
     #[must_use]
     pub fn login(mut self, user: &str, password: &str) -> Self {
         self.login = Some((user.to_owned(), password.to_owned()));
         self
     }
 
-    /// Encrypts all connections of clients with the server's certificate from `folder`, and takes only clients with a certificate of the
-    /// same authority.
+    /// Encrypts all client connections with the server's certificate from `folder`. Accepts only
+    /// clients with a certificate of the same authority.
     #[must_use]
     pub fn tls(mut self, folder: &TlsFolder) -> Self {
         self.tls = Some(folder.clone());

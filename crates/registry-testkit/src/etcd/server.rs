@@ -1,4 +1,4 @@
-//! One server: started, killed, paused, asked.
+//! One server process: starts, kills, pauses and queries it.
 
 use std::io;
 use std::net::SocketAddr;
@@ -16,31 +16,32 @@ use crate::kept::{Kept, START_LIMIT, down};
 use crate::ports::Port;
 use crate::proxy::{FaultProxy, Mode};
 
-/// How long a server may take to say how it is.
+/// The maximum time for a server to report its health.
 const ANSWER_LIMIT: Duration = Duration::from_secs(2);
 
-/// A server that is killed with this handle. What was acknowledged is on the disk, so it can be killed and started again with its data.
+/// A server. Dropping this handle kills it. Acknowledged writes are on disk, so the server keeps
+/// its data when it is killed and started again.
 #[derive(Debug)]
 pub struct EtcdServer {
     name: String,
     port: Port,
     peer_port: Port,
-    /// Delays what the other members send to this one.
+    /// Delays the traffic from the other members to this one.
     peer_proxy: Option<FaultProxy>,
-    /// Where it says how it is, to everybody.
+    /// Serves `/health` and `/metrics` without authentication.
     health_port: Port,
     folder: TempDir,
     options: EtcdOptions,
-    /// All members of its cluster, as it is told.
+    /// All members of its cluster, in the format of `--initial-cluster`.
     members: String,
     running: Option<Kept>,
 }
 
 impl EtcdServer {
-    /// Starts a server on its own.
+    /// Starts a single server.
     ///
     /// # Errors
-    /// When etcd is not installed, or the server does not serve in time.
+    /// Returns an error if etcd is not installed, or if the server does not serve in time.
     ///
     /// # Cancel safety
     /// Dropping the future kills the server.
@@ -48,10 +49,10 @@ impl EtcdServer {
         Self::start_with(EtcdOptions::new()).await
     }
 
-    /// As [`start`](Self::start), with other settings, users or certificates.
+    /// Like [`start`](Self::start), with the given options.
     ///
     /// # Errors
-    /// As for [`start`](Self::start).
+    /// As [`start`](Self::start).
     ///
     /// # Cancel safety
     /// Dropping the future kills the server.
@@ -63,7 +64,7 @@ impl EtcdServer {
         Ok(server)
     }
 
-    /// A server that is down and does not know its cluster.
+    /// Creates a server that is down and whose cluster is not set yet.
     pub(super) fn prepare(name: String, options: EtcdOptions) -> io::Result<Self> {
         Ok(Self {
             name,
@@ -78,18 +79,19 @@ impl EtcdServer {
         })
     }
 
-    /// What other members are told of it.
+    /// Returns this server's entry in `--initial-cluster`.
     pub(super) fn as_member(&self) -> String {
         format!("{}={}", self.name, self.peer_url())
     }
 
-    /// Where other members connect to.
+    /// Returns the URL to which other members connect.
     fn peer_url(&self) -> String {
         let proxied = self.peer_proxy.as_ref().map(FaultProxy::addr);
         format!("http://{}", proxied.unwrap_or_else(|| self.peer_port.addr()))
     }
 
-    /// Delays all bytes between this member and those that connect to it by `delay`, in each direction. For a server that is down.
+    /// Delays all bytes between this member and those that connect to it by `delay`, in each
+    /// direction. Call it while the server is down.
     pub(super) async fn delay_peers(&mut self, delay: Duration) -> io::Result<()> {
         let proxy = FaultProxy::start(self.peer_port.addr())?;
         proxy.set_mode(Mode::Delay(delay)).await?;
@@ -97,31 +99,31 @@ impl EtcdServer {
         Ok(())
     }
 
-    /// Says who the members of its cluster are.
+    /// Sets the members of the server's cluster.
     pub(super) fn join(&mut self, members: &str) {
         members.clone_into(&mut self.members);
     }
 
-    /// Starts the server after it was killed, on the same ports with the data that it had, and waits until it serves. A member of a cluster
-    /// serves when there is a majority.
+    /// Kills the server if it runs, starts it on the same ports with its previous data, and waits
+    /// until it serves. A member of a cluster serves only while there is a majority.
     ///
     /// # Errors
     /// As [`start`](Self::start).
     ///
     /// # Cancel safety
-    /// The server may be up or down afterwards; it can be killed or started again.
+    /// The server may be up or down. You can kill it or start it again.
     pub async fn start_again(&mut self) -> io::Result<()> {
         self.launch_again().await?;
         self.serving().await
     }
 
-    /// As [`start_again`](Self::start_again), without waiting until it serves.
+    /// Like [`start_again`](Self::start_again), without waiting until the server serves.
     ///
     /// # Errors
     /// As [`start`](Self::start).
     ///
     /// # Cancel safety
-    /// As for [`start_again`](Self::start_again).
+    /// As [`start_again`](Self::start_again).
     pub async fn launch_again(&mut self) -> io::Result<()> {
         self.kill();
         let (own, peer) = (self.url(), format!("http://{}", self.peer_port));
@@ -142,13 +144,13 @@ impl EtcdServer {
         self.running.insert(Kept::launch(&command)?).begun().await
     }
 
-    /// Waits until the server serves, which a member of a cluster does while there is a majority.
+    /// Waits until the server serves. A member of a cluster serves only while there is a majority.
     ///
     /// # Errors
-    /// That it does not in time, or does not run; with what it has logged.
+    /// Returns an error with the server's output if the server does not serve in time, or is down.
     ///
     /// # Cancel safety
-    /// May be dropped at any time, without any effect.
+    /// Dropping the future at any time has no effect.
     pub async fn serving(&mut self) -> io::Result<()> {
         let deadline = Instant::now() + START_LIMIT;
         while Instant::now() < deadline && self.is_up() {
@@ -166,22 +168,22 @@ impl EtcdServer {
         )))
     }
 
-    /// Whether the server says that it serves.
+    /// Returns whether the server reports that it is healthy.
     ///
     /// # Cancel safety
-    /// May be dropped at any time, without any effect.
+    /// Dropping the future at any time has no effect.
     pub async fn is_healthy(&self) -> bool {
         let said = timeout(ANSWER_LIMIT, self.page("health")).await;
         matches!(said, Ok(Ok(said)) if said.contains(r#""health":"true""#))
     }
 
-    /// What the server tells of itself under the figure `name`, added up over all lines with `label`.
+    /// Returns the metric `name`, summed over all lines that contain `label`.
     ///
     /// # Errors
-    /// The connection's.
+    /// Returns the connection's error.
     ///
     /// # Cancel safety
-    /// May be dropped at any time, without any effect.
+    /// Dropping the future at any time has no effect.
     pub async fn figure(&self, name: &str, label: &str) -> io::Result<u64> {
         let page = self.page("metrics").await?;
         let lines = page.lines().filter(|line| line.starts_with(name) && line.contains(label));
@@ -198,7 +200,8 @@ impl EtcdServer {
         Ok(answer)
     }
 
-    /// Lets in only those who log in, if that is wanted. For a server that has no users yet, as a member of its cluster or alone.
+    /// Enables authentication if the options have a login. Call it on a single server, or one
+    /// member of a cluster, without users.
     pub(super) async fn let_in_only_users(&self) -> io::Result<()> {
         let Some((user, password)) = &self.options.login else { return Ok(()) };
         let user_and_password = format!("{user}:{password}");
@@ -218,13 +221,13 @@ impl EtcdServer {
         Ok(())
     }
 
-    /// Runs `etcdctl` with these arguments and returns what it prints.
+    /// Runs `etcdctl` with these arguments and returns its output.
     ///
     /// # Errors
-    /// That it is not there, or says no.
+    /// Returns an error if `etcdctl` is missing or fails.
     ///
     /// # Cancel safety
-    /// The server may have obeyed or not.
+    /// The server may have executed the command.
     pub async fn ctl(&self, args: &[&str]) -> io::Result<String> {
         let root = self.options.login.as_ref().map(|_| "root:root");
         self.ask_as(root, args).await
@@ -239,7 +242,7 @@ impl EtcdServer {
         crate::asked::run(command, "").await
     }
 
-    /// `etcdctl`, told where the server is and how to reach it.
+    /// Returns an `etcdctl` command with the server's address and certificates.
     #[must_use]
     pub fn ctl_command(&self) -> Command {
         let mut command = Command::new(&self.options.ctl);
@@ -252,40 +255,41 @@ impl EtcdServer {
         command
     }
 
-    /// What the server has logged since it was started.
+    /// Returns the server's output since it started.
     #[must_use]
     pub fn said(&self) -> String {
         self.running.as_ref().map(Kept::said).unwrap_or_default()
     }
 
-    /// Kills the server as a crash would. It is gone when this returns.
+    /// Kills the server, as a crash would. The process has ended when this returns.
     pub fn kill(&mut self) {
         if let Some(running) = self.running.take() {
             running.kill();
         }
     }
 
-    /// Whether the server runs, paused or not.
+    /// Returns whether the server runs, paused or not.
     #[must_use]
     pub fn is_up(&self) -> bool {
         self.running.as_ref().is_some_and(Kept::is_up)
     }
 
-    /// Whether the server was paused and not resumed since.
+    /// Returns whether the server is paused.
     #[must_use]
     pub fn is_paused(&self) -> bool {
         self.running.as_ref().is_some_and(Kept::is_paused)
     }
 
-    /// Stops the server in its tracks, until [`resume`](Self::resume). When this has returned, it does nothing more.
+    /// Stops the server (SIGSTOP) until [`resume`](Self::resume). It executes nothing after this
+    /// returns.
     ///
     /// # Errors
-    /// The operating system's; the server is down, most likely.
+    /// Returns the error of the operating system, or an error if the server is down.
     pub fn pause(&self) -> io::Result<()> {
         self.running.as_ref().ok_or_else(down)?.pause()
     }
 
-    /// Lets a paused server go on.
+    /// Resumes a paused server.
     ///
     /// # Errors
     /// As [`pause`](Self::pause).
@@ -293,20 +297,20 @@ impl EtcdServer {
         self.running.as_ref().ok_or_else(down)?.resume()
     }
 
-    /// Where the server listens for clients.
+    /// Returns the server's address for clients.
     #[must_use]
     pub fn addr(&self) -> SocketAddr {
         self.port.addr()
     }
 
-    /// The server's URL, as etcd's own programs want it.
+    /// Returns the server's URL in the form that etcd's own programs expect.
     #[must_use]
     pub fn url(&self) -> String {
         let scheme = if self.options.tls.is_some() { "https" } else { "http" };
         format!("{scheme}://{}", self.port)
     }
 
-    /// Where the server keeps its files.
+    /// Returns the folder of the server's files.
     #[must_use]
     pub fn folder(&self) -> &Path {
         self.folder.path()
@@ -315,7 +319,7 @@ impl EtcdServer {
 
 impl Drop for EtcdServer {
     fn drop(&mut self) {
-        // Before the folder and the ports go.
+        // The process must end before the folder and the ports are dropped.
         self.kill();
     }
 }

@@ -1,35 +1,36 @@
-//! One step of one operation, as it is recorded and as it travels from a helper process: one line of JSON.
+//! One step of one operation, as it is recorded and as a helper process sends it: one line of JSON.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-/// Something that happened to a lock or a resource.
+/// A step of an operation on a lock or a resource.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Event {
-    /// When, in nanoseconds of the recorder's clock.
+    /// The time, in nanoseconds of the recorder's clock.
     pub at: u64,
-    /// The operation that it belongs to: a hold from its acquisition to its release, or a write.
+    /// The operation to which the event belongs: a hold from its acquisition to its release, or a
+    /// write.
     pub op: u64,
-    /// Who did it.
+    /// The client that performs the operation.
     pub client: u32,
-    /// What happened.
+    /// The kind of step.
     #[serde(flatten)]
     pub what: What,
 }
 
 impl Event {
-    /// An event made by hand, for records that come from elsewhere.
+    /// Creates an event, for records that come from other sources.
     #[must_use]
     pub const fn new(at: u64, op: u64, client: u32, what: What) -> Self {
         Self { at, op, client, what }
     }
 }
 
-/// The same events with their tokens numbered from zero. Stores make tokens of the time of day; two runs of one seed differ
-/// in nothing else.
+/// Returns the events with each token replaced by its rank, starting at zero. Stores derive tokens
+/// from the time of day, and two runs of one seed differ only in them.
 #[must_use]
 pub fn ranked(mut events: Vec<Event>) -> Vec<Event> {
     fn token(what: &mut What) -> Option<&mut u64> {
@@ -47,53 +48,53 @@ pub fn ranked(mut events: Vec<Event>) -> Vec<Event> {
     events
 }
 
-/// What happened.
+/// The kind of a step.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "what", rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum What {
-    /// Somebody is about to ask for the lock.
+    /// A client is about to acquire the lock.
     AcquireCalled {
         /// The lock's key.
         key: Arc<str>,
     },
-    /// They got it.
+    /// The lock was granted.
     AcquireGranted {
-        /// The fencing token, from stores that have them.
+        /// The fencing token, if the store issues tokens.
         token: Option<u64>,
-        /// When the guard ends by itself, unless it is renewed.
+        /// The end of the guard, unless it is renewed.
         valid_until: Option<u64>,
     },
-    /// Somebody else has it.
+    /// Another client holds the lock.
     AcquireBusy,
-    /// It failed with an unknown outcome.
+    /// The acquisition failed with an unknown outcome.
     AcquireFailed,
-    /// The guard ends later than was recorded before.
+    /// The guard ends later than recorded before.
     ValidUntil {
-        /// When it ends by itself, unless it is renewed again.
+        /// The end of the guard, unless it is renewed again.
         until: u64,
     },
-    /// The guard says that it is lost.
+    /// The guard reports its loss.
     Lost,
-    /// The holder is about to release.
+    /// The holder is about to release the lock.
     ReleaseCalled,
-    /// It held until then, and the lock is released.
+    /// The lock was held until the release and is released.
     ReleaseFreed,
-    /// It had lost the lock before.
+    /// The lock had been lost before the release.
     ReleaseNotHeld,
-    /// It failed with an unknown outcome.
+    /// The release failed with an unknown outcome.
     ReleaseFailed,
-    /// Somebody is about to write to the protected resource.
+    /// A client is about to write to the protected resource.
     WriteCalled {
         /// The key of the lock that protects it.
         key: Arc<str>,
         /// The token that the write carries.
         token: u64,
     },
-    /// The resource took the write.
+    /// The resource accepted the write.
     WriteAccepted,
-    /// The resource refused the write.
+    /// The resource rejected the write.
     WriteRejected,
-    /// It failed with an unknown outcome.
+    /// The write failed with an unknown outcome.
     WriteFailed,
 }

@@ -1,4 +1,4 @@
-//! Puts events together into operations with windows. Judges nothing but whether the record itself makes sense.
+//! Combines events into operations with windows. Verifies only that the record is consistent.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
@@ -7,46 +7,46 @@ use std::sync::Arc;
 
 use super::event::{Event, What};
 
-/// The time in which something took effect, somewhere.
+/// The time span within which an operation took effect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Window {
-    /// Not before it was called.
+    /// The time of the call.
     pub from: u64,
-    /// Not after it had answered; `u64::MAX` if it never did.
+    /// The time of the answer; `u64::MAX` if there was none.
     pub to: u64,
 }
 
 impl Window {
-    /// A window from one moment to another.
+    /// Creates a window between two times.
     #[must_use]
     pub const fn new(from: u64, to: u64) -> Self {
         Self { from, to }
     }
 
-    /// A window that was never closed.
+    /// Creates a window without an end.
     pub(crate) const fn open(from: u64) -> Self {
         Self::new(from, u64::MAX)
     }
 }
 
-/// An acquisition that was granted, and all that became of it.
+/// A granted acquisition with its later events.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Grant {
     /// The lock's key.
     pub key: Arc<str>,
-    /// Who got it.
+    /// The client that acquired the lock.
     pub client: u32,
-    /// When it was asked for and answered.
+    /// The times of the call and of the answer.
     pub acquire: Window,
-    /// The fencing token, from stores that have them.
+    /// The fencing token, if the store issues tokens.
     pub token: Option<u64>,
-    /// When the guard ended by itself, with all renewals that were recorded.
+    /// The end of the guard, including all recorded renewals.
     pub valid_until: Option<u64>,
-    /// When the holder was told that it is lost.
+    /// When the guard reported its loss.
     pub lost: Option<u64>,
-    /// Its release, if it was asked for.
+    /// The release, if it was called.
     pub release: Option<Release>,
 }
 
@@ -54,33 +54,33 @@ pub struct Grant {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Release {
-    /// When it was asked for and answered.
+    /// The times of the call and of the answer.
     pub window: Window,
-    /// How it ended.
+    /// The outcome.
     pub ending: Ending,
 }
 
-/// How a release ended.
+/// The outcome of a release.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(clippy::exhaustive_enums, reason = "a release frees, finds nothing, or nobody knows")]
 pub enum Ending {
-    /// The lock was held until then.
+    /// The lock was held until the release.
     Freed,
-    /// The lock had been lost.
+    /// The lock had been lost before.
     NotHeld,
-    /// Nobody knows.
+    /// The outcome is unknown.
     Unknown,
 }
 
-/// An acquisition that left its caller without a lock.
+/// An acquisition without a grant.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Attempt {
     /// The lock's key.
     pub key: Arc<str>,
-    /// Who asked.
+    /// The client that called it.
     pub client: u32,
-    /// When it was asked for and answered.
+    /// The times of the call and of the answer.
     pub window: Window,
 }
 
@@ -90,48 +90,49 @@ pub struct Attempt {
 pub struct Write {
     /// The key of the lock.
     pub key: Arc<str>,
-    /// Who wrote.
+    /// The client that wrote.
     pub client: u32,
     /// The token that the write carried.
     pub token: u64,
-    /// When it was asked for and answered.
+    /// The times of the call and of the answer.
     pub window: Window,
-    /// What the resource answered.
+    /// The answer of the resource.
     pub answer: WriteAnswer,
 }
 
-/// What a resource answered to a fenced write.
+/// The answer of a resource to a fenced write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(clippy::exhaustive_enums, reason = "a write is taken, refused, or nobody knows")]
 pub enum WriteAnswer {
-    /// It took it.
+    /// The resource accepted the write.
     Accepted,
-    /// It refused it.
+    /// The resource rejected the write.
     Rejected,
-    /// Nobody knows.
+    /// The answer is unknown.
     Unknown,
 }
 
-/// What happened, operation by operation, in the order in which they were called.
+/// All operations, in the order in which they were called.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct History {
     /// Acquisitions that were granted.
     pub grants: Vec<Grant>,
-    /// Acquisitions that were told that somebody else holds the lock.
+    /// Acquisitions that were answered with "busy".
     pub busy: Vec<Attempt>,
-    /// Acquisitions of which nobody knows whether they were granted.
+    /// Acquisitions with an unknown outcome.
     pub unknown: Vec<Attempt>,
     /// Fenced writes.
     pub writes: Vec<Write>,
 }
 
 impl History {
-    /// Puts events together, those of several processes too if their recorders had one clock and different sources.
-    /// Their order does not matter.
+    /// Combines events into a history. Their order does not matter. Events of several processes can
+    /// be combined if their recorders have the same clock and different sources.
     ///
     /// # Errors
-    /// [`BrokenRecord`] when they do not fit together: then nothing follows from them, least of all that all is well.
+    /// Returns [`BrokenRecord`] if the events are inconsistent. Such a record proves nothing about
+    /// the locks.
     pub fn from_events(events: impl IntoIterator<Item = Event>) -> Result<Self, BrokenRecord> {
         let mut events: Vec<Event> = events.into_iter().collect();
         events.sort_by_key(|event| event.at);
@@ -157,7 +158,7 @@ impl History {
         Ok(history)
     }
 
-    /// The time of the first event.
+    /// Returns the time of the first event.
     pub(crate) fn start(&self) -> u64 {
         let grants = self.grants.first().map(|grant| grant.acquire);
         let attempts = [&self.busy, &self.unknown].map(|list| list.first().map(|one| one.window));
@@ -167,7 +168,7 @@ impl History {
     }
 }
 
-/// An operation while its events come in.
+/// An operation whose events are still being added.
 struct Draft {
     key: Arc<str>,
     client: u32,
@@ -266,13 +267,13 @@ impl Draft {
                 }),
             }),
             Some(What::AcquireBusy) => history.busy.push(Attempt { key, client, window }),
-            // What failed may still take effect after it has said so.
+            // A failed acquisition may still take effect after its error.
             _ => history.unknown.push(Attempt { key, client, window: Window::open(self.called) }),
         }
     }
 }
 
-/// Events that do not fit together, such as an answer without a question.
+/// An inconsistent event, such as an answer without a call.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct BrokenRecord {
     event: Box<Event>,

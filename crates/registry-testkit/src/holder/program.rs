@@ -1,4 +1,4 @@
-//! Finds the program `lock-holder`, as it belongs to the code under test: it asks cargo to build it.
+//! Finds the program `lock-holder` that matches the code under test, by building it with cargo.
 
 use std::env;
 use std::io;
@@ -8,20 +8,22 @@ use std::sync::OnceLock;
 
 use serde::Deserialize;
 
-/// The environment variable that names a ready-built `lock-holder`, for tests that run without cargo. Not a `LOCK_REGISTRY_` variable: `lockreg`
-/// refuses those that it does not know.
+/// The environment variable that names a prebuilt `lock-holder`, for tests that run without cargo.
+/// It has no `LOCK_REGISTRY_` prefix because `lockreg` rejects unknown variables with that prefix.
 pub const PROGRAM_VARIABLE: &str = "TESTKIT_LOCK_HOLDER";
 
-/// The path of the program `lock-holder`, built from the sources that this package was built from.
+/// Returns the path of the program `lock-holder`, built from the same sources as this package.
 ///
-/// Cargo tells only the tests of the owning package where a program is, so this asks cargo itself, once in each process.
-/// When nothing has changed that takes a fraction of a second; cargo's own lock lets several test processes ask at once.
-/// The program lands in the target folder and profile of the running test.
+/// Cargo passes the path of a program only to tests of the owning package. This function therefore
+/// runs `cargo build`, once in each process. A build without changes takes a fraction of a second.
+/// Cargo's own lock serializes concurrent builds by several test processes. The program is built in
+/// the target folder and profile of the running test.
 ///
-/// It blocks until the program is built.
+/// Blocks the thread until the program is built.
 ///
 /// # Errors
-/// When cargo cannot be started or the program does not compile; with the compiler's messages.
+/// Returns an error if cargo cannot be started, or if the program does not compile. The error
+/// contains the compiler's messages.
 pub fn program() -> io::Result<PathBuf> {
     static PROGRAM: OnceLock<Result<PathBuf, String>> = OnceLock::new();
     if let Some(ready) = env::var_os(PROGRAM_VARIABLE) {
@@ -42,7 +44,7 @@ struct Target {
 }
 
 fn build() -> Result<PathBuf, String> {
-    // The cargo that runs the tests, not another one that may come first in the path.
+    // `CARGO` names the cargo that runs the tests; the first cargo in `PATH` may be another one.
     let cargo = env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let mut command = Command::new(cargo);
     command
@@ -54,7 +56,7 @@ fn build() -> Result<PathBuf, String> {
     if let Ok(test) = env::current_exe() {
         command.args(place_of(&test));
     }
-    // What cargo says of the package under test would be taken for this one's by build scripts.
+    // Build scripts would take these variables of the package under test for those of this package.
     for (name, _) in env::vars_os() {
         let text = name.to_string_lossy();
         if text.starts_with("CARGO_PKG_") || text.starts_with("CARGO_MANIFEST_") {
@@ -74,18 +76,18 @@ fn build() -> Result<PathBuf, String> {
     programs.next().ok_or_else(|| format!("cargo built no lock holder: {messages}"))
 }
 
-/// The arguments that make cargo build where this test was built: the target folder may have been given to cargo by
-/// an argument that nobody repeats to us.
+/// Returns the arguments that make cargo build into the target folder of this test. The folder may
+/// come from a command-line argument, which cargo does not pass on to tests.
 fn place_of(test: &Path) -> Vec<String> {
     let mut arguments = Vec::new();
     let profile = test.ancestors().find(|folder| folder.ends_with("deps")).and_then(Path::parent);
     let Some(profile) = profile else { return arguments };
     if let Some(name) = profile.file_name().and_then(|name| name.to_str()) {
-        // The one profile whose folder is not called like it.
+        // The only profile whose folder has a different name.
         let name = if name == "debug" { "dev" } else { name };
         arguments.extend(["--profile".into(), name.into()]);
     }
-    // Cargo marks its target folder; with `--target` there is a level in between.
+    // Cargo marks its target folder. With `--target`, there is a folder level in between.
     let target = profile.ancestors().find(|folder| folder.join("CACHEDIR.TAG").is_file());
     if let Some(target) = target.and_then(Path::to_str) {
         arguments.extend(["--target-dir".into(), target.into()]);

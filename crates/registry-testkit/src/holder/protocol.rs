@@ -1,4 +1,4 @@
-//! What is said between a test and a lock holder: one line of JSON for each order and each report.
+//! The protocol between a test and a lock holder: one line of JSON for each order and each report.
 
 use std::error::Error;
 use std::iter;
@@ -8,76 +8,77 @@ use serde::{Deserialize, Serialize};
 
 use crate::history::Event;
 
-/// What a lock holder works with. Options that are not set are the engine's own.
+/// The configuration of a lock holder. Options that are not set have the engine's defaults.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 #[non_exhaustive]
 pub struct HolderOptions {
-    /// Its store: `memory:`, which is its own alone, or `sqlite:PATH`.
+    /// The store: `memory:`, private to the process, `sqlite:PATH` or `mysql://…`.
     pub store: String,
-    /// The registry's lease, in milliseconds.
+    /// The default lease of the registry, in milliseconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub lease_ms: Option<u64>,
     /// Whether leases are renewed.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub renew: Option<bool>,
-    /// How often a waiter looks by itself, in milliseconds.
+    /// The poll interval of a waiter, in milliseconds.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub poll_ms: Option<u64>,
-    /// How often a claim is handed on inside the process.
+    /// The maximum number of consecutive hand-overs inside the process.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub handoff: Option<u32>,
     /// The registry's label.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub label: Option<String>,
-    /// Whether each step of each lock is reported for [`LockHolder::events`](super::LockHolder::events).
+    /// Whether each step of each lock is reported to
+    /// [`LockHolder::events`](super::LockHolder::events).
     #[serde(default)]
     pub history: bool,
 }
 
 impl HolderOptions {
-    /// A holder over this store.
+    /// Creates options for this store, with the engine's defaults.
     #[must_use]
     pub fn new(store: impl Into<String>) -> Self {
         Self { store: store.into(), ..Self::default() }
     }
 
-    /// With leases of this length.
+    /// Sets the default lease.
     #[must_use]
     pub fn lease(mut self, lease: Duration) -> Self {
         self.lease_ms = Some(millis(lease));
         self
     }
 
-    /// With or without renewals.
+    /// Sets whether leases are renewed.
     #[must_use]
     pub fn renew(mut self, renew: bool) -> Self {
         self.renew = Some(renew);
         self
     }
 
-    /// With waiters that look this often by themselves.
+    /// Sets the poll interval of waiters.
     #[must_use]
     pub fn poll(mut self, poll: Duration) -> Self {
         self.poll_ms = Some(millis(poll));
         self
     }
 
-    /// With so many hand-offs in a row.
+    /// Sets the maximum number of consecutive hand-overs.
     #[must_use]
     pub fn handoff(mut self, times: u32) -> Self {
         self.handoff = Some(times);
         self
     }
 
-    /// With this label.
+    /// Sets the registry's label.
     #[must_use]
     pub fn label(mut self, label: impl Into<String>) -> Self {
         self.label = Some(label.into());
         self
     }
 
-    /// With a record of what happens to its locks.
+    /// Reports each step of each lock.
     #[must_use]
     pub fn history(mut self) -> Self {
         self.history = true;
@@ -85,81 +86,86 @@ impl HolderOptions {
     }
 }
 
-/// What a lock holder is told to do.
+/// An order to a lock holder.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "order", rename_all = "snake_case", deny_unknown_fields)]
 #[non_exhaustive]
 pub enum Order {
-    /// Take the lock and keep it. Answered by `held`, `busy` or `failed`; later perhaps by `lost`.
+    /// Acquire the lock and hold it. Answered by `held`, `busy` or `failed`. A `lost` may follow.
     Lock {
         /// The lock's key.
         key: String,
-        /// How long to wait for it, in milliseconds; for ever if absent.
+        /// The maximum wait, in milliseconds; unlimited if absent.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         wait_ms: Option<u64>,
-        /// Its lease, in milliseconds.
+        /// The lease, in milliseconds.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         lease_ms: Option<u64>,
-        /// Whether it is renewed.
+        /// Whether the lease is renewed.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         renew: Option<bool>,
     },
-    /// Let go of the lock and wait for the store's answer; or stop waiting for it. Answered by `released`, `cancelled` or
-    /// `failed`.
+    /// Release the lock and wait for the store's answer, or stop waiting for the lock. Answered by
+    /// `released`, `cancelled` or `failed`.
     Unlock {
         /// The lock's key.
         key: String,
     },
-    /// Drop the guard without waiting for anything, or stop waiting for it. Answered by `dropped` or `cancelled`.
+    /// Drop the guard without waiting, or stop waiting for the lock. Answered by `dropped` or
+    /// `cancelled`, or by `failed` if no `lock` order is in force.
     Drop {
         /// The lock's key.
         key: String,
     },
-    /// Tell whether the lock is held. Answered by `status`.
+    /// Report whether the lock is held. Answered by `status`.
     Status {
         /// The lock's key.
         key: String,
     },
-    /// Take the lock and let go of it, many times, one after the other. Answered by `repeated`, in the end, or `failed`.
+    /// Acquire and release the lock repeatedly, in sequence. Answered by `repeated` after the last
+    /// round, or by `failed`.
     Repeat {
         /// The lock's key.
         key: String,
-        /// How many times.
+        /// The number of rounds.
         rounds: u32,
-        /// How long to keep it each time, in milliseconds.
+        /// How long to hold the lock in each round, in milliseconds.
         #[serde(default)]
         hold_ms: u64,
     },
-    /// Take the lock and release it again and again, by several tasks at once. Answered by `contended`, in the end, or `failed`.
+    /// Acquire and release the lock repeatedly from several concurrent tasks. Answered by
+    /// `contended` after the stated time, or by `failed`.
     Contend {
         /// The lock's key.
         key: String,
-        /// How many tasks.
+        /// The number of tasks.
         tasks: u32,
-        /// How long each of them holds it, in milliseconds.
+        /// How long a task holds the lock each time, in milliseconds.
         hold_ms: u64,
-        /// How long this goes on, in milliseconds. An acquisition that waits then is ended and counts as a wait.
+        /// The total duration, in milliseconds. An acquisition that still waits at its end is
+        /// cancelled and counts towards the longest wait.
         for_ms: u64,
     },
-    /// Let go of everything and end. Answered by `closed`. The end of the input is the same order.
+    /// Release all locks and end the process. Answered by `closed`. The end of the input has the
+    /// same effect.
     Quit,
 }
 
 impl Order {
-    /// Take the lock of `key`, however long it takes.
+    /// Creates an order to lock `key`, without a limit to the wait.
     #[must_use]
     pub fn lock(key: impl Into<String>) -> Self {
         Self::Lock { key: key.into(), wait_ms: None, lease_ms: None, renew: None }
     }
 
-    /// Try once to take the lock of `key`.
+    /// Creates an order to try once to lock `key`.
     #[must_use]
     pub fn try_lock(key: impl Into<String>) -> Self {
         Self::Lock { key: key.into(), wait_ms: Some(0), lease_ms: None, renew: None }
     }
 }
 
-/// What a lock holder says.
+/// A report of a lock holder.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(tag = "report", rename_all = "snake_case")]
 #[non_exhaustive]
@@ -173,24 +179,24 @@ pub enum Report {
     Held {
         /// The lock's key.
         key: String,
-        /// Its token, from stores that have them.
+        /// The fencing token, if the store issues tokens.
         token: Option<u64>,
-        /// How long the guard is valid, in milliseconds.
+        /// How long the guard is still valid, in milliseconds.
         valid_for_ms: u64,
     },
-    /// Somebody else holds the lock, and the wait is over.
+    /// Another client holds the lock, and the wait has expired.
     Busy {
         /// The lock's key.
         key: String,
     },
-    /// A lock that was held is not held any more.
+    /// A held lock was lost.
     Lost {
         /// The lock's key.
         key: String,
-        /// Why.
+        /// The reason.
         reason: String,
     },
-    /// The lock was let go of, and the store has confirmed it.
+    /// The lock is released, and the store has confirmed the release.
     Released {
         /// The lock's key.
         key: String,
@@ -200,7 +206,7 @@ pub enum Report {
         /// The lock's key.
         key: String,
     },
-    /// The lock was not held yet, and is not waited for any more.
+    /// The acquisition was cancelled before it was granted.
     Cancelled {
         /// The lock's key.
         key: String,
@@ -209,49 +215,49 @@ pub enum Report {
     Status {
         /// The lock's key.
         key: String,
-        /// Whether the guard says so.
+        /// Whether the guard reports that it holds the lock.
         held: bool,
-        /// Its token, from stores that have them.
+        /// The fencing token, if the store issues tokens.
         token: Option<u64>,
-        /// How long the guard is valid, in milliseconds.
+        /// How long the guard is still valid, in milliseconds.
         valid_for_ms: u64,
     },
-    /// All rounds are done.
+    /// All rounds of a `repeat` order are complete.
     Repeated {
         /// The lock's key.
         key: String,
-        /// How many.
+        /// The number of rounds.
         rounds: u32,
     },
-    /// The share that a process got of a contended lock.
+    /// The share of a contended lock that the process acquired.
     Contended {
         /// The lock's key.
         key: String,
-        /// How often its tasks were granted the lock.
+        /// How many times its tasks acquired the lock.
         grants: u32,
-        /// The longest time in which none of its tasks was granted the lock, in milliseconds.
+        /// The longest time during which none of its tasks held the lock, in milliseconds.
         longest_wait_ms: u64,
     },
-    /// Something went wrong.
+    /// An operation failed.
     Failed {
-        /// The lock's key, if it is about one.
+        /// The lock's key, if the operation concerns one lock.
         key: Option<String>,
-        /// What was tried.
+        /// The operation.
         doing: String,
-        /// What went wrong, with all its causes.
+        /// The error, with all its causes.
         problem: String,
     },
     /// A step of a lock's history.
     Event(Event),
-    /// The registry is closed, and the process ends.
+    /// The registry is closed, and the process is about to end.
     Closed {
-        /// Whether everything was let go of.
+        /// Whether all locks were released.
         clean: bool,
     },
 }
 
 impl Report {
-    /// That something went wrong, with all its causes.
+    /// Creates a `failed` report from an error and all its causes.
     #[must_use]
     pub fn failed(key: Option<String>, doing: &str, error: &(dyn Error + 'static)) -> Self {
         let causes = iter::successors(Some(error), |error| (*error).source());

@@ -1,5 +1,5 @@
-//! The inside of a lock holder: obeys orders, over any registry. Each lock has a task of its own, so that an order that waits
-//! holds up no other.
+//! The implementation of a lock holder: executes orders over any registry. Each lock has its own
+//! task, so an order that waits delays no other order.
 
 use std::collections::HashMap;
 use std::io::{self, BufRead, Write};
@@ -18,15 +18,17 @@ use crate::witness::{Witness, WitnessedGuard};
 
 use super::protocol::{HolderOptions, Order, Report, millis};
 
-/// How long the registry may take to give everything back at the end.
+/// The maximum time for the registry to release all locks when it closes.
 const CLOSE_LIMIT: Duration = Duration::from_secs(10);
 
-/// Obeys the orders on this process's standard input until it ends or says so, and reports on its standard output.
+/// Executes the orders from standard input and reports on standard output. Returns after the order
+/// `quit` or the end of the input.
 ///
-/// `registry` is what it takes locks from; of `options` it uses only those that are not the registry's.
+/// Locks come from `registry`. Of `options`, only `history` is used; the others configure the
+/// registry.
 ///
 /// # Cancel safety
-/// Dropping the future drops all guards; the input is read no more.
+/// Dropping the future drops all guards and stops reading the input.
 pub async fn serve(registry: Arc<dyn LockRegistry>, options: &HolderOptions) {
     let history = options.history;
     let recorder = Recorder::sending(host_clock(), process::id(), move |event| {
@@ -40,12 +42,13 @@ pub async fn serve(registry: Arc<dyn LockRegistry>, options: &HolderOptions) {
     let mut locks: HashMap<String, mpsc::UnboundedSender<Command>> = HashMap::new();
     say(&Report::Ready { pid: process::id() });
     while let Some(order) = orders.recv().await {
-        // Ended tasks are taken out, so that a long test does not pile them up.
+        // Without this, finished tasks would accumulate in a long test.
         while tasks.try_join_next().is_some() {}
         match order {
             Order::Lock { key, wait_ms, lease_ms, renew } => {
                 let (commands, obeyed) = mpsc::unbounded_channel();
-                // An older order for this key hears that nobody gives it commands any more, and lets go.
+                // Replaces the sender of an older order for this key. That order's task sees its
+                // channel closed and drops its guard.
                 locks.insert(key.clone(), commands);
                 let options = lock_options(wait_ms, lease_ms, renew);
                 tasks.spawn(hold(witness.clone(), registry.obtain(&key), options, obeyed));
@@ -70,18 +73,20 @@ pub async fn serve(registry: Arc<dyn LockRegistry>, options: &HolderOptions) {
     say(&Report::Closed { clean: closed.is_clean() });
 }
 
-/// Writes one report to the standard output, at once. Whoever listened may be gone; then nobody misses it.
+/// Writes one report to the standard output and flushes it. Ignores write errors, because the
+/// reader may have ended.
 ///
 /// # Panics
-/// Never: reports are plain data.
+/// Never: reports contain only plain data.
 pub fn say(report: &Report) {
     let line = serde_json::to_string(report).expect("reports are plain data");
-    // One write: two processes may share an output, and a stopped one must not leave half a line.
+    // A single write: two processes may share an output, and a stopped process must not leave half
+    // a line.
     _ = io::stdout().lock().write_all(format!("{line}\n").as_bytes());
     _ = io::stdout().lock().flush();
 }
 
-/// A thread reads the input: a task that waits for it would keep the runtime from shutting down.
+/// Reads the input on a thread: a tokio task that reads stdin would block the runtime's shutdown.
 fn listen() -> mpsc::UnboundedReceiver<Order> {
     let (heard, orders) = mpsc::unbounded_channel();
     thread::spawn(move || {
@@ -113,7 +118,7 @@ fn lock_options(wait_ms: Option<u64>, lease_ms: Option<u64>, renew: Option<bool>
     options
 }
 
-/// What the task of a lock is told.
+/// A command to the task of one lock.
 #[derive(Debug, Clone, Copy)]
 enum Command {
     Unlock,
@@ -143,7 +148,7 @@ fn answer_without_lock(key: String, command: Command) {
     }
 }
 
-/// Takes a lock and keeps it until it is told otherwise.
+/// Acquires a lock and holds it until a command ends it or the sender is dropped.
 async fn hold(
     witness: Witness,
     lock: DistributedLock,
@@ -151,7 +156,7 @@ async fn hold(
     mut commands: mpsc::UnboundedReceiver<Command>,
 ) {
     take_and_keep(&witness, &lock, options, &mut commands).await;
-    // A command that came while the last one was obeyed gets its answer too.
+    // A command that arrived during the last one is answered as well.
     commands.close();
     while let Some(command) = commands.recv().await {
         answer_without_lock(lock.key().to_owned(), command);
@@ -165,7 +170,7 @@ async fn take_and_keep(
     commands: &mut mpsc::UnboundedReceiver<Command>,
 ) {
     let key = lock.key().to_owned();
-    // In a block of its own: "cancelled" is told when the acquisition has been dropped.
+    // The block drops the acquisition before `cancelled` is reported.
     let acquired = {
         let acquiring = witness.lock_with(lock, options);
         tokio::pin!(acquiring);
@@ -224,7 +229,7 @@ async fn repeat(witness: Witness, lock: DistributedLock, rounds: u32, hold: Dura
     let key = lock.key().to_owned();
     for _ in 0..rounds {
         match round(&witness, &lock, hold).await {
-            // A lease that ended is part of the history, not the end of it.
+            // A lost lease is a recorded event and does not end the rounds.
             Ok(()) | Err(LockError::Lost { .. }) => {}
             Err(error) => return say(&Report::failed(Some(key), "repeat", &error)),
         }
@@ -232,11 +237,12 @@ async fn repeat(witness: Witness, lock: DistributedLock, rounds: u32, hold: Dura
     say(&Report::Repeated { key, rounds });
 }
 
-/// Counts how often `tasks` tasks get the lock within `span`, and for how long none of them does.
+/// Counts the acquisitions of `tasks` tasks within `span`, and measures the longest time without a
+/// holder among them.
 async fn contend(lock: DistributedLock, tasks: u32, hold: Duration, span: Duration) {
     let key = lock.key().to_owned();
     let end = Instant::now() + span;
-    // The number of grants, when the last one was, and the longest wait for one.
+    // The number of grants, the start of the current wait, and the longest wait.
     let share = Arc::new(Mutex::new((0_u32, Instant::now(), Duration::ZERO)));
     let mut workers = JoinSet::new();
     for _ in 0..tasks {

@@ -1,4 +1,4 @@
-//! How a server is to be started.
+//! The options with which a server starts.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -7,11 +7,13 @@ use crate::clock::ClockShim;
 use crate::programs;
 use crate::tls::TlsFolder;
 
-/// Names another program than `mariadbd`, for all servers that are not told theirs.
+/// The environment variable that names a program to use instead of `mariadbd`. Ignored by servers
+/// whose options name a program.
 pub const SERVER_VARIABLE: &str = "LOCK_REGISTRY_MARIADB_SERVER";
 
-/// How a [`MariaDbServer`](super::MariaDbServer) is to be started. Without any option, the program is found on the path as `mariadbd`, or
-/// where [`SERVER_VARIABLE`] says; the user `root` needs no password; and what is committed is on the disk.
+/// The options of a [`MariaDbServer`](super::MariaDbServer). By default, the program is the one
+/// named by [`SERVER_VARIABLE`], or else the `mariadbd` on `PATH`. The user `root` needs no
+/// password. Committed data is on disk.
 #[derive(Debug, Clone)]
 pub struct MariaDbOptions {
     pub(super) program: PathBuf,
@@ -36,64 +38,66 @@ impl Default for MariaDbOptions {
 }
 
 impl MariaDbOptions {
-    /// A server with its defaults.
+    /// Creates the default options.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Adds arguments, such as `["--max-connections=20"]`. Of two that say different things, the later one counts.
+    /// Adds arguments, such as `["--max-connections=20"]`. A later argument overrides an earlier
+    /// one.
     #[must_use]
     pub fn args(mut self, args: &[&str]) -> Self {
         self.args.extend(args.iter().map(|&arg| arg.to_owned()));
         self
     }
 
-    /// Does not wait for the disk. A killed server still has its data, because the kernel lives on.
+    /// Disables fsync. A killed server still keeps its data, which is in the kernel's page cache.
     #[must_use]
     pub fn without_fsync(self) -> Self {
         self.args(&["--innodb-flush-method=nosync"])
     }
 
-    /// Makes the server the only node of a Galera cluster. The library for it comes with Debian's package of the server.
+    /// Makes the server the only node of a Galera cluster. Debian's server package contains the
+    /// required library.
     #[must_use]
     pub fn galera_node(mut self) -> Self {
         self.is_galera_node = true;
         self
     }
 
-    /// Starts another program that takes the same arguments.
+    /// Sets another program that accepts the same arguments.
     #[must_use]
     pub fn program(mut self, program: impl Into<PathBuf>) -> Self {
         self.program = program.into();
         self
     }
 
-    /// Gives the server an environment variable.
+    /// Sets an environment variable of the server.
     #[must_use]
     pub fn env(mut self, name: &str, value: impl Into<OsString>) -> Self {
         self.environment.push((name.to_owned(), value.into()));
         self
     }
 
-    /// Lets only those in who know this password, which is that of the user `root`. It must not contain `'` or a backslash.
+    /// Requires this password for the user `root`. It must not contain `'` or a backslash.
     ///
-    /// The testkit's own questions are asked through a door of their own, a socket in the server's folder.
+    /// The testkit's own commands use a Unix socket in the server's folder, without a password.
     #[must_use]
     pub fn password(mut self, password: &str) -> Self {
         self.password = Some(password.to_owned());
         self
     }
 
-    /// Takes only encrypted connections, with the server's certificate from `folder`. The testkit's own questions do not need
-    /// them, as for [`password`](Self::password).
+    /// Accepts only TLS connections, with the server's certificate from `folder`. The testkit's own
+    /// commands use the Unix socket, as for [`password`](Self::password).
     #[must_use]
     pub fn tls(mut self, folder: &TlsFolder) -> Self {
         self.tls = Some(folder.clone());
         self
     }
 
-    /// Lets the server live by these clocks, which must outlive it.
+    /// Makes the server use these clocks, which must outlive it.
     #[must_use]
     pub fn clock(self, clock: &ClockShim) -> Self {
         clock

@@ -1,4 +1,4 @@
-//! One server: started, killed, paused, asked.
+//! One server process: starts, kills, pauses and queries it.
 
 use std::fs::Permissions;
 use std::net::SocketAddr;
@@ -15,15 +15,17 @@ use crate::account::Account;
 use crate::asked;
 use crate::kept::{Kept, down};
 use crate::ports::Port;
+use crate::prepared;
 
-/// The size that a server is born with, which it must also be started with. The usual 96 MB take five times as long to write.
+/// The log size for both the installation and the server, which must match. Writing the default of
+/// 96 MB takes five times as long.
 const LOG_SIZE: &str = "--innodb-log-file-size=8M";
 
-/// Where Debian's package has what makes a server a node of a cluster.
+/// The Galera library of Debian's package.
 const GALERA: &str = "/usr/lib/galera/libgalera_smm.so";
 
-/// A server that is killed with this handle. What is committed is on the disk, so it can be killed and started again with its data.
-/// Its user is `root`, its database `app`.
+/// A server. Dropping this handle kills it. Committed data is on disk, so the server keeps its data
+/// when it is killed and started again. Its user is `root` and its database `app`.
 #[derive(Debug)]
 pub struct MariaDbServer {
     port: Port,
@@ -31,15 +33,15 @@ pub struct MariaDbServer {
     options: MariaDbOptions,
     account: Account,
     running: Option<Kept>,
-    /// Where other nodes of a Galera cluster would come in.
+    /// The port for other nodes of a Galera cluster.
     nodes_port: Port,
 }
 
 impl MariaDbServer {
-    /// Starts a server that wants no password.
+    /// Starts a server that requires no password.
     ///
     /// # Errors
-    /// When MariaDB is not installed, or does not start.
+    /// Returns an error if MariaDB is not installed or does not start.
     ///
     /// # Cancel safety
     /// Dropping the future kills the server.
@@ -47,10 +49,10 @@ impl MariaDbServer {
         Self::start_with(MariaDbOptions::new()).await
     }
 
-    /// As [`start`](Self::start), with other arguments, clocks, passwords or certificates.
+    /// Like [`start`](Self::start), with the given options.
     ///
     /// # Errors
-    /// As for [`start`](Self::start).
+    /// As [`start`](Self::start).
     ///
     /// # Cancel safety
     /// Dropping the future kills the server.
@@ -74,7 +76,7 @@ impl MariaDbServer {
         Ok(server)
     }
 
-    /// Copies what only the server's account may read.
+    /// Copies a file into the server's folder, readable only by the server's account.
     fn keep(&self, file: &Path, name: &str) -> io::Result<()> {
         let kept = self.file(name);
         fs::copy(file, &kept)?;
@@ -83,24 +85,29 @@ impl MariaDbServer {
     }
 
     async fn make_data(&self) -> io::Result<()> {
+        let data = self.file("data");
+        prepared::fill(&data, self.options.program.as_os_str(), self.initialise()).await
+    }
+
+    async fn initialise(&self) -> io::Result<()> {
         let mut install = self.account.command("mariadb-install-db");
-        // Nothing of it needs to be on the disk before the server is started.
+        // Skips fsync, because no file needs to be on disk before the server starts.
         install.args(["--no-defaults", "--skip-test-db", "--innodb-flush-method=nosync", LOG_SIZE]);
         install.args(["--auth-root-authentication-method=normal", "--skip-name-resolve"]);
         install.arg(format!("--datadir={}", self.file("data").display()));
         install.arg(format!("--tmpdir={}", self.folder.path().display()));
-        // The account may have no right to be where the test is.
+        // The account may have no access to the working directory of the test.
         install.current_dir(self.folder.path());
         asked::run(install, "").await.map(drop).map_err(not_installed)
     }
 
-    /// Starts the server after it was stopped or killed, on the same port with the data that it had.
+    /// Kills the server if it runs, and starts it on the same port with its previous data.
     ///
     /// # Errors
     /// As [`start`](Self::start).
     ///
     /// # Cancel safety
-    /// The server may be up or down afterwards; it can be killed or started again.
+    /// The server may be up or down. You can kill it or start it again.
     pub async fn start_again(&mut self) -> io::Result<()> {
         self.kill();
         let mut command = self.account.command(&self.options.program);
@@ -108,7 +115,8 @@ impl MariaDbServer {
         command.arg("--no-defaults");
         let folder = self.folder.path().display();
         command.arg(format!("--datadir={folder}/data")).arg(format!("--socket={}", self.door()));
-        // A server that starts removes the temporary tables that it finds, those of others too.
+        // A starting server removes all temporary tables from this folder, including those of other
+        // servers.
         command.arg(format!("--tmpdir={folder}"));
         command.arg(format!("--pid-file={folder}/pid")).arg("--bind-address=127.0.0.1");
         command.arg(format!("--port={}", self.port.number())).arg(LOG_SIZE);
@@ -121,7 +129,7 @@ impl MariaDbServer {
         }
         let mut ready = "ready for connections";
         if self.options.is_galera_node {
-            // The server itself is ready some time before its cluster lets it do anything.
+            // The server itself is ready before its cluster accepts statements.
             ready = "Synchronized with group, ready for connections";
             command.args(["--wsrep-on=ON", "--wsrep-new-cluster", "--wsrep-sst-method=skip"]);
             command.args(["--wsrep-cluster-address=gcomm://", "--wsrep-node-address=127.0.0.1"]);
@@ -139,35 +147,36 @@ impl MariaDbServer {
         Ok(())
     }
 
-    /// Asks the server to end: it breaks off what is under way, and leaves its data tidy.
+    /// Shuts the server down: it aborts running transactions and leaves consistent data.
     ///
     /// # Errors
-    /// That it is down already, or paused.
+    /// Returns an error if the server is down, or if it is paused and so does not end in time.
     ///
     /// # Cancel safety
-    /// The server may still be ending.
+    /// The server may still be shutting down.
     pub async fn stop(&mut self) -> io::Result<()> {
         self.running()?.stop(Signal::SIGTERM).await?;
         self.running = None;
         Ok(())
     }
 
-    /// Kills the server as a crash would. It is gone when this returns.
+    /// Kills the server, as a crash would. The process has ended when this returns.
     pub fn kill(&mut self) {
         if let Some(running) = self.running.take() {
             running.kill();
         }
     }
 
-    /// Stops the server in its tracks, until [`resume`](Self::resume). When this has returned, it does nothing more.
+    /// Stops the server (SIGSTOP) until [`resume`](Self::resume). It executes nothing after this
+    /// returns.
     ///
     /// # Errors
-    /// The operating system's; the server is down, most likely.
+    /// Returns the error of the operating system, or an error if the server is down.
     pub fn pause(&self) -> io::Result<()> {
         self.running()?.pause()
     }
 
-    /// Lets a paused server go on.
+    /// Resumes a paused server.
     ///
     /// # Errors
     /// As [`pause`](Self::pause).
@@ -175,14 +184,15 @@ impl MariaDbServer {
         self.running()?.resume()
     }
 
-    /// Runs statements, each in a transaction of its own unless they say otherwise, and returns the rows: one a line, with tabs between
-    /// columns. They are asked in the name of `root`, who may do everything.
+    /// Runs statements as `root` and returns the rows, one for each line, with tabs between
+    /// columns. Each statement runs in its own transaction, unless the statements contain explicit
+    /// transactions.
     ///
     /// # Errors
-    /// The first refusal, in the server's words; or that it cannot be reached.
+    /// Returns the first error of the server, or an error if the server cannot be reached.
     ///
     /// # Cancel safety
-    /// The server may have obeyed or not.
+    /// The server may have executed the statements.
     pub async fn sql(&self, statements: &str) -> io::Result<String> {
         self.ask("app", statements).await
     }
@@ -195,25 +205,25 @@ impl MariaDbServer {
         asked::run(client, statements).await
     }
 
-    /// What the server has logged since it was started.
+    /// Returns the server's output since it started.
     #[must_use]
     pub fn said(&self) -> String {
         self.running.as_ref().map(Kept::said).unwrap_or_default()
     }
 
-    /// Whether the server runs, paused or not.
+    /// Returns whether the server runs, paused or not.
     #[must_use]
     pub fn is_up(&self) -> bool {
         self.running.as_ref().is_some_and(Kept::is_up)
     }
 
-    /// Where the server listens.
+    /// Returns the address of the server.
     #[must_use]
     pub fn addr(&self) -> SocketAddr {
         self.port.addr()
     }
 
-    /// The server's URL, with the password if it wants one.
+    /// Returns the server's URL, with the password if there is one.
     #[must_use]
     pub fn url(&self) -> String {
         let password = self.options.password.as_ref();
@@ -221,7 +231,7 @@ impl MariaDbServer {
         format!("mysql://root{password}@{}/app", self.addr())
     }
 
-    /// Where the server keeps its files.
+    /// Returns the folder of the server's files.
     #[must_use]
     pub fn folder(&self) -> &Path {
         self.folder.path()
@@ -231,7 +241,7 @@ impl MariaDbServer {
         self.running.as_ref().ok_or_else(down)
     }
 
-    /// Where the server can be asked without a password or encryption.
+    /// Returns the Unix socket, which requires neither a password nor encryption.
     fn door(&self) -> String {
         self.file("door").display().to_string()
     }
@@ -243,7 +253,7 @@ impl MariaDbServer {
 
 impl Drop for MariaDbServer {
     fn drop(&mut self) {
-        // Before the folder and the port go.
+        // The process must end before the folder and the port are dropped.
         self.kill();
     }
 }

@@ -1,4 +1,4 @@
-//! How a server is to be started.
+//! The options with which a server starts.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -7,13 +7,16 @@ use crate::clock::ClockShim;
 use crate::programs;
 use crate::tls::TlsFolder;
 
-/// Names another program than the `postgres` that is found, for all servers that are not told theirs. Its companions (`initdb`,
-/// `pg_basebackup`) are those beside it.
+/// The environment variable that names another `postgres` program. Ignored by servers whose options
+/// name a program. The companion programs (`initdb`, `pg_basebackup`) must be in the same folder.
 pub const SERVER_VARIABLE: &str = "LOCK_REGISTRY_POSTGRES_SERVER";
 
-/// How a [`PostgresServer`](super::PostgresServer) is to be started. Without any option, the program is the `postgres` on the path, or the
-/// newest one where Debian's packages put it, or where [`SERVER_VARIABLE`] says; everybody who connects is let in; and what is
-/// committed is on the disk.
+/// The options of a [`PostgresServer`](super::PostgresServer). By default:
+///
+/// - The program is the one named by [`SERVER_VARIABLE`], or else the `postgres` on `PATH`, or else
+///   the newest one installed by Debian's packages.
+/// - Clients need no password.
+/// - Committed data is on disk.
 #[derive(Debug, Clone)]
 pub struct PostgresOptions {
     pub(super) program: PathBuf,
@@ -36,57 +39,57 @@ impl Default for PostgresOptions {
 }
 
 impl PostgresOptions {
-    /// A server with its defaults.
+    /// Creates the default options.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Adds settings, such as `["max_connections=20"]`. Of two that say different things, the later one counts.
+    /// Adds settings, such as `["max_connections=20"]`. A later setting overrides an earlier one.
     #[must_use]
     pub fn settings(mut self, settings: &[&str]) -> Self {
         self.settings.extend(settings.iter().map(|&setting| setting.to_owned()));
         self
     }
 
-    /// Does not wait for the disk. A killed server still has its data, because the kernel lives on.
+    /// Disables fsync. A killed server still keeps its data, which is in the kernel's page cache.
     #[must_use]
     pub fn without_fsync(self) -> Self {
         self.settings(&["fsync=off"])
     }
 
-    /// Starts another program that takes the same arguments.
+    /// Sets another program that accepts the same arguments.
     #[must_use]
     pub fn program(mut self, program: impl Into<PathBuf>) -> Self {
         self.program = program.into();
         self
     }
 
-    /// Gives the server an environment variable.
+    /// Sets an environment variable of the server.
     #[must_use]
     pub fn env(mut self, name: &str, value: impl Into<OsString>) -> Self {
         self.environment.push((name.to_owned(), value.into()));
         self
     }
 
-    /// Lets only those in who know this password, which is that of the user `postgres`; SCRAM-SHA-256.
+    /// Requires this password for the user `postgres`, with SCRAM-SHA-256.
     ///
-    /// The testkit's own questions are asked through a door of their own, a socket in the server's folder.
+    /// The testkit's own commands use a Unix socket in the server's folder, without a password.
     #[must_use]
     pub fn password(mut self, password: &str) -> Self {
         self.password = Some(password.to_owned());
         self
     }
 
-    /// Takes only encrypted connections, with the server's certificate from `folder`. The testkit's own questions do not need
-    /// them, as for [`password`](Self::password).
+    /// Accepts only TLS connections, with the server's certificate from `folder`. The testkit's own
+    /// commands use the Unix socket, as for [`password`](Self::password).
     #[must_use]
     pub fn tls(mut self, folder: &TlsFolder) -> Self {
         self.tls = Some(folder.clone());
         self
     }
 
-    /// Lets the server live by these clocks, which must outlive it.
+    /// Makes the server use these clocks, which must outlive it.
     #[must_use]
     pub fn clock(self, clock: &ClockShim) -> Self {
         clock
@@ -95,7 +98,7 @@ impl PostgresOptions {
             .fold(self, |options, (name, value)| options.env(name, value))
     }
 
-    /// Who is let in. The first line that fits a connection counts.
+    /// Returns the content of `pg_hba.conf`. The first matching line applies.
     pub(super) fn doors(&self) -> String {
         let kind = if self.tls.is_some() { "hostssl" } else { "host" };
         let proof = if self.password.is_some() { "scram-sha-256" } else { "trust" };

@@ -1,4 +1,4 @@
-//! One server: started, killed, paused, asked, copied.
+//! One server process: starts, kills, pauses, queries and replicates it.
 
 use std::fs::Permissions;
 use std::net::SocketAddr;
@@ -15,9 +15,11 @@ use crate::account::Account;
 use crate::asked;
 use crate::kept::{Kept, down};
 use crate::ports::Port;
+use crate::prepared;
 
-/// A server that is killed with this handle, with all its processes. What is committed is on the disk, so it can be killed and
-/// started again with its data. It has one user and one database, both `postgres`.
+/// A server with all its processes. Dropping this handle kills it. Committed data is on disk, so
+/// the server keeps its data when it is killed and started again. It has one user and one database,
+/// both named `postgres`.
 #[derive(Debug)]
 pub struct PostgresServer {
     port: Port,
@@ -28,10 +30,10 @@ pub struct PostgresServer {
 }
 
 impl PostgresServer {
-    /// Starts a server that lets everybody in.
+    /// Starts a server that requires no password.
     ///
     /// # Errors
-    /// When PostgreSQL is not installed, or does not start.
+    /// Returns an error if PostgreSQL is not installed or does not start.
     ///
     /// # Cancel safety
     /// Dropping the future kills the server.
@@ -39,10 +41,10 @@ impl PostgresServer {
         Self::start_with(PostgresOptions::new()).await
     }
 
-    /// As [`start`](Self::start), with other settings, clocks, passwords or certificates.
+    /// Like [`start`](Self::start), with the given options.
     ///
     /// # Errors
-    /// As for [`start`](Self::start).
+    /// As [`start`](Self::start).
     ///
     /// # Cancel safety
     /// Dropping the future kills the server.
@@ -53,7 +55,7 @@ impl PostgresServer {
         Ok(server)
     }
 
-    /// A server without data.
+    /// Creates a server without a data folder.
     fn empty(options: PostgresOptions) -> io::Result<Self> {
         let account = Account::for_root("postgres")?;
         let (port, folder) = (Port::reserve()?, tempfile::tempdir()?);
@@ -66,7 +68,7 @@ impl PostgresServer {
         Ok(server)
     }
 
-    /// Copies what only the server's account may read.
+    /// Copies a file into the server's folder, readable only by the server's account.
     fn keep(&self, file: &Path, name: &str) -> io::Result<()> {
         let kept = self.file(name);
         fs::copy(file, &kept)?;
@@ -75,6 +77,17 @@ impl PostgresServer {
     }
 
     async fn make_data(&self) -> io::Result<()> {
+        if self.options.password.is_some() {
+            self.initialise().await?;
+        } else {
+            prepared::fill(&self.data(), self.options.program.as_os_str(), self.initialise())
+                .await?;
+        }
+        let doors = self.data().join("pg_hba.conf");
+        fs::write(doors, self.options.doors())
+    }
+
+    async fn initialise(&self) -> io::Result<()> {
         let mut initdb = self.companion("initdb");
         initdb.args(["-U", "postgres", "-A", "trust", "-E", "UTF8", "--no-locale", "--no-sync"]);
         initdb.arg("-D").arg(self.data());
@@ -84,18 +97,16 @@ impl PostgresServer {
             self.account.own(&file)?;
             initdb.arg("--pwfile").arg(file);
         }
-        asked::run(initdb, "").await.map_err(not_installed)?;
-        let doors = self.data().join("pg_hba.conf");
-        fs::write(doors, self.options.doors())
+        asked::run(initdb, "").await.map(drop).map_err(not_installed)
     }
 
-    /// Starts the server after it was stopped or killed, on the same port with the data that it had.
+    /// Kills the server if it runs, and starts it on the same port with its previous data.
     ///
     /// # Errors
     /// As [`start`](Self::start).
     ///
     /// # Cancel safety
-    /// The server may be up or down afterwards; it can be killed or started again.
+    /// The server may be up or down. You can kill it or start it again.
     pub async fn start_again(&mut self) -> io::Result<()> {
         self.kill();
         let mut command = self.account.command(&self.options.program);
@@ -118,7 +129,7 @@ impl PostgresServer {
         }
         let running = self.running.insert(Kept::launch(&command)?);
         running.begun().await?;
-        // Without the end: a standby is ready for read-only connections.
+        // Omits the end of the message: a standby is ready to accept read-only connections.
         let ready = |line: &str| line.contains("database system is ready to accept");
         if running.expect(ready).await.is_err() {
             return Err(not_installed(io::Error::other(self.said())));
@@ -126,35 +137,39 @@ impl PostgresServer {
         Ok(())
     }
 
-    /// Asks the server to end as soon as it can: it breaks off what is under way, and leaves its data tidy.
+    /// Shuts the server down in fast mode: it aborts running transactions and leaves consistent
+    /// data.
     ///
     /// # Errors
-    /// That it is down already, or paused.
+    /// Returns an error if the server is down, or if it is paused and so does not end in time.
     ///
     /// # Cancel safety
-    /// The server may still be ending.
+    /// The server may still be shutting down.
     pub async fn stop(&mut self) -> io::Result<()> {
         self.running()?.stop(Signal::SIGINT).await?;
         self.running = None;
         Ok(())
     }
 
-    /// Kills the server with all its processes, as a crash of the machine would. They are gone when this returns.
+    /// Kills the server with all its processes, as a machine crash would. They have ended when this
+    /// returns.
     pub fn kill(&mut self) {
         if let Some(running) = self.running.take() {
             running.kill();
         }
     }
 
-    /// Stops all processes of the server in their tracks, until [`resume`](Self::resume). When this has returned, they do nothing more.
+    /// Stops all processes of the server (SIGSTOP) until [`resume`](Self::resume). They execute
+    /// nothing after this returns.
     ///
     /// # Errors
-    /// The operating system's; the server is down, most likely.
+    /// Returns the error of the operating system, or an error if the server is down.
     pub fn pause(&self) -> io::Result<()> {
         self.running()?.pause()
     }
 
-    /// Lets all that is paused go on, single processes too.
+    /// Resumes all paused processes, including those paused by
+    /// [`pause_backend`](Self::pause_backend).
     ///
     /// # Errors
     /// As [`pause`](Self::pause).
@@ -162,16 +177,16 @@ impl PostgresServer {
         self.running()?.resume()
     }
 
-    /// Stops the process `pid` of the server, such as the backend of one connection (`pg_backend_pid()`) or the one that tells a standby
-    /// (`pg_stat_replication`).
+    /// Stops one process of the server (SIGSTOP), such as the backend of a connection
+    /// (`pg_backend_pid()`) or the WAL sender of a standby (`pg_stat_replication`).
     ///
     /// # Errors
-    /// That the server has no such process.
+    /// Returns an error if the server has no process `pid`.
     pub fn pause_backend(&self, pid: i32) -> io::Result<()> {
         self.running()?.pause_child(pid)
     }
 
-    /// Lets the process `pid` of the server go on.
+    /// Resumes one process of the server.
     ///
     /// # Errors
     /// As [`pause_backend`](Self::pause_backend).
@@ -179,7 +194,7 @@ impl PostgresServer {
         self.running()?.resume_child(pid)
     }
 
-    /// Kills the process `pid` of the server. The server then breaks off all others, and begins anew.
+    /// Kills one process of the server. The server then terminates all other backends and recovers.
     ///
     /// # Errors
     /// As [`pause_backend`](Self::pause_backend).
@@ -187,11 +202,11 @@ impl PostgresServer {
         self.running()?.kill_child(pid)
     }
 
-    /// Starts a second server that follows this one, asynchronously: a commit does not wait for it. It has the same options, and a port and
-    /// a folder of its own.
+    /// Starts an asynchronous standby of this server: a commit does not wait for it. The standby
+    /// has the same options, and its own port and folder.
     ///
     /// # Errors
-    /// That this server is down, or as [`start`](Self::start).
+    /// Returns an error if this server is down. Otherwise as [`start`](Self::start).
     ///
     /// # Cancel safety
     /// Dropping the future kills the standby.
@@ -205,13 +220,13 @@ impl PostgresServer {
         Ok(standby)
     }
 
-    /// Makes a standby a server of its own. It takes writes when this returns.
+    /// Promotes a standby. It accepts writes when this returns.
     ///
     /// # Errors
-    /// That this is no standby, or down.
+    /// Returns an error if this server is not a standby, or is down.
     ///
     /// # Cancel safety
-    /// It may become one or not.
+    /// The promotion may still take place.
     pub async fn promote(&self) -> io::Result<()> {
         match self.sql("select pg_promote()").await?.as_str() {
             "t" => Ok(()),
@@ -219,13 +234,14 @@ impl PostgresServer {
         }
     }
 
-    /// Runs statements, each in a transaction of its own unless they say otherwise, and returns the rows: one a line, with `|` between columns.
+    /// Runs statements and returns the rows, one for each line, with `|` between columns. Each
+    /// statement runs in its own transaction, unless the statements contain explicit transactions.
     ///
     /// # Errors
-    /// The first refusal, in the server's words; or that it cannot be reached.
+    /// Returns the first error of the server, or an error if the server cannot be reached.
     ///
     /// # Cancel safety
-    /// The server may have obeyed or not.
+    /// The server may have executed the statements.
     pub async fn sql(&self, statements: &str) -> io::Result<String> {
         let mut psql = Command::new("psql");
         psql.args(["-X", "-q", "-A", "-t", "-v", "ON_ERROR_STOP=1", "-d", "postgres"]);
@@ -233,31 +249,31 @@ impl PostgresServer {
         asked::run(psql, statements).await
     }
 
-    /// What the server has logged since it was started.
+    /// Returns the server's output since it started.
     #[must_use]
     pub fn said(&self) -> String {
         self.running.as_ref().map(Kept::said).unwrap_or_default()
     }
 
-    /// Whether the server runs, paused or not.
+    /// Returns whether the server runs, paused or not.
     #[must_use]
     pub fn is_up(&self) -> bool {
         self.running.as_ref().is_some_and(Kept::is_up)
     }
 
-    /// Where the server listens.
+    /// Returns the address of the server.
     #[must_use]
     pub fn addr(&self) -> SocketAddr {
         self.port.addr()
     }
 
-    /// The server's URL, with the password if it wants one.
+    /// Returns the server's URL, with the password if there is one.
     #[must_use]
     pub fn url(&self) -> String {
         url(self.password(), self.addr())
     }
 
-    /// Where the server keeps its files.
+    /// Returns the folder of the server's files.
     #[must_use]
     pub fn folder(&self) -> &Path {
         self.folder.path()
@@ -271,16 +287,16 @@ impl PostgresServer {
         self.options.tls.is_some()
     }
 
-    /// Tells a client program the way through the side door.
+    /// Adds the arguments that connect a client program to the server's Unix socket.
     fn reach(&self, client: &mut Command) {
         client.arg("-h").arg(self.folder.path()).arg("-p").arg(self.port.number().to_string());
         client.args(["-U", "postgres"]).env("LC_ALL", "C");
     }
 
-    /// A program of the same installation, run by the server's account.
+    /// Creates a command for a program of the same installation, under the server's account.
     fn companion(&self, name: &str) -> Command {
         let mut command = self.account.command(self.options.program.with_file_name(name));
-        // The account may have no right to be where the test is.
+        // The account may have no access to the working directory of the test.
         command.env("LC_ALL", "C").current_dir(self.folder.path());
         command
     }
@@ -300,14 +316,14 @@ impl PostgresServer {
 
 impl Drop for PostgresServer {
     fn drop(&mut self) {
-        // Before the folder and the port go.
+        // The process must end before the folder and the port are dropped.
         if let Some(running) = self.running.take() {
             running.kill_and_reap(Signal::SIGQUIT);
         }
     }
 }
 
-/// The URL of a server that has the user and the database `postgres`.
+/// Returns the URL of a server with the user and the database `postgres`.
 pub(crate) fn url(password: Option<&str>, addr: SocketAddr) -> String {
     let password = password.map(|password| format!(":{password}")).unwrap_or_default();
     format!("postgres://postgres{password}@{addr}/postgres")

@@ -1,4 +1,5 @@
-//! Carries the bytes of one connection, one pump for each direction. Takes each decision by the mode of the moment.
+//! Carries the bytes of one connection, with one pump for each direction. Each decision depends on
+//! the mode at that time.
 
 use std::collections::VecDeque;
 use std::future::pending;
@@ -17,12 +18,13 @@ use tokio::time::{Instant, sleep_until};
 use super::{Mode, Shared, Stranded};
 
 const BUFFER_BYTES: usize = 16 * 1_024;
-/// What may be under way in one direction; beyond it the proxy stops reading and the sender feels it.
+/// The maximum number of queued bytes in one direction. At this limit the proxy stops reading, so
+/// the sender sees backpressure.
 const QUEUE_BYTES_MAX: usize = 1_024 * 1_024;
-/// A throttled stream is carried in pieces of this many seconds.
+/// The duration of one piece of a throttled stream, in seconds.
 const THROTTLE_PIECE_SECS: f64 = 0.05;
 
-/// How a connection ends before both sides have closed it.
+/// How the proxy ends a connection before both sides have closed it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Cut {
     Close,
@@ -40,7 +42,7 @@ pub(super) async fn serve(
         tokio::select! {
             biased;
             _ = cut.changed() => Err(Cut::Reset),
-            // The relay keeps both sockets, and nobody polls it.
+            // The relay keeps both sockets open and is no longer polled.
             _ = silenced.changed() => {
                 _ = cut.changed().await;
                 Err(Cut::Reset)
@@ -50,9 +52,10 @@ pub(super) async fn serve(
     };
     match ended {
         Ok(()) => {}
-        // The end of the stream goes out first: closing with unread requests would reset.
+        // Ends the stream before closing: closing with unread requests would send a reset.
         Err(Cut::Close) => _ = client.shutdown().await,
-        // Closing a socket that does not linger sends a reset. A failure means that the client is gone already.
+        // With a linger time of zero, closing sends a reset. A failure means that the client has
+        // already disconnected.
         Err(Cut::Reset) => _ = client.set_zero_linger(),
     }
     drop(client);
@@ -60,16 +63,16 @@ pub(super) async fn serve(
         counts.live -= 1;
         counts.reset += u64::from(ended == Err(Cut::Reset));
     });
-    // Held until now: whoever cuts waits for it.
+    // Held until now, because `cut_all` waits until all receivers are dropped.
     drop(cut);
 }
 
 async fn relay(client: &mut TcpStream, shared: &Shared) -> Result<(), Cut> {
     let mut modes = shared.mode.subscribe();
-    // Nothing gets through a black hole, a new connection neither.
+    // A black hole also delays the connection to the server.
     modes.wait_for(|mode| *mode != Mode::BlackHole).await.map_err(|_| Cut::Close)?;
     let mut server = TcpStream::connect(shared.target).await.map_err(|_| Cut::Reset)?;
-    // The client must see the server's timing, not that of small packets gathered here.
+    // Without Nagle's algorithm, the client sees the server's timing.
     _ = client.set_nodelay(true);
     _ = server.set_nodelay(true);
 
@@ -78,7 +81,7 @@ async fn relay(client: &mut TcpStream, shared: &Shared) -> Result<(), Cut> {
     let (from_server, to_server) = server.split();
     let requests = Pump::new(Direction::Requests, to_server, shared, &link);
     let replies = Pump::new(Direction::Replies, to_client, shared, &link);
-    // A direction that ended cleanly leaves the other one open, as TCP does.
+    // A direction that ended cleanly leaves the other one open, as in TCP.
     let ended = tokio::try_join!(requests.run(from_client), replies.run(from_server)).map(|_| ());
     if let Some(bytes) = link.stranded.into_inner().unwrap_or_else(PoisonError::into_inner) {
         let mut stranded = shared.stranded.lock().unwrap_or_else(PoisonError::into_inner);
@@ -93,13 +96,13 @@ enum Direction {
     Replies,
 }
 
-/// What the two pumps of a connection tell each other.
+/// The state that the two pumps of a connection share.
 #[derive(Debug, Default)]
 struct Link {
-    /// A request was carried and no byte of its reply has come.
+    /// A request was carried, and no byte of its reply has arrived.
     awaits_reply: AtomicBool,
     client_done: Notify,
-    /// A request that stays on its way.
+    /// A stranded request.
     stranded: Mutex<Option<Vec<u8>>>,
 }
 
@@ -108,16 +111,16 @@ struct Pump<'a> {
     to: WriteHalf<'a>,
     shared: &'a Shared,
     link: &'a Link,
-    /// Bytes on their way, and when they arrive.
+    /// Queued bytes, and when they arrive.
     queue: VecDeque<(Instant, Vec<u8>)>,
     queued_bytes: usize,
-    /// When the last byte of the queue arrives; bytes never overtake.
+    /// The arrival time of the last queued byte. Bytes never overtake each other.
     last_arrival: Instant,
-    /// Replies are missing: nothing may be delivered any more.
+    /// Reply bytes were discarded, so no later byte may be delivered.
     gap: bool,
     /// The stream to the receiver has been ended.
     ended: bool,
-    /// What [`Mode::CutAfter`] has left.
+    /// The number of bytes that [`Mode::CutAfter`] still allows.
     bytes_left: u64,
 }
 
@@ -137,7 +140,7 @@ impl<'a> Pump<'a> {
         }
     }
 
-    /// Carries bytes until the sender has ended its stream and all have arrived.
+    /// Carries bytes until the sender has ended its stream and all bytes have arrived.
     async fn run(mut self, mut from: ReadHalf<'_>) -> Result<(), Cut> {
         let mut modes = self.shared.mode.subscribe();
         let mut buffer = vec![0; BUFFER_BYTES];
@@ -166,12 +169,13 @@ impl<'a> Pump<'a> {
                 }
                 () = arrived => self.deliver_first().await?,
                 read = from.read(&mut buffer), if !at_end && !held && room => {
-                    // The peer's reset is passed on as one.
+                    // A reset by the peer is passed on as a reset.
                     let bytes = &buffer[..read.map_err(|_| Cut::Reset)?];
                     if bytes.is_empty() {
                         at_end = true;
                     } else {
-                        // The mode may have changed since this round began, and the sender may know.
+                        // The mode may have changed since this iteration began, and the sender may
+                        // have sent these bytes after that.
                         let now = *modes.borrow();
                         if now != mode {
                             mode = now;
@@ -184,7 +188,7 @@ impl<'a> Pump<'a> {
         }
     }
 
-    /// Whether bytes wait where they are.
+    /// Returns whether the mode holds bytes in this direction.
     fn holds(&self, mode: Mode) -> bool {
         match self.direction {
             Direction::Requests => mode == Mode::BlackHole,
@@ -192,7 +196,7 @@ impl<'a> Pump<'a> {
         }
     }
 
-    /// Does what a new mode does to a connection at once.
+    /// Applies the immediate effects of a new mode.
     async fn enter(&mut self, mode: Mode) -> Result<(), Cut> {
         if !matches!(mode, Mode::Delay(_) | Mode::Throttle { .. }) {
             let now = Instant::now();
@@ -217,7 +221,7 @@ impl<'a> Pump<'a> {
         Ok(())
     }
 
-    /// Decides what becomes of bytes that the sender sent.
+    /// Queues, discards or strands the bytes that the sender sent.
     async fn take(&mut self, mode: Mode, bytes: &[u8]) -> Result<(), Cut> {
         if self.direction == Direction::Requests
             && self.shared.strand_next.swap(false, Ordering::SeqCst)
@@ -298,7 +302,7 @@ impl<'a> Pump<'a> {
         Ok(())
     }
 
-    /// Delivers what [`Mode::CutAfter`] has left, after what was under way before.
+    /// Delivers the bytes that [`Mode::CutAfter`] still allows, after all queued bytes.
     async fn deliver_some(&mut self, bytes: &[u8]) -> Result<(), Cut> {
         while !self.queue.is_empty() {
             self.deliver_first().await?;
@@ -316,7 +320,7 @@ impl<'a> Pump<'a> {
         match self.direction {
             Direction::Requests => self.link.client_done.notify_one(),
             Direction::Replies if mode == Mode::DropReplies => {
-                // The server's goodbye is lost like everything else it says.
+                // The server's end of stream is discarded like its other bytes.
                 tokio::select! {
                     () = self.link.client_done.notified() => return Ok(()),
                     _ = modes.changed() => return Err(Cut::Reset),
@@ -326,7 +330,7 @@ impl<'a> Pump<'a> {
         }
         if !self.ended {
             self.ended = true;
-            // A receiver that is gone needs no goodbye.
+            // A failure means that the receiver has already disconnected.
             _ = self.to.shutdown().await;
         }
         Ok(())

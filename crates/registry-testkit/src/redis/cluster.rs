@@ -1,4 +1,4 @@
-//! A cluster: masters that share the slots, and a replica of each.
+//! A cluster of masters that share the slots, each with a replica.
 
 mod view;
 
@@ -16,19 +16,20 @@ use super::waiting::{Waiting, not_yet};
 use crate::ports::Port;
 use view::{Member, View, slot_of};
 
-/// The slots that the masters share.
+/// The number of slots that the masters share.
 const SLOTS: u16 = 16_384;
 const MASTERS: u16 = 3;
-/// How many keys are moved at once.
+/// The number of keys moved by one `MIGRATE`.
 const KEYS_AT_ONCE: &str = "100";
-/// How long a node may take to swallow the keys that are moved to it.
+/// The timeout of `MIGRATE`, in milliseconds.
 const MOVE_LIMIT_MS: &str = "10000";
-/// After five seconds a replica gives up taking over from a master that answers too slowly.
+/// The time after which `CLUSTER FAILOVER` is repeated. A replica abandons a manual failover after
+/// five seconds if its master responds too slowly.
 const FAILOVER_LIMIT: Duration = Duration::from_secs(6);
 
-/// Three masters with a replica each. All of them are killed with this handle.
+/// Three masters with one replica each. Dropping this handle kills all of them.
 ///
-/// A node is missed after one second. What is asked here is asked only of nodes that are neither down nor paused.
+/// The node timeout is one second. The methods query only nodes that are neither down nor paused.
 #[derive(Debug)]
 pub struct RedisCluster {
     nodes: Vec<Node>,
@@ -37,12 +38,12 @@ pub struct RedisCluster {
 #[derive(Debug)]
 struct Node {
     server: RedisServer,
-    /// Where the nodes speak to each other.
+    /// The port of the cluster bus.
     bus: Port,
     id: String,
 }
 
-/// A slot that is on its way to another master: see [`RedisCluster::begin_migration`].
+/// A slot in migration to another master: see [`RedisCluster::begin_migration`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[must_use = "until it is finished, the slot belongs half to each"]
 pub struct Migration {
@@ -52,19 +53,19 @@ pub struct Migration {
 }
 
 impl Migration {
-    /// Which slot.
+    /// Returns the slot.
     #[must_use]
     pub fn slot(&self) -> u16 {
         self.slot
     }
 
-    /// Whose it is until the migration is finished.
+    /// Returns the address of the slot's owner until the migration is finished.
     #[must_use]
     pub fn from(&self) -> SocketAddr {
         self.from
     }
 
-    /// Whose it will be.
+    /// Returns the address of the slot's future owner.
     #[must_use]
     pub fn to(&self) -> SocketAddr {
         self.to
@@ -72,10 +73,11 @@ impl Migration {
 }
 
 impl RedisCluster {
-    /// Starts the nodes, and returns when all of them say that the cluster is well and the replicas are in step.
+    /// Starts the nodes and returns once all of them report a healthy cluster and all replicas are
+    /// synchronized.
     ///
     /// # Errors
-    /// As for [`RedisServer::start`], or that they do not agree in time.
+    /// As [`RedisServer::start`], or an error if the nodes do not agree in time.
     ///
     /// # Cancel safety
     /// Dropping the future kills the nodes.
@@ -83,10 +85,10 @@ impl RedisCluster {
         Self::start_with(&ServerOptions::new()).await
     }
 
-    /// As [`start`](Self::start), with options for each node.
+    /// Like [`start`](Self::start), with options for each node.
     ///
     /// # Errors
-    /// As for [`start`](Self::start).
+    /// As [`start`](Self::start).
     ///
     /// # Cancel safety
     /// Dropping the future kills the nodes.
@@ -110,7 +112,7 @@ impl RedisCluster {
 
     async fn share_slots(&self) -> io::Result<()> {
         for (number, node) in (0..).zip(&self.nodes) {
-            // Nodes with the same epoch would have to sort that out first.
+            // Nodes with equal epochs would first have to resolve the conflict.
             let epoch = (number + 1).to_string();
             order(&node.server, &["CLUSTER", "SET-CONFIG-EPOCH", &epoch]).await?;
             if number < MASTERS {
@@ -123,7 +125,7 @@ impl RedisCluster {
         Ok(())
     }
 
-    /// Makes the nodes known to each other.
+    /// Introduces the nodes to each other.
     async fn meet(&self) -> io::Result<()> {
         let Some((first, others)) = self.nodes.split_first() else { return Ok(()) };
         for node in others {
@@ -150,33 +152,34 @@ impl RedisCluster {
         Ok(())
     }
 
-    /// `redis+cluster://HOST:PORT,HOST:PORT,HOST:PORT`, without a login; `rediss` for encrypted connections. It names the nodes that were masters at the start; the
-    /// others are to be found.
+    /// Returns `redis+cluster://HOST:PORT,HOST:PORT,HOST:PORT`, without a login; the scheme is
+    /// `rediss` for TLS connections. The URL contains the initial masters. Clients must discover
+    /// the other nodes.
     #[must_use]
     pub fn url(&self) -> String {
         let named = self.nodes.iter().take(MASTERS.into());
         url("cluster", named.map(|node| &node.server))
     }
 
-    /// Where the nodes are.
+    /// Returns the addresses of all nodes.
     #[must_use]
     pub fn nodes(&self) -> Vec<SocketAddr> {
         self.nodes.iter().map(|node| node.server.addr()).collect()
     }
 
-    /// The node at `addr`.
+    /// Returns the node at `addr`.
     ///
     /// # Panics
-    /// When there never was one.
+    /// Panics if the cluster never had such a node.
     #[must_use]
     pub fn node(&self, addr: SocketAddr) -> &RedisServer {
         &self.at(addr).server
     }
 
-    /// The node at `addr`, to be killed and started again.
+    /// Returns the node at `addr`, to kill it and start it again.
     ///
     /// # Panics
-    /// When there never was one.
+    /// Panics if the cluster never had such a node.
     #[must_use]
     pub fn node_mut(&mut self, addr: SocketAddr) -> &mut RedisServer {
         let mut nodes = self.nodes.iter_mut();
@@ -193,19 +196,20 @@ impl RedisCluster {
         self.nodes.iter().filter(|node| node.server.answers())
     }
 
-    /// The slot of a key, as clients compute it.
+    /// Returns the slot of a key, as clients compute it.
     #[must_use]
     pub fn slot_of(key: impl AsRef<[u8]>) -> u16 {
         slot_of(key.as_ref())
     }
 
-    /// Where the master of `slot` is. Of several that think so, the one that the others would believe.
+    /// Returns the address of the master of `slot`. If several nodes claim the slot, returns the
+    /// one with the largest epoch, which prevails.
     ///
     /// # Errors
-    /// The connections', or that there is none.
+    /// Returns the connection's error, or an error if the slot has no master.
     ///
     /// # Cancel safety
-    /// May be dropped at any time, without any effect.
+    /// Dropping the future at any time has no effect.
     pub async fn master_of(&self, slot: u16) -> io::Result<SocketAddr> {
         let mut claims = Vec::new();
         for node in self.answering() {
@@ -218,13 +222,13 @@ impl RedisCluster {
         master.ok_or_else(|| not_yet(format!("slot {slot} has no master")))
     }
 
-    /// Where the nodes are that say that they are replicas of the master of `slot`.
+    /// Returns the addresses of the nodes that report that they replicate the master of `slot`.
     ///
     /// # Errors
-    /// As for [`master_of`](Self::master_of).
+    /// As [`master_of`](Self::master_of).
     ///
     /// # Cancel safety
-    /// May be dropped at any time, without any effect.
+    /// Dropping the future at any time has no effect.
     pub async fn replicas_of(&self, slot: u16) -> io::Result<Vec<SocketAddr>> {
         let master = &self.at(self.master_of(slot).await?).id;
         let mut replicas = Vec::new();
@@ -237,14 +241,14 @@ impl RedisCluster {
         Ok(replicas)
     }
 
-    /// Lets the replica of the master of `slot` take over while all is well, without losing anything, and returns where the new
-    /// master is.
+    /// Makes the replica of the master of `slot` take over from a healthy master, without losing
+    /// data. Returns the address of the new master.
     ///
     /// # Errors
-    /// When there is no replica, or it could not take over in time.
+    /// Returns an error if there is no replica, or if it does not take over in time.
     ///
     /// # Cancel safety
-    /// The failover may take place or not.
+    /// The failover may still take place.
     pub async fn failover(&self, slot: u16) -> io::Result<SocketAddr> {
         let old = self.master_of(slot).await?;
         let replicas = self.replicas_of(slot).await?;
@@ -264,81 +268,82 @@ impl RedisCluster {
         }
     }
 
-    /// Kills the master of `slot`, and returns where it was.
+    /// Kills the master of `slot` and returns its address.
     ///
     /// # Errors
-    /// As for [`master_of`](Self::master_of).
+    /// As [`master_of`](Self::master_of).
     ///
     /// # Cancel safety
-    /// Until the future is done, the master lives.
+    /// Dropping the future before it completes leaves the master running.
     pub async fn kill_master_of(&mut self, slot: u16) -> io::Result<SocketAddr> {
         let master = self.master_of(slot).await?;
         self.node_mut(master).kill();
         Ok(master)
     }
 
-    /// Stops the master of `slot` in its tracks, and returns where it is, for [`resume`](Self::resume).
+    /// Stops the master of `slot` (SIGSTOP) and returns its address, for [`resume`](Self::resume).
     ///
     /// # Errors
-    /// As for [`master_of`](Self::master_of).
+    /// As [`master_of`](Self::master_of), or an error if the master is down.
     ///
     /// # Cancel safety
-    /// Until the future is done, the master goes on.
+    /// Dropping the future before it completes leaves the master running.
     pub async fn pause_master_of(&self, slot: u16) -> io::Result<SocketAddr> {
         let master = self.master_of(slot).await?;
         self.node(master).pause()?;
         Ok(master)
     }
 
-    /// Stops the node at `addr` in its tracks.
+    /// Stops the node at `addr` (SIGSTOP).
     ///
     /// # Errors
-    /// When it is down.
+    /// Returns an error if the node is down.
     ///
     /// # Panics
-    /// When there never was one.
+    /// Panics if the cluster never had such a node.
     pub fn pause(&self, addr: SocketAddr) -> io::Result<()> {
         self.node(addr).pause()
     }
 
-    /// Lets the paused node at `addr` go on.
+    /// Resumes the paused node at `addr`.
     ///
     /// # Errors
-    /// When it is down.
+    /// Returns an error if the node is down.
     ///
     /// # Panics
-    /// When there never was one.
+    /// Panics if the cluster never had such a node.
     pub fn resume(&self, addr: SocketAddr) -> io::Result<()> {
         self.node(addr).resume()
     }
 
-    /// Makes sure that nothing that the master of `slot` accepts from now on reaches its replicas, which are paused, and returns where they
-    /// are. To lose exactly these writes: write, [kill the master](Self::kill_master_of), [resume](Self::resume) the replicas, and
-    /// [wait for the new master](Self::wait_for_new_master_of).
+    /// Pauses the replicas of the master of `slot`, so that no later write reaches them, and
+    /// returns their addresses. To lose exactly these writes: write, [kill the
+    /// master](Self::kill_master_of), [resume](Self::resume) the replicas, and [wait for the new
+    /// master](Self::wait_for_new_master_of).
     ///
     /// # Errors
-    /// The connections', or that a replica is down.
+    /// Returns the connection's error, or an error if a replica is down.
     ///
     /// # Cancel safety
-    /// Some of the replicas may be paused afterwards.
+    /// Some of the replicas may stay paused.
     pub async fn isolate_replicas_of(&self, slot: u16) -> io::Result<Vec<SocketAddr>> {
         let replicas = self.replicas_of(slot).await?;
         for &replica in &replicas {
             self.pause(replica)?;
         }
-        // What waits in the sockets of the paused would still arrive.
+        // Otherwise, writes queued in the paused replicas' sockets would still arrive.
         self.node(self.master_of(slot).await?).client_kill("replica").await?;
         Ok(replicas)
     }
 
-    /// Waits until all nodes that answer take another one than `old` for the master of `slot`, and think that the cluster is well.
-    /// Returns where it is.
+    /// Waits until all responding nodes agree on a master of `slot` other than `old`, and report a
+    /// healthy cluster. Returns the address of the new master.
     ///
     /// # Errors
-    /// When this does not happen in time.
+    /// Returns an error if this does not happen in time.
     ///
     /// # Cancel safety
-    /// May be dropped at any time, without any effect.
+    /// Dropping the future at any time has no effect.
     pub async fn wait_for_new_master_of(
         &self,
         slot: u16,
@@ -354,14 +359,14 @@ impl RedisCluster {
         }
     }
 
-    /// Waits until all is as at the start, as far as nodes are up: all think that the cluster is well, agree on whose the slots
-    /// are, and replicas are in step.
+    /// Waits until all responding nodes report a healthy cluster and agree on the slot owners, and
+    /// their replicas are synchronized.
     ///
     /// # Errors
-    /// When this does not happen in time.
+    /// Returns an error if this does not happen in time.
     ///
     /// # Cancel safety
-    /// May be dropped at any time, without any effect.
+    /// Dropping the future at any time has no effect.
     pub async fn settle(&self) -> io::Result<()> {
         let waiting = Waiting::new("the nodes agree");
         while let Err(why) = self.look_at_all().await {
@@ -370,26 +375,28 @@ impl RedisCluster {
         Ok(())
     }
 
-    /// Moves `slot` with its keys to the master at `to`, while clients use it. Returns when all nodes know.
+    /// Moves `slot` with its keys to the master at `to`, while clients use it. Returns once all
+    /// nodes know the new owner.
     ///
     /// # Errors
-    /// The connections', or a node's refusal.
+    /// Returns the connection's error, or the error reply of a node.
     ///
     /// # Cancel safety
-    /// The slot may be on its way afterwards.
+    /// The slot may stay in migration.
     pub async fn migrate(&self, slot: u16, to: SocketAddr) -> io::Result<()> {
         let migration = self.begin_migration(slot, to).await?;
         self.finish_migration(migration).await
     }
 
-    /// Begins to move `slot` to the master at `to`, and stops before the first key. From now on its old master says `ASK` for keys that it
-    /// does not have, and the new one serves those who then ask it.
+    /// Starts to move `slot` to the master at `to`, without moving a key. From now on, the old
+    /// master replies `ASK` for keys that it does not have. The new master serves clients that
+    /// follow this redirection.
     ///
     /// # Errors
-    /// The connections', or a node's refusal.
+    /// Returns the connection's error, or the error reply of a node.
     ///
     /// # Cancel safety
-    /// The migration may have begun or not.
+    /// The migration may have started.
     pub async fn begin_migration(&self, slot: u16, to: SocketAddr) -> io::Result<Migration> {
         let from = self.master_of(slot).await?;
         let number = slot.to_string();
@@ -399,13 +406,13 @@ impl RedisCluster {
         Ok(Migration { slot, from, to })
     }
 
-    /// Moves one key, and returns whether there was one to move.
+    /// Moves one key and returns whether the key existed.
     ///
     /// # Errors
-    /// The connections', or a node's refusal.
+    /// Returns the connection's error, or the error reply of a node.
     ///
     /// # Cancel safety
-    /// The key is with the one or with the other.
+    /// The key may have been moved.
     pub async fn migrate_key(
         &self,
         migration: &Migration,
@@ -427,13 +434,14 @@ impl RedisCluster {
         Ok(moved.text().as_deref() != Some("NOKEY"))
     }
 
-    /// Moves the keys that are left and gives the slot away. Returns when all nodes know.
+    /// Moves the remaining keys and assigns the slot to its new owner. Returns once all nodes know
+    /// the new owner.
     ///
     /// # Errors
-    /// The connections', or a node's refusal.
+    /// Returns the connection's error, or the error reply of a node.
     ///
     /// # Cancel safety
-    /// The slot may be on its way afterwards.
+    /// The slot may stay in migration.
     pub async fn finish_migration(&self, migration: Migration) -> io::Result<()> {
         let Migration { slot, from, to } = migration;
         let number = slot.to_string();
@@ -450,10 +458,10 @@ impl RedisCluster {
                 break;
             }
             self.migrate_keys(&migration, &keys).await?;
-            // Nobody can add keys here any more, but keys can run out before they are moved.
+            // Clients can no longer create keys here, but keys can expire before they are moved.
             waiting.again(not_yet("keys are left")).await?;
         }
-        // The new owner first: the other way round, there would be a moment without one.
+        // The new owner first: in the reverse order, the slot would briefly have no owner.
         for addr in [to, from] {
             let words = ["CLUSTER", "SETSLOT", &number, "NODE", &self.at(to).id];
             order(self.node(addr), &words).await?;
@@ -468,7 +476,7 @@ impl RedisCluster {
         }
     }
 
-    /// The master of `slot` on which all agree.
+    /// Returns the master of `slot` if all responding nodes agree on it.
     async fn look_at_master_of(&self, slot: u16) -> io::Result<SocketAddr> {
         let master = self.master_of(slot).await?;
         for node in self.answering() {
@@ -500,7 +508,7 @@ impl RedisCluster {
             } else {
                 online += node.server.replicas_online().await?;
             }
-            // A replica of which nobody knows yet would be one to whom no client goes.
+            // Clients do not connect to a replica that the nodes do not know yet.
             let known = view.members().filter(|member| member.master.is_some()).count();
             if known < usize::from(MASTERS) {
                 return Err(not_yet(format!("one node knows of {known} replicas only")));
@@ -522,9 +530,9 @@ impl Node {
             ["--cluster-enabled", "yes"],
             ["--cluster-port", &number],
             ["--cluster-node-timeout", "1000"],
-            // However long a replica was paused, it may take over.
+            // With 0, a replica may take over no matter how long it was paused.
             ["--cluster-replica-validity-factor", "0"],
-            // A replica stays with the master that it was given.
+            // Each replica stays with its initial master.
             ["--cluster-allow-replica-migration", "no"],
             ["--repl-diskless-sync-delay", "0"],
         ]
@@ -543,7 +551,7 @@ impl Node {
     }
 }
 
-/// What a node sees that thinks that the cluster is well.
+/// Returns the view of `node`, or an error unless the node reports a healthy cluster.
 async fn look_whether_well(node: &Node) -> io::Result<View> {
     let state = text(&node.server, &["CLUSTER", "INFO"]).await?;
     if !state.contains("cluster_state:ok") {

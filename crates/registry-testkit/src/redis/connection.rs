@@ -1,4 +1,4 @@
-//! An operator's connection to one server: it sends commands and reads whole answers.
+//! A connection to one server that sends commands and reads complete replies.
 
 use std::fmt;
 use std::io;
@@ -11,11 +11,11 @@ trait Stream: AsyncRead + AsyncWrite + Send + Sync + Unpin {}
 
 impl<T: AsyncRead + AsyncWrite + Send + Sync + Unpin> Stream for T {}
 
-/// A connection for commands that must come from one client, such as `MULTI` or a write and its `WAIT`. See
-/// [`RedisServer::connect`](super::RedisServer::connect).
+/// A connection for commands that must come from the same client, such as `MULTI`, or a write and
+/// its `WAIT`. See [`RedisServer::connect`](super::RedisServer::connect).
 pub struct RedisConnection {
     stream: Box<dyn Stream>,
-    /// Bytes of answers that were not asked for yet.
+    /// Received bytes of replies that have not been returned yet.
     unread: Vec<u8>,
 }
 
@@ -24,13 +24,15 @@ impl RedisConnection {
         Self { stream: Box::new(stream), unread: Vec::new() }
     }
 
-    /// Sends one command, given as its words, and returns the answer. Words may contain anything.
+    /// Sends one command, given as its words, and returns the reply. Words may contain arbitrary
+    /// bytes.
     ///
     /// # Errors
-    /// The connection's. A refusal is an answer.
+    /// Returns the connection's error. An error reply is returned as `Ok`.
     ///
     /// # Cancel safety
-    /// None: a later answer would be taken for that of another command. Drop the connection as well.
+    /// Not cancel safe: the next command would receive the reply of this one. Drop the connection
+    /// as well.
     pub async fn ask_args(&mut self, words: &[impl AsRef<[u8]> + Sync]) -> io::Result<Reply> {
         let mut command = format!("*{}\r\n", words.len()).into_bytes();
         for word in words {
@@ -43,13 +45,14 @@ impl RedisConnection {
         self.next_reply().await
     }
 
-    /// The next answer, for connections that were told to listen.
+    /// Returns the next reply, for connections that receive messages without a command, such as
+    /// subscribers.
     ///
     /// # Errors
-    /// The connection's; `UnexpectedEof` when the server has closed it.
+    /// Returns the connection's error; `UnexpectedEof` if the server has closed it.
     ///
     /// # Cancel safety
-    /// No answer is lost.
+    /// Dropping the future loses no reply.
     pub async fn next_reply(&mut self) -> io::Result<Reply> {
         loop {
             if let Some((reply, used)) = Reply::parse(&self.unread)? {
@@ -62,7 +65,8 @@ impl RedisConnection {
         }
     }
 
-    /// Sends one line and returns the answer as it comes, or what came of it before the server closed the connection.
+    /// Sends one line and returns the raw reply. If the server closes the connection early, returns
+    /// the bytes received so far.
     pub(super) async fn ask_line(mut self, line: &str) -> io::Result<String> {
         self.stream.write_all(format!("{line}\r\n").as_bytes()).await?;
         while Reply::parse(&self.unread)?.is_none() {

@@ -1,4 +1,4 @@
-//! How a server is to be started.
+//! The options with which a server starts.
 
 use std::env;
 use std::ffi::OsString;
@@ -8,11 +8,13 @@ use std::path::PathBuf;
 use crate::clock::ClockShim;
 use crate::tls::TlsFolder;
 
-/// Names another program than `redis-server`, for all servers that are not told theirs; Valkey's, for example.
+/// The environment variable that names a program to use instead of `redis-server`, such as
+/// `valkey-server`. Ignored by servers whose options name a program.
 pub const SERVER_VARIABLE: &str = "LOCK_REGISTRY_REDIS_SERVER";
 
-/// How a [`RedisServer`](super::RedisServer) is to be started. Without any option, the program is found on the path as
-/// `redis-server`, or where [`SERVER_VARIABLE`] says, and writes each command to its file before it answers.
+/// The options of a [`RedisServer`](super::RedisServer). By default, the program is the one named
+/// by [`SERVER_VARIABLE`], or else the `redis-server` on `PATH`. The server flushes each command to
+/// its file before it replies.
 #[derive(Debug, Clone)]
 pub struct ServerOptions {
     pub(super) program: PathBuf,
@@ -20,7 +22,7 @@ pub struct ServerOptions {
     pub(super) environment: Vec<(String, OsString)>,
     pub(super) login: Option<(String, String)>,
     pub(super) tls: Option<TlsFolder>,
-    /// The file with which a sentinel is started, as it is at first.
+    /// The initial configuration file of a sentinel, without the lines common to all servers.
     pub(super) sentinel: Option<String>,
 }
 
@@ -39,53 +41,53 @@ impl Default for ServerOptions {
 }
 
 impl ServerOptions {
-    /// A server with its defaults.
+    /// Creates the default options.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Adds lines of the configuration as arguments, such as `["--maxmemory", "3mb"]`. Of two that say different things, the
-    /// later one counts.
+    /// Adds configuration lines as arguments, such as `["--maxmemory", "3mb"]`. A later line
+    /// overrides an earlier one.
     #[must_use]
     pub fn args(mut self, args: &[&str]) -> Self {
         self.args.extend(args.iter().map(|&arg| arg.to_owned()));
         self
     }
 
-    /// Starts another program that takes the same arguments.
+    /// Sets another program that accepts the same arguments.
     #[must_use]
     pub fn program(mut self, program: impl Into<PathBuf>) -> Self {
         self.program = program.into();
         self
     }
 
-    /// Gives the server an environment variable.
+    /// Sets an environment variable of the server.
     #[must_use]
     pub fn env(mut self, name: &str, value: impl Into<OsString>) -> Self {
         self.environment.push((name.to_owned(), value.into()));
         self
     }
 
-    /// Lets only this user in, who may do everything; the testkit's own questions are asked in that name. With the name
-    /// `default`, clients may leave the name out.
+    /// Admits only this user, with all permissions. The testkit's own commands use this login. If
+    /// the user is `default`, clients may omit the user name.
     #[must_use]
     pub fn login(mut self, user: &str, password: &str) -> Self {
         self.login = Some((user.to_owned(), password.to_owned()));
         self
     }
 
-    /// Encrypts all connections with the server's certificate from `folder`. Clients need none, unless
-    /// `["--tls-auth-clients", "yes"]` is among the arguments; then it is one of the same authority.
+    /// Accepts only TLS connections, with the server's certificate from `folder`. Clients need a
+    /// certificate of the same authority only with the arguments `["--tls-auth-clients", "yes"]`.
     ///
-    /// The testkit's own questions are asked through a door of their own, a socket in the server's folder.
+    /// The testkit's own commands use a Unix socket in the server's folder.
     #[must_use]
     pub fn tls(mut self, folder: &TlsFolder) -> Self {
         self.tls = Some(folder.clone());
         self
     }
 
-    /// Lets the server live by these clocks, which must outlive it.
+    /// Makes the server use these clocks, which must outlive it.
     #[cfg(target_os = "linux")]
     #[must_use]
     pub fn clock(self, clock: &ClockShim) -> Self {
@@ -95,7 +97,7 @@ impl ServerOptions {
             .fold(self, |options, (name, value)| options.env(name, value))
     }
 
-    /// The login as lines of the configuration, word by word.
+    /// Returns the configuration lines of the login, split into words.
     pub(super) fn login_lines(&self) -> Vec<Vec<String>> {
         let Some((user, password)) = &self.login else { return Vec::new() };
         let words = |line: &str| line.split(' ').map(ToOwned::to_owned).collect();

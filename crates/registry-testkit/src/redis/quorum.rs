@@ -1,4 +1,4 @@
-//! Several servers that know nothing of each other, for locks that want a majority of them.
+//! Several independent servers, for locks that need a majority of them.
 
 use std::io;
 
@@ -6,17 +6,17 @@ use super::options::ServerOptions;
 use super::server::RedisServer;
 use crate::ports::Port;
 
-/// Independent masters. They are killed with this handle.
+/// Independent masters. Dropping this handle kills them.
 #[derive(Debug)]
 pub struct RedisQuorum {
     servers: Vec<RedisServer>,
 }
 
 impl RedisQuorum {
-    /// Starts so many masters.
+    /// Starts this number of masters.
     ///
     /// # Errors
-    /// As for [`RedisServer::start`].
+    /// As [`RedisServer::start`].
     ///
     /// # Cancel safety
     /// Dropping the future kills the servers.
@@ -24,10 +24,10 @@ impl RedisQuorum {
         Self::start_with(servers, &ServerOptions::new()).await
     }
 
-    /// As [`start`](Self::start), with options for each of them.
+    /// Like [`start`](Self::start), with options for each server.
     ///
     /// # Errors
-    /// As for [`RedisServer::start`].
+    /// As [`RedisServer::start`].
     ///
     /// # Cancel safety
     /// Dropping the future kills the servers.
@@ -40,26 +40,27 @@ impl RedisQuorum {
         Ok(Self { servers })
     }
 
-    /// `redis+quorum://HOST:PORT,HOST:PORT,…`, without a login; `rediss` for encrypted connections.
+    /// Returns `redis+quorum://HOST:PORT,HOST:PORT,…`, without a login; the scheme is `rediss` for
+    /// TLS connections.
     #[must_use]
     pub fn url(&self) -> String {
         url("quorum", &self.servers)
     }
 
-    /// The servers, in the order in which the URL names them.
+    /// Returns the servers, in the order of the URL.
     #[must_use]
     pub fn servers(&self) -> &[RedisServer] {
         &self.servers
     }
 
-    /// The servers, to be killed and started again.
+    /// Returns the servers, to kill them and start them again.
     #[must_use]
     pub fn servers_mut(&mut self) -> &mut [RedisServer] {
         &mut self.servers
     }
 }
 
-/// The URL of several servers of one kind.
+/// Returns the URL of several servers of one kind.
 pub(super) fn url<'a>(
     kind: &str,
     servers: impl IntoIterator<Item = &'a RedisServer> + Clone,

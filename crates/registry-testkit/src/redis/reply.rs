@@ -1,30 +1,31 @@
-//! What a server answers, in the words of its protocol's second version.
+//! Replies of a server, in version 2 of the Redis protocol (RESP2).
 
 use std::io;
 
-/// One whole answer.
+/// A complete reply.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Reply {
-    /// A line such as `OK`.
+    /// A status line, such as `OK`.
     Status(String),
-    /// A refusal, such as `NOAUTH Authentication required.`
+    /// An error, such as `NOAUTH Authentication required.`
     Error(String),
-    /// A number.
+    /// An integer.
     Number(i64),
-    /// A value, as bytes.
+    /// A bulk string.
     Value(Vec<u8>),
-    /// Nothing: no such value.
+    /// A null reply: the value does not exist.
     Nil,
-    /// Several answers in one.
+    /// An array of replies.
     List(Vec<Self>),
 }
 
 impl Reply {
-    /// The first answer in `bytes` and its length, or nothing when its end is still to come.
+    /// Parses the first reply in `bytes` and returns it with its length. Returns `None` if the
+    /// reply is incomplete.
     ///
     /// # Errors
-    /// `InvalidData` when this is no answer.
+    /// Returns `InvalidData` if `bytes` do not start with a reply.
     pub(super) fn parse(bytes: &[u8]) -> io::Result<Option<(Self, usize)>> {
         let Some(end) = bytes.windows(2).position(|pair| pair == b"\r\n") else { return Ok(None) };
         let line = String::from_utf8_lossy(&bytes[..end]);
@@ -62,7 +63,7 @@ impl Reply {
         Ok(Some((reply, used)))
     }
 
-    /// The text of a status, a value or a number; nothing for the others.
+    /// Returns the text of a status, a value or a number, otherwise `None`.
     #[must_use]
     pub fn text(&self) -> Option<String> {
         match self {
@@ -73,7 +74,7 @@ impl Reply {
         }
     }
 
-    /// The number of an answer that is one.
+    /// Returns the number of a reply that is a number, otherwise `None`.
     #[must_use]
     pub fn number(&self) -> Option<i64> {
         match self {
@@ -82,7 +83,7 @@ impl Reply {
         }
     }
 
-    /// The parts of a list; none for the others.
+    /// Returns the items of a list; empty for other replies.
     #[must_use]
     pub fn items(&self) -> &[Self] {
         match self {
@@ -91,10 +92,10 @@ impl Reply {
         }
     }
 
-    /// The same answer, unless it is a refusal.
+    /// Returns the reply, unless it is an error.
     ///
     /// # Errors
-    /// The refusal.
+    /// Returns the text of an error reply as an error.
     pub fn granted(self) -> io::Result<Self> {
         match self {
             Self::Error(refusal) => Err(io::Error::other(refusal)),
@@ -102,7 +103,7 @@ impl Reply {
         }
     }
 
-    /// What a list of names and values, one after the other, says of `name`.
+    /// Returns the value that follows `name` in a list of alternating names and values.
     pub(super) fn field(&self, name: &str) -> Option<String> {
         let mut pairs = self.items().chunks_exact(2);
         pairs.find(|pair| pair[0].text().as_deref() == Some(name)).and_then(|pair| pair[1].text())

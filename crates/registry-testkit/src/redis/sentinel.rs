@@ -1,4 +1,4 @@
-//! A master, its replicas, and the sentinels that choose another master when it is gone.
+//! A master, its replicas, and the sentinels that promote a replica if the master fails.
 
 use std::io;
 use std::net::SocketAddr;
@@ -10,14 +10,14 @@ use super::server::RedisServer;
 use super::waiting::{Waiting, not_yet};
 use crate::ports::Port;
 
-/// Under which name the sentinels know the master.
+/// The name of the master in the sentinels' configuration.
 const NAME: &str = "mymaster";
 const REPLICAS: usize = 2;
 const SENTINELS: usize = 3;
-/// How many sentinels must miss the master.
+/// The number of sentinels that must consider the master down.
 const QUORUM: usize = 2;
 
-/// How a [`SentinelSetup`] is to be started.
+/// The options of a [`SentinelSetup`].
 #[derive(Debug, Clone, Default)]
 pub struct SentinelOptions {
     servers: ServerOptions,
@@ -26,35 +26,36 @@ pub struct SentinelOptions {
 }
 
 impl SentinelOptions {
-    /// Open to everybody, with the defaults.
+    /// Creates the default options, without logins.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Options of the master and its replicas. Their [login](ServerOptions::login) is told to the sentinels and to the replicas; that
-    /// they encrypt holds for the sentinels as well.
+    /// Sets the options of the master and its replicas. The sentinels and the replicas use their
+    /// [login](ServerOptions::login). If the servers use TLS, the sentinels use it as well.
     #[must_use]
     pub fn servers(mut self, options: ServerOptions) -> Self {
         self.servers = options;
         self
     }
 
-    /// A login without which the sentinels answer nobody.
+    /// Makes the sentinels require this login.
     #[must_use]
     pub fn sentinel_login(mut self, user: &str, password: &str) -> Self {
         self.sentinels = self.sentinels.login(user, password);
         self
     }
 
-    /// Adds a line to the configuration of the sentinels, such as `sentinel failover-timeout mymaster 60000`.
+    /// Adds a line to the sentinels' configuration, such as
+    /// `sentinel failover-timeout mymaster 60000`.
     #[must_use]
     pub fn sentinel_line(mut self, line: &str) -> Self {
         self.sentinel_lines.push(line.to_owned());
         self
     }
 
-    /// What a sentinel is told at first.
+    /// Returns the options of a sentinel, with its initial configuration.
     fn sentinel(&self, master: SocketAddr) -> ServerOptions {
         let (host, port) = (master.ip(), master.port());
         let mut lines = vec![
@@ -81,11 +82,11 @@ impl SentinelOptions {
         options
     }
 
-    /// A master that may become a replica at any time.
+    /// Returns the options of a server that may be a master or a replica.
     fn server(&self) -> ServerOptions {
         let mut options = self.servers.clone();
-        // By default a master waits five seconds for other replicas before it serves the first; until then a failover would
-        // find none.
+        // By default, a master waits five seconds for further replicas before it synchronizes the
+        // first one. Until then, a failover would find no replica.
         let mut args = vec!["--repl-diskless-sync-delay".to_owned(), "0".to_owned()];
         if let Some((user, password)) = &options.login {
             let login = ["--masteruser", user, "--masterauth", password];
@@ -97,9 +98,10 @@ impl SentinelOptions {
     }
 }
 
-/// One master, two replicas and three sentinels. All of them are killed with this handle.
+/// One master, two replicas and three sentinels. Dropping this handle kills all of them.
 ///
-/// A master is missed after one second. What is asked here is asked only of servers and sentinels that are neither down nor paused.
+/// The sentinels consider a master down after one second. The methods query only servers and
+/// sentinels that are neither down nor paused.
 #[derive(Debug)]
 pub struct SentinelSetup {
     servers: Vec<RedisServer>,
@@ -107,24 +109,25 @@ pub struct SentinelSetup {
 }
 
 impl SentinelSetup {
-    /// Starts them all, and returns when all sentinels know each other, the master, and both replicas, which are in step.
+    /// Starts all processes. Returns once all sentinels know each other, the master and both
+    /// replicas, and the replicas are synchronized.
     ///
     /// # Errors
-    /// As for [`RedisServer::start`], or that they do not find each other in time.
+    /// As [`RedisServer::start`], or an error if they do not discover each other in time.
     ///
     /// # Cancel safety
-    /// Dropping the future kills them all.
+    /// Dropping the future kills all processes.
     pub async fn start() -> io::Result<Self> {
         Self::start_with(&SentinelOptions::new()).await
     }
 
-    /// As [`start`](Self::start), with options.
+    /// Like [`start`](Self::start), with options.
     ///
     /// # Errors
-    /// As for [`start`](Self::start).
+    /// As [`start`](Self::start).
     ///
     /// # Cancel safety
-    /// Dropping the future kills them all.
+    /// Dropping the future kills all processes.
     pub async fn start_with(options: &SentinelOptions) -> io::Result<Self> {
         let master = RedisServer::start_with(options.server()).await?;
         let addr = master.addr();
@@ -138,7 +141,7 @@ impl SentinelSetup {
             replica.ready().await?;
         }
         let mut setup = Self { servers, sentinels: Vec::new() };
-        // A sentinel that comes too early learns of the replicas only ten seconds later.
+        // A sentinel that starts earlier discovers the replicas only ten seconds later.
         let waiting = Waiting::new("the replicas are in step");
         while let Err(why) = setup.look_at_replicas(addr).await {
             waiting.again(why).await?;
@@ -153,19 +156,20 @@ impl SentinelSetup {
         Ok(setup)
     }
 
-    /// `redis+sentinel://HOST:PORT,HOST:PORT,HOST:PORT/mymaster`, without logins; `rediss` for encrypted connections.
+    /// Returns `redis+sentinel://HOST:PORT,HOST:PORT,HOST:PORT/mymaster`, without logins; the
+    /// scheme is `rediss` for TLS connections.
     #[must_use]
     pub fn url(&self) -> String {
         format!("{}/{NAME}", url("sentinel", &self.sentinels))
     }
 
-    /// Where the master is, as a sentinel says.
+    /// Returns the address of the master, according to a sentinel.
     ///
     /// # Errors
-    /// When no sentinel answers.
+    /// Returns an error if no sentinel responds.
     ///
     /// # Cancel safety
-    /// May be dropped at any time, without any effect.
+    /// Dropping the future at any time has no effect.
     pub async fn master(&self) -> io::Result<SocketAddr> {
         match self.sentinels.iter().find(|sentinel| sentinel.answers()) {
             Some(sentinel) => named_master(sentinel).await,
@@ -173,13 +177,13 @@ impl SentinelSetup {
         }
     }
 
-    /// Where the servers are that say that they are replicas.
+    /// Returns the addresses of the servers that report that they are replicas.
     ///
     /// # Errors
-    /// The connections'.
+    /// Returns the connection's error.
     ///
     /// # Cancel safety
-    /// May be dropped at any time, without any effect.
+    /// Dropping the future at any time has no effect.
     pub async fn replicas(&self) -> io::Result<Vec<SocketAddr>> {
         let mut replicas = Vec::new();
         for server in self.servers.iter().filter(|server| server.answers()) {
@@ -190,52 +194,52 @@ impl SentinelSetup {
         Ok(replicas)
     }
 
-    /// The server at `addr`: master or replica.
+    /// Returns the master or replica at `addr`.
     ///
     /// # Panics
-    /// When there never was one.
+    /// Panics if the setup never had such a server.
     #[must_use]
     pub fn server(&self, addr: SocketAddr) -> &RedisServer {
         let mut servers = self.servers.iter();
         servers.find(|server| server.addr() == addr).expect("one of the setup's servers")
     }
 
-    /// The server at `addr`, to be killed and started again.
+    /// Returns the server at `addr`, to kill it and start it again.
     ///
     /// # Panics
-    /// When there never was one.
+    /// Panics if the setup never had such a server.
     #[must_use]
     pub fn server_mut(&mut self, addr: SocketAddr) -> &mut RedisServer {
         let mut servers = self.servers.iter_mut();
         servers.find(|server| server.addr() == addr).expect("one of the setup's servers")
     }
 
-    /// The master and the replicas, whichever is which by now.
+    /// Returns the master and the replicas. Their order does not depend on their present roles.
     #[must_use]
     pub fn servers(&self) -> &[RedisServer] {
         &self.servers
     }
 
-    /// The sentinels, in the order in which the URL names them.
+    /// Returns the sentinels, in the order of the URL.
     #[must_use]
     pub fn sentinels(&self) -> &[RedisServer] {
         &self.sentinels
     }
 
-    /// The sentinels, to be killed and started again.
+    /// Returns the sentinels, to kill them and start them again.
     #[must_use]
     pub fn sentinels_mut(&mut self) -> &mut [RedisServer] {
         &mut self.sentinels
     }
 
-    /// Lets the sentinels choose another master while the present one is well, and returns where the new one is. The old one
-    /// goes on as a master for some ten seconds, until they tell it.
+    /// Makes the sentinels replace a healthy master, and returns the address of the new one. The
+    /// old master continues as a master for about ten seconds, until the sentinels reconfigure it.
     ///
     /// # Errors
-    /// When no replica could take over in time.
+    /// Returns an error if no replica takes over in time.
     ///
     /// # Cancel safety
-    /// The failover may take place or not.
+    /// The failover may still take place.
     pub async fn failover(&self) -> io::Result<SocketAddr> {
         let old = self.master().await?;
         let waiting = Waiting::new("a failover begins");
@@ -245,7 +249,7 @@ impl SentinelSetup {
         self.wait_for_new_master(old).await
     }
 
-    /// A sentinel that is not sure of a replica yet refuses.
+    /// Requests a failover. A sentinel refuses while it does not consider a replica suitable yet.
     async fn ask_for_failover(&self) -> io::Result<()> {
         let sentinel = self.sentinels.iter().find(|sentinel| sentinel.answers());
         let sentinel = sentinel.ok_or_else(|| not_yet("no sentinel is left"))?;
@@ -253,66 +257,67 @@ impl SentinelSetup {
         Ok(())
     }
 
-    /// Kills the master, and returns where it was.
+    /// Kills the master and returns its address.
     ///
     /// # Errors
-    /// When no sentinel answers.
+    /// Returns an error if no sentinel responds.
     ///
     /// # Cancel safety
-    /// Until the future is done, the master lives.
+    /// Dropping the future before it completes leaves the master running.
     pub async fn kill_master(&mut self) -> io::Result<SocketAddr> {
         let master = self.master().await?;
         self.server_mut(master).kill();
         Ok(master)
     }
 
-    /// Stops the master in its tracks, and returns where it is, for [`resume`](Self::resume).
+    /// Stops the master (SIGSTOP) and returns its address, for [`resume`](Self::resume).
     ///
     /// # Errors
-    /// When no sentinel answers, or the master is down.
+    /// Returns an error if no sentinel responds, or if the master is down.
     ///
     /// # Cancel safety
-    /// Until the future is done, the master goes on.
+    /// Dropping the future before it completes leaves the master running.
     pub async fn pause_master(&self) -> io::Result<SocketAddr> {
         let master = self.master().await?;
         self.server(master).pause()?;
         Ok(master)
     }
 
-    /// Lets the paused server at `addr` go on.
+    /// Resumes the paused server at `addr`.
     ///
     /// # Errors
-    /// When it is down.
+    /// Returns an error if the server is down.
     ///
     /// # Panics
-    /// When there never was one.
+    /// Panics if the setup never had such a server.
     pub fn resume(&self, addr: SocketAddr) -> io::Result<()> {
         self.server(addr).resume()
     }
 
-    /// Makes sure that nothing that the master accepts from now on reaches a replica, and returns where the replicas are. To lose
-    /// exactly these writes: write, [kill the master](Self::kill_master), [resume the replicas](Self::resume_replicas), and
-    /// [wait for the new master](Self::wait_for_new_master).
+    /// Pauses the replicas so that no later write of the master reaches them, and returns their
+    /// addresses. To lose exactly these writes: write, [kill the master](Self::kill_master),
+    /// [resume the replicas](Self::resume_replicas), and [wait for the new
+    /// master](Self::wait_for_new_master).
     ///
     /// # Errors
-    /// The connections', or that a replica is down.
+    /// Returns the connection's error, or an error if a replica is down.
     ///
     /// # Cancel safety
-    /// Some of the replicas may be paused afterwards.
+    /// Some of the replicas may stay paused.
     pub async fn isolate_replicas(&self) -> io::Result<Vec<SocketAddr>> {
         let replicas = self.pause_replicas().await?;
         self.cut_replica_links().await?;
         Ok(replicas)
     }
 
-    /// Stops the replicas in their tracks, and returns where they are. What the master writes now still waits for them in their
-    /// sockets; see [`isolate_replicas`](Self::isolate_replicas).
+    /// Stops the replicas (SIGSTOP) and returns their addresses. Later writes of the master still
+    /// queue in the replicas' sockets; see [`isolate_replicas`](Self::isolate_replicas).
     ///
     /// # Errors
-    /// The connections'.
+    /// Returns the connection's error.
     ///
     /// # Cancel safety
-    /// Some of the replicas may be paused afterwards.
+    /// Some of the replicas may stay paused.
     pub async fn pause_replicas(&self) -> io::Result<Vec<SocketAddr>> {
         let replicas = self.replicas().await?;
         for &replica in &replicas {
@@ -321,36 +326,37 @@ impl SentinelSetup {
         Ok(replicas)
     }
 
-    /// Cuts the connections of the replicas to the master, and with them all that was on its way. Replicas that are not paused
-    /// connect again.
+    /// Closes the connections of the replicas to the master and discards all data in transit.
+    /// Replicas that are not paused reconnect.
     ///
     /// # Errors
-    /// The connection's.
+    /// Returns the connection's error.
     ///
     /// # Cancel safety
-    /// The connections may be cut or not.
+    /// The connections may have been closed.
     pub async fn cut_replica_links(&self) -> io::Result<()> {
         let master = self.master().await?;
         self.server(master).client_kill("replica").await?;
         Ok(())
     }
 
-    /// Lets all paused servers go on that are not the master `old`.
+    /// Resumes all paused servers except the master `old`.
     ///
     /// # Errors
-    /// The operating system's.
+    /// Returns the error of the operating system.
     pub fn resume_replicas(&self, old: SocketAddr) -> io::Result<()> {
         let others = self.servers.iter().filter(|server| server.addr() != old);
         others.filter(|server| server.is_paused()).try_for_each(RedisServer::resume)
     }
 
-    /// Waits until all sentinels that answer name another master than `old`, and it says that it is one. Returns where it is.
+    /// Waits until all responding sentinels name the same master other than `old`, and that server
+    /// reports that it is a master. Returns its address.
     ///
     /// # Errors
-    /// When this does not happen in time.
+    /// Returns an error if this does not happen in time.
     ///
     /// # Cancel safety
-    /// May be dropped at any time, without any effect.
+    /// Dropping the future at any time has no effect.
     pub async fn wait_for_new_master(&self, old: SocketAddr) -> io::Result<SocketAddr> {
         let waiting = Waiting::new("there is a new master");
         loop {
@@ -362,15 +368,16 @@ impl SentinelSetup {
         }
     }
 
-    /// Waits until all is as at the start, as far as servers and sentinels are up: the sentinels agree on the master and have found each
-    /// other, and all others are replicas in step. After a failover this takes ten to twenty seconds: sentinels wait for so long
-    /// before they make a replica of the old master.
+    /// Waits until all running sentinels and servers are consistent. The sentinels agree on the
+    /// master and know each other. All other servers are synchronized replicas. After a failover
+    /// this takes ten to twenty seconds, because sentinels wait that long before they turn the old
+    /// master into a replica.
     ///
     /// # Errors
-    /// When this does not happen in time.
+    /// Returns an error if this does not happen in time.
     ///
     /// # Cancel safety
-    /// May be dropped at any time, without any effect.
+    /// Dropping the future at any time has no effect.
     pub async fn settle(&self) -> io::Result<()> {
         let waiting = Waiting::new("sentinels and servers agree");
         while let Err(why) = self.look_at_all().await {
@@ -379,7 +386,7 @@ impl SentinelSetup {
         Ok(())
     }
 
-    /// The master on which all agree.
+    /// Returns the master if all responding sentinels agree on it.
     async fn look_at_master(&self) -> io::Result<SocketAddr> {
         let master = self.master().await?;
         for sentinel in self.sentinels.iter().filter(|sentinel| sentinel.answers()) {
@@ -430,7 +437,7 @@ impl SentinelSetup {
     }
 }
 
-/// Where this sentinel thinks that the master is.
+/// Returns the address of the master according to this sentinel.
 async fn named_master(sentinel: &RedisServer) -> io::Result<SocketAddr> {
     let question = ["SENTINEL", "GET-MASTER-ADDR-BY-NAME", NAME];
     let answer = sentinel.ask_args(&question).await?.granted()?;
@@ -438,7 +445,7 @@ async fn named_master(sentinel: &RedisServer) -> io::Result<SocketAddr> {
     words.join(":").parse().map_err(|_| not_yet(format!("a sentinel names {words:?}")))
 }
 
-/// `master` or `slave`.
+/// Returns the role of a server: `master` or `slave`.
 async fn role(server: &RedisServer) -> io::Result<String> {
     let role = server.ask_args(&["ROLE"]).await?.granted()?;
     role.items().first().and_then(Reply::text).ok_or_else(|| not_yet(format!("{role:?}")))

@@ -1,16 +1,17 @@
-//! Looking again until servers have settled. As `eventually`, but trouble is an error: the caller knows what it was doing.
+//! Polls servers until they reach a state. Unlike `eventually`, it returns an error at the limit,
+//! because the caller knows the context.
 
 use std::io;
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 
-/// How long servers may take to agree on something. Usually it takes two seconds.
+/// The maximum time for servers to agree on a state. Typically they need two seconds.
 const LIMIT: Duration = Duration::from_secs(90);
-/// The pause between two looks.
+/// The pause between two polls.
 const PAUSE: Duration = Duration::from_millis(10);
 
-/// One wait, from its first look to its last.
+/// One wait, from its first poll to its last.
 #[derive(Debug)]
 pub(super) struct Waiting {
     what: &'static str,
@@ -18,12 +19,13 @@ pub(super) struct Waiting {
 }
 
 impl Waiting {
-    /// `what` is what did not come to pass, should it come to that.
+    /// Starts a wait. `what` describes the expected state in the error.
     pub(super) fn new(what: &'static str) -> Self {
         Self { what, deadline: Instant::now() + LIMIT }
     }
 
-    /// Pauses before the next look, or gives up and tells why the last one was not to the liking.
+    /// Pauses before the next poll. Returns an error with the reason `why` once the limit has
+    /// passed.
     pub(super) async fn again(&self, why: io::Error) -> io::Result<()> {
         if Instant::now() >= self.deadline {
             let text = format!("{} not within {LIMIT:?}: {why}", self.what);
@@ -34,7 +36,7 @@ impl Waiting {
     }
 }
 
-/// Why a look was not to the liking.
+/// Creates the reason why a poll did not find the expected state.
 pub(super) fn not_yet(why: impl Into<String>) -> io::Error {
     io::Error::other(why.into())
 }

@@ -1,4 +1,4 @@
-//! Several servers that agree with each other.
+//! Several servers that form one ensemble.
 
 use std::time::Duration;
 use std::{fs, io};
@@ -10,28 +10,29 @@ use super::server::ZooKeeperServer;
 use crate::ports::Port;
 use crate::proxy::{FaultProxy, Mode};
 
-/// How long the members may take to agree on a leader. Usually it takes a second.
+/// The maximum time for the members to elect a leader. An election typically takes one second.
 const ELECTION_LIMIT: Duration = Duration::from_secs(90);
 
-/// Members of one ensemble. They are killed with this handle.
+/// The members of one ensemble. Dropping this handle kills them.
 #[derive(Debug)]
 pub struct ZooKeeperEnsemble {
     members: Vec<ZooKeeperServer>,
-    /// By which they speak to each other: two for each.
+    /// The ports for traffic between members: two for each member.
     ports: Vec<[Port; 2]>,
-    /// What goes from one to another, if it can be cut.
+    /// The proxied connections between members. Empty if the members cannot be cut off.
     links: Vec<Link>,
 }
 
-/// By which one member speaks to another.
+/// The proxies through which one member connects to another.
 #[derive(Debug)]
 struct Link {
     from: usize,
     to: usize,
-    /// By which it follows the other one.
+    /// Carries the replication traffic.
     peers: FaultProxy,
-    /// By which it votes. Of two members the one with the smaller number refuses itself a connection in favour of the other one's, but tells
-    /// where it is to be found in truth. So that votes do not find a way around the proxies, it finds nobody.
+    /// Carries the election traffic. Of two members, the one with the smaller number drops its own
+    /// connection in favour of one from the other member. It still sends its true address, so votes
+    /// could bypass the proxies. This proxy therefore refuses its connections.
     votes: FaultProxy,
 }
 
@@ -63,7 +64,7 @@ impl ZooKeeperEnsemble {
     /// Starts three members.
     ///
     /// # Errors
-    /// As for [`ZooKeeperServer::start`].
+    /// As [`ZooKeeperServer::start`].
     ///
     /// # Cancel safety
     /// Dropping the future kills the members.
@@ -71,10 +72,10 @@ impl ZooKeeperEnsemble {
         Self::start_with(3, &ZooKeeperOptions::new()).await
     }
 
-    /// As [`start`](Self::start), with so many members and options for each of them.
+    /// Like [`start`](Self::start), with this number of members and options for each of them.
     ///
     /// # Errors
-    /// As for [`ZooKeeperServer::start`].
+    /// As [`ZooKeeperServer::start`].
     ///
     /// # Cancel safety
     /// Dropping the future kills the members.
@@ -87,13 +88,14 @@ impl ZooKeeperEnsemble {
         Ok(started)
     }
 
-    /// As [`start`](Self::start), with a member for each of these options. Members can be [cut off](Self::cut_off) from the others.
+    /// Like [`start`](Self::start), with one member for each of these options. Members can be [cut
+    /// off](Self::cut_off) from the others.
     ///
-    /// The second one leads, because they are started one after the other. They are not to be killed: one that comes back does not find
-    /// those with greater numbers.
+    /// The second member leads, because the members start in sequence. Do not kill a member: after
+    /// a restart, it cannot connect to members with larger numbers.
     ///
     /// # Errors
-    /// As for [`ZooKeeperServer::start`].
+    /// As [`ZooKeeperServer::start`].
     ///
     /// # Cancel safety
     /// Dropping the future kills the members.
@@ -115,7 +117,7 @@ impl ZooKeeperEnsemble {
         Ok(started)
     }
 
-    /// Starts one more member, and does not wait until it serves.
+    /// Starts one more member without waiting until it serves.
     async fn launch(&mut self, options: &ZooKeeperOptions) -> io::Result<()> {
         let number = self.members.len();
         let mut member = ZooKeeperServer::prepare(options.clone(), Port::reserve()?)?;
@@ -126,7 +128,8 @@ impl ZooKeeperEnsemble {
         Ok(())
     }
 
-    /// All members, by the ways that lead from one of them to the others.
+    /// Returns the configuration lines of all members, with the addresses through which member
+    /// `from` reaches them.
     fn as_seen_by(&self, from: usize) -> String {
         let all = self.ports.iter().enumerate().map(|(to, [peers, votes])| {
             let link = self.links.iter().find(|link| (link.from, link.to) == (from, to));
@@ -139,17 +142,18 @@ impl ZooKeeperEnsemble {
         all.collect()
     }
 
-    /// Cuts a member off from the others in silence: what they have to say to each other waits, as bytes do that a network loses. One
-    /// that leads goes on alone for its `syncLimit`, and the others elect another one when theirs is over.
+    /// Cuts a member off from the others without closing connections: the traffic between them
+    /// waits, as in a network partition. A leader that is cut off continues alone for its
+    /// `syncLimit`. The other members elect a new leader after their own `syncLimit`.
     ///
     /// # Errors
-    /// The operating system's.
+    /// Returns the error of the operating system.
     ///
     /// # Panics
-    /// If the members were not started [apart](Self::start_apart).
+    /// Panics if the members were not started [apart](Self::start_apart).
     ///
     /// # Cancel safety
-    /// It may be cut off from some of them.
+    /// The member may be cut off from some of the others.
     pub async fn cut_off(&self, member: usize) -> io::Result<()> {
         assert!(!self.links.is_empty(), "these members cannot be cut off");
         for link in self.links.iter().filter(|link| link.from == member || link.to == member) {
@@ -158,13 +162,13 @@ impl ZooKeeperEnsemble {
         Ok(())
     }
 
-    /// Lets all members hear of each other again, and first of all what was said meanwhile.
+    /// Reconnects all members and delivers the traffic that has waited.
     ///
     /// # Errors
-    /// The operating system's.
+    /// Returns the error of the operating system.
     ///
     /// # Cancel safety
-    /// Some of them may be cut off still.
+    /// Some members may still be cut off.
     pub async fn join_again(&self) -> io::Result<()> {
         for link in &self.links {
             link.set_mode(Mode::Pass).await?;
@@ -172,13 +176,13 @@ impl ZooKeeperEnsemble {
         Ok(())
     }
 
-    /// Waits until all members that run and are not paused serve.
+    /// Waits until all running members that are not paused serve.
     ///
     /// # Errors
     /// As [`ZooKeeperServer::serving`].
     ///
     /// # Cancel safety
-    /// May be dropped at any time, without any effect.
+    /// Dropping the future at any time has no effect.
     pub async fn serving(&mut self) -> io::Result<()> {
         for member in &mut self.members {
             if member.is_up() && !member.is_paused() {
@@ -188,13 +192,13 @@ impl ZooKeeperEnsemble {
         Ok(())
     }
 
-    /// Waits until there is a leader among the members that run and are not paused, and tells which it is.
+    /// Waits until one of the running members that are not paused leads, and returns its index.
     ///
     /// # Errors
-    /// That there is none in time; there is no majority, most likely.
+    /// Returns an error if there is no leader in time, usually because there is no majority.
     ///
     /// # Cancel safety
-    /// May be dropped at any time, without any effect.
+    /// Dropping the future at any time has no effect.
     pub async fn leader(&self) -> io::Result<usize> {
         let deadline = Instant::now() + ELECTION_LIMIT;
         while Instant::now() < deadline {
@@ -209,20 +213,20 @@ impl ZooKeeperEnsemble {
         Err(io::Error::new(io::ErrorKind::TimedOut, "the members have no leader"))
     }
 
-    /// `zk://HOST:PORT,HOST:PORT,…`.
+    /// Returns `zk://HOST:PORT,HOST:PORT,…`.
     #[must_use]
     pub fn url(&self) -> String {
         let addresses = self.members.iter().map(|member| member.addr().to_string());
         format!("zk://{}", addresses.collect::<Vec<_>>().join(","))
     }
 
-    /// The members, in the order in which the URL names them.
+    /// Returns the members, in the order of the URL.
     #[must_use]
     pub fn members(&self) -> &[ZooKeeperServer] {
         &self.members
     }
 
-    /// The members, to be killed and started again.
+    /// Returns the members, to kill them and start them again.
     #[must_use]
     pub fn members_mut(&mut self) -> &mut [ZooKeeperServer] {
         &mut self.members

@@ -1,4 +1,4 @@
-//! How a server is to be started.
+//! The options with which a server starts.
 
 use std::env;
 use std::ffi::OsString;
@@ -9,20 +9,20 @@ use crate::clock::ClockShim;
 use crate::programs;
 use crate::tls::TlsFolder;
 
-/// Names another class path than that of Debian's packages, for all servers that are not told theirs: that of a newer ZooKeeper, for
-/// example.
+/// The environment variable that names another class path than that of Debian's packages, such as
+/// that of a newer ZooKeeper. Ignored by servers whose options set a class path.
 pub const CLASSES_VARIABLE: &str = "LOCK_REGISTRY_ZOOKEEPER_CLASSES";
-/// Names another program than the `java` on the path.
+/// The environment variable that names a program to use instead of the `java` on `PATH`.
 pub const JAVA_VARIABLE: &str = "LOCK_REGISTRY_JAVA";
 
-/// Where Debian's packages put the classes. What `zookeeper.jar` needs beside itself it names in its manifest, all but what takes
-/// encrypted connections, and somebody to write down what is logged.
+/// The class path of Debian's packages. The manifest of `zookeeper.jar` names its dependencies,
+/// except those for TLS connections and a logging backend.
 const CLASSES: &str = "/usr/share/java/zookeeper.jar:/usr/share/java/slf4j-simple.jar:\
      /usr/share/java/netty-codec.jar:/usr/share/java/netty-resolver.jar:\
      /usr/share/java/netty-transport-native-unix-common.jar";
 
-/// What every server is told. Ticks are short, because sessions live at least two of them and end on a tick; what was acknowledged
-/// is on the disk.
+/// The settings of every server. Ticks are short, because sessions last at least two ticks and
+/// expire on a tick. Acknowledged writes are on disk.
 const SETTINGS: &str = "
 tickTime=250
 minSessionTimeout=500
@@ -36,8 +36,9 @@ clientPortAddress=127.0.0.1
 preAllocSize=1024
 ";
 
-/// How a [`ZooKeeperServer`](super::ZooKeeperServer) is to be started. Without any option, the classes are those of Debian's package,
-/// or where [`CLASSES_VARIABLE`] says; sessions may be as short as half a second; empty containers are removed each second.
+/// The options of a [`ZooKeeperServer`](super::ZooKeeperServer). By default, the class path is that
+/// in [`CLASSES_VARIABLE`], or else that of Debian's packages. Sessions may be as short as half a
+/// second. The server removes empty containers every second.
 #[derive(Debug, Clone)]
 pub struct ZooKeeperOptions {
     java: PathBuf,
@@ -60,51 +61,52 @@ impl Default for ZooKeeperOptions {
 }
 
 impl ZooKeeperOptions {
-    /// A server with its defaults.
+    /// Creates the default options.
     #[must_use]
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Adds lines of the configuration, such as `["maxSessionTimeout=4000"]`. Of two that say different things, the later one counts. What
-    /// ZooKeeper reads from a property `zookeeper.NAME` may be told as `NAME`.
+    /// Adds configuration lines, such as `["maxSessionTimeout=4000"]`. A later line overrides an
+    /// earlier one. A system property `zookeeper.NAME` can be set as `NAME`.
     #[must_use]
     pub fn settings(mut self, settings: &[&str]) -> Self {
         self.settings.extend(settings.iter().map(|&setting| setting.to_owned()));
         self
     }
 
-    /// Does not wait for the disk. A killed server still has its data, because the kernel lives on.
+    /// Disables fsync. A killed server still keeps its data, which is in the kernel's page cache.
     #[must_use]
     pub fn without_fsync(self) -> Self {
         self.settings(&["forceSync=no"])
     }
 
-    /// Starts the server from other classes, as `java -cp` takes them.
+    /// Sets another class path, in the format of `java -cp`.
     #[must_use]
     pub fn classes(mut self, classes: impl Into<OsString>) -> Self {
         self.classes = classes.into();
         self
     }
 
-    /// Gives the server an environment variable.
+    /// Sets an environment variable of the server.
     #[must_use]
     pub fn env(mut self, name: &str, value: impl Into<OsString>) -> Self {
         self.environment.push((name.to_owned(), value.into()));
         self
     }
 
-    /// Encrypts all connections with the server's certificate from `folder`. Clients need none, unless `["ssl.clientAuth=need"]` is among
-    /// the settings; then it is one of the same authority.
+    /// Accepts TLS connections from clients on a separate port, with the server's certificate from
+    /// `folder`. Clients need a certificate of the same authority only with the setting
+    /// `["ssl.clientAuth=need"]`.
     ///
-    /// The testkit's own questions are asked through a door of their own, another port.
+    /// The testkit's own queries use the unencrypted port.
     #[must_use]
     pub fn tls(mut self, folder: &TlsFolder) -> Self {
         self.tls = Some(folder.clone());
         self
     }
 
-    /// Lets the server live by these clocks, which must outlive it.
+    /// Makes the server use these clocks, which must outlive it.
     #[must_use]
     pub fn clock(self, clock: &ClockShim) -> Self {
         clock
@@ -113,18 +115,19 @@ impl ZooKeeperOptions {
             .fold(self, |options, (name, value)| options.env(name, value))
     }
 
-    /// The lines that are the same for all servers.
+    /// Returns the configuration lines common to all servers with these options.
     pub(super) fn lines(&self) -> String {
         let own = self.settings.iter().flat_map(|setting| [setting, "\n"]);
         SETTINGS.trim_start().chars().chain(own.flat_map(str::chars)).collect()
     }
 
-    /// The virtual machine with the classes; what it is to run comes after it.
+    /// Returns the `java` command with the class path. The caller adds the program to run.
     pub(super) fn java(&self) -> Command {
         let mut java = Command::new(&self.java);
         java.envs(self.environment.iter().map(|(name, value)| (name, value)));
-        // Small, because many of them run beside each other.
-        java.args(["-Xmx64m", "-XX:+UseSerialGC", "-XX:-UsePerfData"]);
+        // Small, because many servers run concurrently. They end before the optimizing compiler
+        // would pay off.
+        java.args(["-Xmx64m", "-XX:+UseSerialGC", "-XX:-UsePerfData", "-XX:TieredStopAtLevel=1"]);
         java.args([
             "-Dzookeeper.extendedTypesEnabled=true",
             "-Dznode.container.checkIntervalMs=1000",

@@ -1,4 +1,4 @@
-//! One server: started, killed, paused, asked.
+//! One server process: starts, kills, pauses and queries it.
 
 use std::net::SocketAddr;
 use std::path::Path;
@@ -13,12 +13,13 @@ use super::session::{self, ClientOfServer};
 use crate::kept::{Kept, START_LIMIT, down};
 use crate::ports::Port;
 
-/// How long a server may take to answer an operator, while it is waited for to serve.
+/// The maximum time for a reply to the `srvr` query.
 const ANSWER_LIMIT: Duration = Duration::from_secs(1);
 
-/// Changes what a server has written, while it is down: it reads the data as a server does when it starts, and writes a snapshot. Sets a
-/// parent's count of children that were ever made, which is what the next sequential child is called after; or adds a node that lives with a
-/// session.
+/// A Java program that edits the data of a server that is down. It restores the data as a starting
+/// server does, edits it, and writes a snapshot. The edit either sets the count of children ever
+/// created under a node, or adds an ephemeral node of a session. The count determines the name of
+/// the next sequential child.
 const EDIT: &str = r#"
 import java.io.File;
 import java.util.concurrent.ConcurrentHashMap;
@@ -50,12 +51,13 @@ public class Edit {
 }
 "#;
 
-/// A server that is killed with this handle. What was acknowledged is on the disk, so it can be killed and started again with its data.
+/// A server. Dropping this handle kills it. Acknowledged writes are on disk, so the server keeps
+/// its data when it is killed and started again.
 #[derive(Debug)]
 pub struct ZooKeeperServer {
-    /// For clients that encrypt nothing, and for the testkit's questions.
+    /// For unencrypted clients, and for the testkit's queries.
     port: Port,
-    /// For clients that encrypt.
+    /// For TLS clients.
     secure_port: Option<Port>,
     folder: TempDir,
     options: ZooKeeperOptions,
@@ -63,10 +65,11 @@ pub struct ZooKeeperServer {
 }
 
 impl ZooKeeperServer {
-    /// Starts a server on its own.
+    /// Starts a single server.
     ///
     /// # Errors
-    /// When Java or ZooKeeper is not installed, or the server does not serve in time.
+    /// Returns an error if Java or ZooKeeper is not installed, or if the server does not serve in
+    /// time.
     ///
     /// # Cancel safety
     /// Dropping the future kills the server.
@@ -74,10 +77,10 @@ impl ZooKeeperServer {
         Self::start_with(ZooKeeperOptions::new()).await
     }
 
-    /// As [`start`](Self::start), with other settings, classes, clocks or certificates.
+    /// Like [`start`](Self::start), with the given options.
     ///
     /// # Errors
-    /// As for [`start`](Self::start).
+    /// As [`start`](Self::start).
     ///
     /// # Cancel safety
     /// Dropping the future kills the server.
@@ -88,7 +91,7 @@ impl ZooKeeperServer {
         Ok(server)
     }
 
-    /// A server that is down and is not configured.
+    /// Creates a server that is down and has no configuration.
     pub(super) fn prepare(options: ZooKeeperOptions, port: Port) -> io::Result<Self> {
         let secure_port = options.tls.as_ref().map(|_| Port::reserve()).transpose()?;
         let folder = tempfile::tempdir()?;
@@ -96,7 +99,8 @@ impl ZooKeeperServer {
         Ok(Self { port, secure_port, folder, options, running: None })
     }
 
-    /// Writes what the server is told when it starts; `others` is what it has to know of the members of an ensemble.
+    /// Writes the server's configuration file. `others` contains the lines for the members of an
+    /// ensemble.
     pub(super) fn configure(&self, others: &str) -> io::Result<()> {
         let mut lines = self.options.lines();
         lines.push_str(others);
@@ -104,7 +108,7 @@ impl ZooKeeperServer {
         lines.push_str(&format!("clientPort={}\n", self.port.number()));
         lines.push_str(&format!("dataDir={}\n", folder.join("data").display()));
         if let (Some(tls), Some(port)) = (&self.options.tls, &self.secure_port) {
-            // Of a server's key and certificate it wants one file.
+            // The server reads its key and certificate from one file.
             let both = folder.join("server.pem");
             let [key, cert] = [tls.server_key_file(), tls.server_cert_file()].map(fs::read);
             fs::write(&both, [key?, cert?].concat())?;
@@ -115,33 +119,33 @@ impl ZooKeeperServer {
                 format!("ssl.keyStore.location={}", both.display()),
                 format!("ssl.trustStore.location={}", tls.ca_file().display()),
             ];
-            // What the options say counts more, so it comes later.
+            // The options come later, so that they override this default.
             let auth = "ssl.clientAuth=none\n";
             lines = format!("{auth}{lines}{}\n", ours.join("\n"));
         }
         fs::write(folder.join("server.cfg"), lines)
     }
 
-    /// Starts the server after it was killed, on the same port with the data that it had, and waits until it serves. A member of an
-    /// ensemble serves when there is a majority.
+    /// Kills the server if it runs, starts it on the same port with its previous data, and waits
+    /// until it serves. A member of an ensemble serves only while there is a majority.
     ///
     /// # Errors
     /// As [`start`](Self::start).
     ///
     /// # Cancel safety
-    /// The server may be up or down afterwards; it can be killed or started again.
+    /// The server may be up or down. You can kill it or start it again.
     pub async fn start_again(&mut self) -> io::Result<()> {
         self.launch_again().await?;
         self.serving().await
     }
 
-    /// As [`start_again`](Self::start_again), without waiting until it serves.
+    /// Like [`start_again`](Self::start_again), without waiting until the server serves.
     ///
     /// # Errors
     /// As [`start`](Self::start).
     ///
     /// # Cancel safety
-    /// As for [`start_again`](Self::start_again).
+    /// As [`start_again`](Self::start_again).
     pub async fn launch_again(&mut self) -> io::Result<()> {
         self.kill();
         let mut command = self.options.java();
@@ -150,13 +154,14 @@ impl ZooKeeperServer {
         self.running.insert(Kept::launch(&command)?).begun().await
     }
 
-    /// Waits until the server serves, which a member of an ensemble does while there is a majority.
+    /// Waits until the server serves. A member of an ensemble serves only while there is a
+    /// majority.
     ///
     /// # Errors
-    /// That it does not in time, or does not run; with what it has logged.
+    /// Returns an error with the server's output if the server does not serve in time, or is down.
     ///
     /// # Cancel safety
-    /// May be dropped at any time, without any effect.
+    /// Dropping the future at any time has no effect.
     pub async fn serving(&mut self) -> io::Result<()> {
         let deadline = Instant::now() + START_LIMIT;
         while Instant::now() < deadline && self.is_up() {
@@ -174,41 +179,44 @@ impl ZooKeeperServer {
         )))
     }
 
-    /// Whether clients get through, who may have another door than the testkit's questions, which opens later.
+    /// Returns whether clients can connect. The TLS port opens later than the port of the testkit's
+    /// queries.
     async fn is_open(&self) -> bool {
         tokio::net::TcpStream::connect(self.addr()).await.is_ok()
     }
 
-    /// What the server is: `standalone`, `leader` or `follower`; nothing as long as it serves nobody.
+    /// Returns the server's mode: `standalone`, `leader` or `follower`. Returns `None` while the
+    /// server does not serve.
     ///
     /// # Errors
-    /// That it cannot be reached, or says nothing for a second.
+    /// Returns an error if the server cannot be reached, or does not reply within one second.
     ///
     /// # Cancel safety
-    /// May be dropped at any time, without any effect.
+    /// Dropping the future at any time has no effect.
     pub async fn mode(&self) -> io::Result<Option<String>> {
         let answer = timeout(ANSWER_LIMIT, self.ask("srvr")).await??;
         Ok(answer.lines().find_map(|line| line.strip_prefix("Mode: ")).map(ToOwned::to_owned))
     }
 
-    /// Asks one of ZooKeeper's four-letter words, such as `mntr`, `cons` or `wchp`.
+    /// Sends one of ZooKeeper's four-letter words, such as `mntr`, `cons` or `wchp`, and returns
+    /// the answer.
     ///
     /// # Errors
-    /// The connection's. One that does not serve says so in its answer.
+    /// Returns the connection's error. A server that does not serve says so in its answer.
     ///
     /// # Cancel safety
-    /// May be dropped at any time; the server then has a connection to close.
+    /// May be dropped at any time. The server then has to close the connection.
     pub async fn ask(&self, word: &str) -> io::Result<String> {
         session::ask(self.port.addr(), word).await
     }
 
-    /// The number that the server tells of `name` (`mntr`), such as `zk_watch_count`.
+    /// Returns the metric `name` of `mntr`, such as `zk_watch_count`.
     ///
     /// # Errors
-    /// The connection's, or that it tells no such number.
+    /// Returns the connection's error, or an error if `mntr` has no such number.
     ///
     /// # Cancel safety
-    /// As for [`ask`](Self::ask).
+    /// As [`ask`](Self::ask).
     pub async fn figure(&self, name: &str) -> io::Result<u64> {
         let figures = self.ask("mntr").await?;
         let mut lines = figures.lines().filter_map(|line| line.split_once('\t'));
@@ -217,27 +225,30 @@ impl ZooKeeperServer {
         found.and_then(|(_, value)| value.trim().parse().ok()).ok_or_else(missing)
     }
 
-    /// Those who are connected to this server and have a session.
+    /// Returns the clients that are connected to this server and have a session.
     ///
     /// # Errors
-    /// The connection's.
+    /// Returns the connection's error.
     ///
     /// # Cancel safety
-    /// As for [`ask`](Self::ask).
+    /// As [`ask`](Self::ask).
     pub async fn clients(&self) -> io::Result<Vec<ClientOfServer>> {
         Ok(self.ask("cons").await?.lines().filter_map(ClientOfServer::read).collect())
     }
 
-    /// Ends a session from a second connection, as if its own client had. Its client hears that it has expired.
+    /// Ends a session from a second connection, as its own client could. The client then receives a
+    /// session expiry.
     ///
-    /// A member of an ensemble must not be the one that the session's client is connected to. That one may go on answering the client's
-    /// pings for ever if the client comes back just before the end of its session; a server on its own has no such gap.
+    /// In an ensemble, call this on a member other than the one to which the session's client is
+    /// connected. If the client reconnects just before the session ends, its own member may answer
+    /// pings forever. A single server has no such race.
     ///
     /// # Errors
-    /// The connection's, that the server knows no such session, or that it is the client's own member of an ensemble.
+    /// Returns the connection's error. Returns an error if the server does not know the session, or
+    /// if this is the client's own member of an ensemble.
     ///
     /// # Cancel safety
-    /// The session may have ended or not.
+    /// The session may have ended.
     pub async fn end_session(&self, session: i64) -> io::Result<()> {
         let ours = self.clients().await?.iter().any(|client| client.session == session);
         if ours && self.mode().await?.is_some_and(|mode| mode != "standalone") {
@@ -247,26 +258,28 @@ impl ZooKeeperServer {
         session::end(self.port.addr(), session).await
     }
 
-    /// Makes the node at `path` remember that it has had `count` children, as it would after a long life. The next sequential one is called
-    /// after that number. To be called while the server is down; it must have data.
+    /// Sets the number of children ever created under the node at `path`, as after a long lifetime.
+    /// The name of the next sequential child contains this number. Call it while the server is
+    /// down. The server must have data.
     ///
     /// # Errors
-    /// That there is no such node; or Java's.
+    /// Returns an error if there is no such node, or if Java fails.
     ///
     /// # Cancel safety
-    /// It may be done or not.
+    /// The edit may have taken place.
     pub async fn set_children_ever(&self, path: &str, count: i32) -> io::Result<()> {
         self.edit(["count", path, &count.to_string()]).await
     }
 
-    /// Adds a node that lives with `session`, as if one of the members of an ensemble had kept what the others do not have. To be called while
-    /// the server is down; it must have data, and the node above.
+    /// Adds an ephemeral node of `session`, as if this member of an ensemble had kept a node that
+    /// the others do not have. Call it while the server is down. The server must have data, and the
+    /// parent node must exist.
     ///
     /// # Errors
-    /// Java's.
+    /// Returns an error if Java fails.
     ///
     /// # Cancel safety
-    /// It may be done or not.
+    /// The edit may have taken place.
     pub async fn keep_node(&self, path: &str, session: i64) -> io::Result<()> {
         self.edit(["node", path, &session.to_string()]).await
     }
@@ -279,36 +292,38 @@ impl ZooKeeperServer {
         crate::asked::run(java, "").await.map(drop)
     }
 
-    /// What the server has logged since it was started.
+    /// Returns the server's output since it started.
     #[must_use]
     pub fn said(&self) -> String {
         self.running.as_ref().map(Kept::said).unwrap_or_default()
     }
 
-    /// Kills the server as a crash would. It is gone when this returns.
+    /// Kills the server, as a crash would. The process has ended when this returns.
     pub fn kill(&mut self) {
         if let Some(running) = self.running.take() {
             running.kill();
         }
     }
 
-    /// Removes all that the server has written. To be called while it is down. A member of an ensemble learns it again from the others.
+    /// Removes all data of the server. Call it only while the server is down. A member of an
+    /// ensemble receives its data again from the others.
     ///
     /// # Errors
-    /// The operating system's.
+    /// Returns the error of the operating system.
     pub fn lose_data(&self) -> io::Result<()> {
         fs::remove_dir_all(self.data().join("version-2"))
     }
 
-    /// Stops the server in its tracks, until [`resume`](Self::resume). When this has returned, it does nothing more.
+    /// Stops the server (SIGSTOP) until [`resume`](Self::resume). It executes nothing after this
+    /// returns.
     ///
     /// # Errors
-    /// The operating system's; the server is down, most likely.
+    /// Returns the error of the operating system, or an error if the server is down.
     pub fn pause(&self) -> io::Result<()> {
         self.running.as_ref().ok_or_else(down)?.pause()
     }
 
-    /// Lets a paused server go on.
+    /// Resumes a paused server.
     ///
     /// # Errors
     /// As [`pause`](Self::pause).
@@ -316,31 +331,31 @@ impl ZooKeeperServer {
         self.running.as_ref().ok_or_else(down)?.resume()
     }
 
-    /// Whether the server runs, paused or not.
+    /// Returns whether the server runs, paused or not.
     #[must_use]
     pub fn is_up(&self) -> bool {
         self.running.as_ref().is_some_and(Kept::is_up)
     }
 
-    /// Whether the server was paused and not resumed since.
+    /// Returns whether the server is paused.
     #[must_use]
     pub fn is_paused(&self) -> bool {
         self.running.as_ref().is_some_and(Kept::is_paused)
     }
 
-    /// Where the server listens for clients; encrypted, if it was told to.
+    /// Returns the server's address for clients. This is the TLS port if the options enable TLS.
     #[must_use]
     pub fn addr(&self) -> SocketAddr {
         self.secure_port.as_ref().unwrap_or(&self.port).addr()
     }
 
-    /// `zk://HOST:PORT`.
+    /// Returns `zk://HOST:PORT`.
     #[must_use]
     pub fn url(&self) -> String {
         format!("zk://{}", self.addr())
     }
 
-    /// Where the server keeps its files.
+    /// Returns the folder of the server's files.
     #[must_use]
     pub fn folder(&self) -> &Path {
         self.folder.path()
@@ -353,7 +368,7 @@ impl ZooKeeperServer {
 
 impl Drop for ZooKeeperServer {
     fn drop(&mut self) {
-        // Before the folder and the port go.
+        // The process must end before the folder and the ports are dropped.
         self.kill();
     }
 }

@@ -1,4 +1,5 @@
-//! What is said to a server by hand: its four-letter words, and the end of somebody else's session. No locks, no nodes.
+//! Low-level requests to a server: four-letter words, and the end of another client's session. No
+//! locks and no nodes.
 
 use std::io;
 use std::net::SocketAddr;
@@ -8,26 +9,28 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::TcpStream;
 use tokio::time::{sleep, timeout};
 
-/// A connection that a server has, as it tells of it (`cons`).
+/// A connection to a server, as listed by `cons`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ClientOfServer {
-    /// The session, as nodes name their owner.
+    /// The session id, as nodes contain it as their owner.
     pub session: i64,
-    /// How many packets have come from the client: requests and pings.
+    /// The number of packets received from the client: requests and pings.
     pub received: u64,
-    /// How many packets the client has got: one for each that came from it, and one for each event that it watched for.
+    /// The number of packets sent to the client: one for each received packet, and one for each
+    /// watch event.
     pub sent: u64,
 }
 
 impl ClientOfServer {
-    /// How many events the client was told of.
+    /// Returns the number of watch events sent to the client.
     #[must_use]
     pub fn events(&self) -> u64 {
         self.sent.saturating_sub(self.received)
     }
 
-    /// Reads a line such as ` /127.0.0.1:4[1](queued=0,recved=12,sent=12,sid=0x10,…)`. Connections without a session are left out.
+    /// Parses a line such as ` /127.0.0.1:4[1](queued=0,recved=12,sent=12,sid=0x10,…)`. Returns
+    /// `None` for a connection without a session.
     pub(super) fn read(line: &str) -> Option<Self> {
         let fields = line.trim().split_once('(')?.1.trim_end_matches(')');
         let field = |name: &str| {
@@ -43,7 +46,7 @@ impl ClientOfServer {
     }
 }
 
-/// Asks one of the four-letter words.
+/// Sends a four-letter word and returns the answer.
 pub(super) async fn ask(addr: SocketAddr, word: &str) -> io::Result<String> {
     let mut server = TcpStream::connect(addr).await?;
     server.write_all(word.as_bytes()).await?;
@@ -52,20 +55,23 @@ pub(super) async fn ask(addr: SocketAddr, word: &str) -> io::Result<String> {
     Ok(answer)
 }
 
-/// The code of the request that ends a session.
+/// The type of the request that ends a session.
 const CLOSE_SESSION: i32 = -11;
-/// A second in milliseconds: nothing is asked of the session but its end.
+/// The session timeout in the request, in milliseconds. It is short because only the end of the
+/// session follows.
 const TIMEOUT: i32 = 1_000;
-/// How often it is tried to end a session, and the pause after a connection that was lost.
+/// The number of attempts to end a session, and the pause after a lost connection.
 const TRIES: usize = 500;
 const PAUSE: Duration = Duration::from_millis(20);
-/// How long one try may take: where two want the same session at once, one of them may get no answer.
+/// The maximum time of one attempt. When two connections claim the same session concurrently, one
+/// of them may get no answer.
 const TRY_LIMIT: Duration = Duration::from_secs(1);
 
 /// Takes over a session and ends it, as its own client could from another connection.
 ///
-/// A client of the same server comes back as soon as its connection is taken from it, and then takes ours. Whoever is last before the end
-/// of the session is a matter of luck, so it is tried again.
+/// A client of the same server reconnects as soon as it loses its connection, and then takes the
+/// session over in turn. Either connection may have the session when it ends, so this function
+/// retries.
 pub(super) async fn end(addr: SocketAddr, session: i64) -> io::Result<()> {
     for number in 0..TRIES {
         let tried = timeout(TRY_LIMIT, take_and_end(addr, session)).await;
@@ -73,18 +79,18 @@ pub(super) async fn end(addr: SocketAddr, session: i64) -> io::Result<()> {
             Ok(false) if number == 0 => {
                 return Err(io::Error::other(format!("the server knows no session {session:#x}")));
             }
-            // Only that the session is unknown says that it has ended.
+            // Only the answer that the session is unknown proves that it has ended.
             Ok(false) => return Ok(()),
             Ok(true) => {}
             Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => return Err(error),
-            // It may have been heard all the same.
+            // The server may still have received the request.
             Err(_) => sleep(PAUSE).await,
         }
     }
     Err(io::Error::new(io::ErrorKind::TimedOut, format!("session {session:#x} does not end")))
 }
 
-/// Whether the server knew the session.
+/// Takes over the session and ends it. Returns whether the server knew the session.
 async fn take_and_end(addr: SocketAddr, session: i64) -> io::Result<bool> {
     let mut server = TcpStream::connect(addr).await?;
     let mut hello = Vec::new();
@@ -100,14 +106,14 @@ async fn take_and_end(addr: SocketAddr, session: i64) -> io::Result<bool> {
     let answer = receive(&mut server).await?;
     let known = answer.get(8..16).is_some_and(|id| id == session.to_be_bytes());
     if known {
-        // The answer to the goodbye may be the end of the connection.
+        // The server may close the connection instead of answering the close request.
         _ = receive(&mut server).await;
     }
     Ok(known)
 }
 
 fn packet(content: &[u8]) -> Vec<u8> {
-    // Those that are sent here have some 50 bytes.
+    // These packets have about 50 bytes, so the conversion cannot fail.
     let length = u32::try_from(content.len()).unwrap_or_default();
     [&length.to_be_bytes(), content].concat()
 }
@@ -118,8 +124,8 @@ async fn receive(server: &mut TcpStream) -> io::Result<Vec<u8>> {
     Ok(packet)
 }
 
-/// The password of a session. ZooKeeper's is no secret between those who know the session: it is made of the session's number and a
-/// constant in `ZooKeeperServer`, by Java's generator of random numbers.
+/// Returns the password of a session. ZooKeeper derives it from the session id and a constant in
+/// `ZooKeeperServer` with Java's random number generator, so anyone with the id can compute it.
 fn password(session: i64) -> [u8; 16] {
     const SECRET: i64 = 0xB341_5C00;
     const FACTOR: u64 = 0x5_DEEC_E66D;

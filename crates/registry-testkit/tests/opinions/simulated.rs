@@ -1,4 +1,5 @@
-//! A lock, its clients and a fenced resource, step by step on a clock of its own: sound, or broken in one chosen way.
+//! A lock, its clients and a fenced resource, simulated in steps with a virtual clock. The lock is
+//! correct or has one chosen bug.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,30 +15,32 @@ const CLIENTS: usize = 6;
 const STEPS: usize = 400;
 const LEASE: u64 = 150;
 
-/// What is wrong with the lock or the resource.
+/// A bug of the lock or of the resource.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Bug {
-    /// A grant takes the lock away from whoever holds it.
+    /// A grant removes the lock from its current holder.
     GrantsWhileHeld,
-    /// Two may hold the lock, and neither the store nor they notice: a split brain.
+    /// Two clients may hold the lock, and neither they nor the store detect it: a split brain.
     LetsTwoHold,
     GivesTokenTwice,
     TokensGoBack,
-    /// A release frees the lock whoever holds it, and says so.
+    /// A release frees the lock of any holder and reports success.
     ReleasesForOthers,
-    /// A release of a lost lock says that all is well.
+    /// A release of a lost lock reports success.
     SwallowsLoss,
-    /// A guard counts its lease from the reply, not from before the request.
+    /// A guard counts its lease from the reply instead of from before the request.
     CountsFromReply,
     TakesEveryWrite,
-    /// The resource does not look at the lock. Not wrong, but less than guarded.
+    /// The resource does not verify the lock. This is valid fencing, but weaker than guarded
+    /// writes.
     FencesByNewestWrite,
     SaysBusyForTrouble,
 }
 
-/// The store: who holds the lock until when, and the tokens. A claim is a number of its own for each acquisition.
+/// The store: the holders with the ends of their leases, and the tokens. Each acquisition has its
+/// own claim number.
 struct Store {
-    /// At most one, unless the bug is a split brain.
+    /// At most one holder, unless the bug is a split brain.
     held: Vec<(u64, u64)>,
     claims: u64,
     newest_token: u64,
@@ -66,7 +69,7 @@ struct World {
     store: Store,
 }
 
-/// Lets some clients use one lock for a while, and answers what they saw.
+/// Simulates several clients that use one lock, and returns the recorded history.
 pub(crate) fn simulate(seed: Seed, bug: Option<Bug>) -> History {
     let now = Arc::new(AtomicU64::new(0));
     let clock = Arc::clone(&now);
@@ -98,7 +101,7 @@ impl World {
         self.now.load(Ordering::Relaxed)
     }
 
-    /// Whether the bug, if it is this one, shows this time.
+    /// Returns whether the simulated lock has this bug and shows it in this step.
     fn shows(&mut self, bug: Bug) -> bool {
         self.bug == Some(bug) && self.rng.u8(..3) == 0
     }
@@ -107,12 +110,13 @@ impl World {
         self.rng.u8(..many) == 0
     }
 
-    /// A lie about who holds the lock shows only where everybody knows what they have.
+    /// A false "busy" answer is detectable only if no outcome is unknown, so this bug disables all
+    /// losses.
     fn is_quiet(&self) -> bool {
         self.bug == Some(Bug::SaysBusyForTrouble)
     }
 
-    /// Whether a reply or a whole client gets lost this time.
+    /// Returns whether a reply or a client is lost in this step.
     fn loses(&mut self) -> bool {
         !self.is_quiet() && self.one_in(10)
     }
@@ -127,7 +131,7 @@ impl World {
             Client::Asking { asking, called, effect: None } => {
                 let effect = self.acquire();
                 if effect.is_none() && self.loses() {
-                    // The caller went away, and the request never arrived.
+                    // The client gave up, and its request never arrived.
                     return Client::Idle;
                 }
                 Client::Asking { asking, called, effect }
@@ -168,7 +172,7 @@ impl World {
         }
     }
 
-    /// The moment in which an acquisition takes effect, or nothing if it goes on waiting.
+    /// Applies an acquisition to the store. Returns `None` if it continues to wait.
     fn acquire(&mut self) -> Option<Effect> {
         let free = self.store.held.is_empty();
         if free && self.shows(Bug::SaysBusyForTrouble) {
@@ -195,14 +199,14 @@ impl World {
         Some(Effect::Granted { claim, token })
     }
 
-    /// The moment in which an acquisition is answered.
+    /// Delivers the answer of an acquisition to its client.
     fn answer(&mut self, asking: Acquiring, called: u64, effect: Effect) -> Client {
         let Effect::Granted { claim, token } = effect else {
             asking.busy();
             return Client::Idle;
         };
         if self.loses() {
-            // The reply is lost. The store keeps the grant until its lease is over.
+            // The reply is lost. The store keeps the grant until its lease ends.
             asking.failed();
             return Client::Idle;
         }
@@ -225,7 +229,7 @@ impl World {
         until: u64,
     ) -> Client {
         match self.rng.u8(..10) {
-            // It lives on in the store alone: the process was killed.
+            // The process was killed. Its hold remains in the store only.
             0 if self.loses() => Client::Idle,
             0..=2 => {
                 if self.now() >= until {

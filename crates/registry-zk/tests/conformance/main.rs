@@ -1,4 +1,4 @@
-//! The promises of lock-registry over ZooKeeper: one server by itself, and an ensemble of three.
+//! Conformance of the ZooKeeper store: one standalone server, and an ensemble of three.
 #![expect(clippy::unwrap_used, reason = "a helper of tests, which may")]
 
 mod shared;
@@ -8,12 +8,12 @@ use registry_testkit::zookeeper::{ZooKeeperEnsemble, ZooKeeperOptions, ZooKeeper
 use registry_zk::{Layout, Naming, ZkConfig};
 use shared::{Servers, keeps_its_promises};
 
-/// What `zk://` stands before is what other clients take.
+/// `ZkConfig` takes the URL without `zk://`.
 fn config(url: &str) -> ZkConfig {
     ZkConfig::new(url.strip_prefix("zk://").unwrap()).unwrap()
 }
 
-/// Servers that grant sessions as long as the suite wants them.
+/// Servers that grant sessions as long as the suite requests.
 fn patient() -> ZooKeeperOptions {
     ZooKeeperOptions::new().settings(&["maxSessionTimeout=1200000"])
 }
@@ -49,7 +49,7 @@ impl Servers for ZooKeeperEnsemble {
         config(&self.url())
     }
 
-    /// All at once: no other kind of restart forgets more.
+    /// All members at once, which loses the maximum of state.
     async fn restart(&mut self) {
         for member in self.members_mut() {
             member.kill();
@@ -66,7 +66,7 @@ fn an_ensemble_keeps_all_promises() {
     keeps_its_promises::<ZooKeeperEnsemble>(214, 18);
 }
 
-/// Nodes as Curator and Spring Integration place them, and as kazoo names them.
+/// Nodes with Curator's layout and kazoo's names.
 #[derive(Debug)]
 struct AsOthers(ZooKeeperServer);
 

@@ -12,18 +12,18 @@ use registry_core::LockBackend;
 use registry_zk::{ZkBackend, ZkConfig};
 use tokio::sync::RwLock;
 
-/// How many clauses run at a time: they mostly wait.
+/// Number of concurrent clauses, which mostly wait.
 const AT_ONCE: usize = 8;
 
-/// So long that no session, and no lease, runs out while a clause runs, on whatever machine.
+/// So long that no session or lease ends while a clause runs, even on a slow machine.
 const SESSION_TIMEOUT: Duration = Duration::from_secs(1_200);
-/// The suite has its own patience.
+/// Long, because the suite has its own time limits.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Some kind of servers.
+/// A kind of servers.
 #[async_trait]
 pub(crate) trait Servers: Debug + Send + Sync + Sized + 'static {
-    /// Whether any text can be the key of a lock.
+    /// Whether any text is a valid key.
     const TAKES_ALL_KEYS: bool = true;
 
     async fn begin() -> Self;
@@ -31,10 +31,11 @@ pub(crate) trait Servers: Debug + Send + Sync + Sized + 'static {
     async fn restart(&mut self);
 }
 
-/// Runs all clauses that the servers can keep: `runs` and `skips` count them, so that none is forgotten.
+/// Runs all clauses that the servers support. `runs` and `skips` are the expected numbers, so that
+/// no clause is skipped by mistake.
 ///
 /// # Panics
-/// With the names of the clauses that were not kept.
+/// Panics with the names of the failed clauses.
 pub(crate) fn keeps_its_promises<S: Servers>(runs: usize, skips: usize) {
     let can = |clause: &&Clause| {
         let needs = |need: &Need| {

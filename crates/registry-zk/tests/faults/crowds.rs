@@ -1,4 +1,4 @@
-//! More locks in one session than its client can watch over.
+//! More locks in one session than its client can watch.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -15,14 +15,14 @@ use tokio::time::timeout;
 
 use crate::lab::{config, operator, secs};
 
-/// Too many for the watches of one session; see `Room`.
+/// More nodes than the watch budget of one session; see `Room`.
 const HELD: usize = 2_000;
 const AWAITED: usize = 400;
-/// Long enough to take so many locks, on whatever machine.
+/// Long enough to acquire all these locks, even on a slow machine.
 const SESSION: Duration = Duration::from_secs(40);
 const PATIENCE: Duration = Duration::from_secs(15);
 
-/// Of a patience that so many requests at once may want.
+/// Opens a store with time-outs for many concurrent requests.
 async fn open(url: &str) -> (Arc<ZkBackend>, Registry) {
     let config = config(url, SESSION).with_request_timeout(PATIENCE);
     let backend = Arc::new(ZkBackend::open(config).await.unwrap());
@@ -63,7 +63,7 @@ async fn a_broken_connection_ends_no_hold_however_many_there_are() {
         operator.list_children(&path).await.unwrap().len() == 2
     };
     eventually(LONG, async || join_all((0..AWAITED).map(&node)).await.iter().all(|is| *is)).await;
-    // All that has room is watched: some of those that are held, and some that are waited for.
+    // The watch budget is used up by some held locks and some waiters.
     let watches = async || server.figure("zk_watch_count").await.unwrap();
     eventually(LONG, async || watches().await > 1_200).await;
 
@@ -71,7 +71,7 @@ async fn a_broken_connection_ends_no_hold_however_many_there_are() {
         let before = proxy.counts().accepted;
         proxy.cut_all().await;
         proxy.until(LONG, |counts| counts.accepted > before).await.unwrap();
-        // It serves as before.
+        // The registry still serves.
         within(LONG, ours.obtain("another").lock()).await.unwrap().unlock().await.unwrap();
     }
     let connections = proxy.counts().accepted;
@@ -81,7 +81,7 @@ async fn a_broken_connection_ends_no_hold_however_many_there_are() {
     assert_eq!(backend.session_id(), session);
     assert!(proxy.counts().accepted <= connections + 2, "{:?}", proxy.counts());
 
-    // Who waits gets its turn, watched or not; and so does a holder hear that its node is gone.
+    // Each waiter acquires its lock and each holder detects a deleted node, watched or not.
     drop(join_all(theirs.into_iter().map(LockGuard::unlock)).await);
     let mut next = Vec::new();
     while let Some(guard) = within(LONG, waiting.join_next()).await {

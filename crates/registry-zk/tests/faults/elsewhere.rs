@@ -1,4 +1,4 @@
-//! A client in another process, which can be stopped in its tracks.
+//! A client in another process, which tests can suspend.
 
 use std::env;
 use std::io::Write as _;
@@ -9,25 +9,25 @@ use registry_testkit::holder::{HolderOptions, LockHolder, serve};
 
 use crate::lab::{SESSION, registry};
 
-/// Names the servers to the other process.
+/// Passes the servers' URL to the other process.
 const URL_VARIABLE: &str = "LOCK_REGISTRY_TEST_URL";
 
 #[test]
 #[ignore = "started by the other tests, as another process"]
 fn the_other_process() {
     let Ok(url) = env::var(URL_VARIABLE) else { return };
-    // Whatever the test harness has written so far ends here.
+    // Ends the line that the test harness has started.
     _ = writeln!(std::io::stdout());
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().unwrap();
     runtime.block_on(async {
         let registry = Arc::new(registry(&url, SESSION).await);
         serve(registry, &HolderOptions::new("zk").history()).await;
     });
-    // At once: the test program has nothing more to say, and nobody to say it to.
+    // Exits at once: the harness's report has no reader.
     std::process::exit(0);
 }
 
-/// Starts a client in a process of its own.
+/// Starts a client in its own process.
 pub(crate) async fn client(url: &str) -> LockHolder {
     let mut program = Command::new(env::current_exe().unwrap());
     program.args(["elsewhere::the_other_process", "--exact", "--ignored", "--nocapture"]);

@@ -1,4 +1,4 @@
-//! Three members: one is enough to lose, two are not.
+//! Three members: the ensemble survives the loss of one, not of two.
 
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ use crate::lab::{
     over, registry, secs,
 };
 
-/// How many times each of the members is killed.
+/// Number of times that each member is killed.
 const ROUNDS: usize = 2;
 
 #[tokio::test]
@@ -27,7 +27,7 @@ async fn members_that_crash_one_at_a_time_end_no_hold() {
     for _ in 0..ROUNDS {
         let leader = ensemble.leader().await.unwrap();
         let follower = (leader + 1) % 3;
-        // The leader last, because another member is it then.
+        // The leader last, because that changes the leader.
         for member in [follower, leader] {
             contest.goes_on().await;
             ensemble.members_mut()[member].kill();
@@ -50,7 +50,7 @@ async fn a_leader_that_stands_still_is_replaced_and_makes_no_second_holder() {
         contest.goes_on().await;
         let leader = ensemble.leader().await.unwrap();
         ensemble.members()[leader].pause().unwrap();
-        // Under another leader. What the first one still has to say when it goes on is of the past.
+        // Under another leader. Messages that the first leader sends after it resumes are outdated.
         contest.goes_on().await;
         ensemble.members()[leader].resume().unwrap();
     }
@@ -64,7 +64,7 @@ async fn a_majority_that_is_lost_and_comes_back_breaks_no_promise() {
     let url = ensemble.url();
     let contest = contest(&url, SESSION).await;
     let mut lost = 0;
-    // Long enough that holders know nothing any more; and so short that they may go on.
+    // Longer than the holders' leases, or short enough that the holds survive.
     for (down, is_killed) in [(secs(7), false), (secs(1), true), (secs(7), true)] {
         contest.goes_on().await;
         contest.steady().await;
@@ -117,11 +117,11 @@ async fn a_crash_of_all_members_breaks_no_promise() {
     end(contest, &url).await.assert_flawless();
 }
 
-/// A leader that has lost the others in silence takes itself for one for a while. Those may have another one meanwhile, and that ends
-/// sessions which this one still answers.
+/// A partitioned leader continues to act as a leader for a while. The other members may elect a new
+/// leader, which ends sessions that the old one still answers.
 #[tokio::test]
 async fn a_leader_without_a_majority_proves_nothing() {
-    // So long it goes on alone: 40 s, ten times the session.
+    // The old leader continues alone for 40 s, ten times the session.
     let alone = ZooKeeperOptions::new().settings(&["syncLimit=160"]);
     let ensemble = ZooKeeperEnsemble::start_with(3, &alone).await.unwrap();
     let leader = ensemble.leader().await.unwrap();
@@ -129,14 +129,14 @@ async fn a_leader_without_a_majority_proves_nothing() {
     let ours = registry(&members[leader].url(), SESSION).await;
     let operator = operator(&members[leader]).await;
     let guard = ours.obtain("k").lock().await.unwrap();
-    // Until it has been proved some times that the session lives.
+    // Long enough that several writes have confirmed the session.
     sleep(SESSION).await;
     assert!(guard.is_held());
     for other in [leader + 1, leader + 2] {
         members[other % 3].pause().unwrap();
     }
     within(LONG, guard.lost()).await;
-    // It answers all the same.
+    // The old leader still answers.
     operator.sync("/").await.unwrap();
     assert_eq!(members[leader].mode().await.unwrap().as_deref(), Some("leader"));
     for other in [leader + 1, leader + 2] {
@@ -145,13 +145,13 @@ async fn a_leader_without_a_majority_proves_nothing() {
     within(LONG, ours.obtain("k").lock()).await.unwrap().unlock().await.unwrap();
 }
 
-/// It takes connections, and says nothing.
+/// The silent member accepts connections and does not answer.
 #[tokio::test]
 async fn a_silent_member_keeps_nobody_out_and_ends_no_session() {
     with_a_silent_member(LONG_SESSION * 2).await;
 }
 
-/// What is waited for is a part of what was granted.
+/// The client waits for a fraction of the granted time-out.
 #[tokio::test]
 async fn nor_does_it_where_shorter_sessions_are_granted_than_were_asked_for() {
     with_a_silent_member(LONG_SESSION * 6).await;
@@ -176,12 +176,12 @@ async fn with_a_silent_member(session: Duration) {
     let guards = guards.await.unwrap();
     let sessions: Vec<_> = clients.iter().map(|client| client.session_id().unwrap()).collect();
     members[silent].pause().unwrap();
-    // Each of them is had, with the time-outs that users have.
+    // All of these sessions are opened, with the default time-outs.
     for _ in 0..CLIENTS {
         let config = config(&url, session).with_request_timeout(LONG);
         ZkBackend::open(config).await.unwrap();
     }
-    // Whoever was connected to it finds the others.
+    // Clients of the silent member reconnect to the other members.
     eventually(LONG, async || {
         let mut there = Vec::new();
         for member in [leader, (leader + 2) % 3] {
@@ -197,9 +197,11 @@ async fn with_a_silent_member(session: Duration) {
     members[silent].resume().unwrap();
 }
 
-/// Connections of all clients break and fall silent, to all members, two and three things at a time; so sessions move between members.
+/// Connections of all clients to all members break and fall silent, two or three faults at a time,
+/// so that sessions move between members.
 ///
-/// Members do not crash meanwhile: after that ZooKeeper 3.8.0 may show nodes on one of them that the others do not have.
+/// Members do not crash in this test: ZooKeeper 3.8.0 may then show nodes on one member that the
+/// others do not have.
 #[tokio::test]
 async fn what_goes_wrong_together_breaks_no_promise() {
     let seed = fastrand::u64(..);
@@ -207,7 +209,7 @@ async fn what_goes_wrong_together_breaks_no_promise() {
     let mut random = fastrand::Rng::with_seed(seed);
     let ensemble = ZooKeeperEnsemble::start().await.unwrap();
     let url = ensemble.url();
-    // Each client has a way of its own to each member.
+    // Each client has its own proxy to each member.
     let way =
         |_| ensemble.members().iter().map(|to| FaultProxy::start(to.addr()).unwrap()).collect();
     let ways: Vec<Vec<FaultProxy>> = (0..3).map(way).collect();

@@ -1,4 +1,4 @@
-//! Registries for the tests, and what they are opened with.
+//! Registries for the tests, and their settings.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,15 +9,16 @@ use registry_testkit::zookeeper::ZooKeeperServer;
 use registry_zk::{ZkBackend, ZkConfig};
 use zookeeper_client::Client;
 
-/// Short, so that a test of a session that ends does not take long.
+/// Short, so that a test of an expiring session is fast.
 pub(crate) const SESSION: Duration = Duration::from_secs(4);
-/// So long that no trouble of a moment ends it, on a machine that has other things to do.
+/// So long that no short fault ends it, even on a loaded machine.
 pub(crate) const LONG_SESSION: Duration = Duration::from_secs(20);
-/// So long that a server may take half a minute to start again without ending a hold, however busy the machine is.
+/// So long that a server can take half a minute to restart without ending a hold, even on a loaded
+/// machine.
 pub(crate) const PATIENT_SESSION: Duration = Duration::from_secs(60);
-/// How long a question may stay unanswered.
+/// Time limit for one request.
 const ANSWER_LIMIT: Duration = Duration::from_secs(1);
-/// How many clients there are.
+/// Number of clients.
 const CLIENTS: usize = 3;
 
 pub(crate) fn config(url: &str, session: Duration) -> ZkConfig {
@@ -25,29 +26,29 @@ pub(crate) fn config(url: &str, session: Duration) -> ZkConfig {
     config.with_session_timeout(session).with_request_timeout(ANSWER_LIMIT)
 }
 
-/// The store, with a session of its own.
+/// Returns a store with its own session.
 pub(crate) async fn backend(url: &str, session: Duration) -> Arc<ZkBackend> {
     Arc::new(ZkBackend::open(config(url, session)).await.unwrap())
 }
 
-/// A registry over it, with the longest leases that the session allows.
+/// Returns a registry over `backend`, with the longest leases that the session allows.
 pub(crate) fn over(backend: &Arc<ZkBackend>) -> Registry {
     let lease = backend.session_timeout() / 2;
     let builder = Registry::builder(Arc::clone(backend) as Arc<_>).lease(lease);
     builder.timeout(ANSWER_LIMIT).build().unwrap()
 }
 
-/// A registry with a session of its own, as another process would have it.
+/// Returns a registry with its own session, like that of another process.
 pub(crate) async fn registry(url: &str, session: Duration) -> Registry {
     over(&backend(url, session).await)
 }
 
-/// Lets clients contend that all know the same servers.
+/// Starts contending clients that all use the same servers.
 pub(crate) async fn contest(url: &str, session: Duration) -> Contest {
     contest_by(&vec![url.to_owned(); CLIENTS], session).await
 }
 
-/// The same, with a way to the servers for each.
+/// Starts contending clients, one for each of the addresses in `ways`.
 pub(crate) async fn contest_by(ways: &[String], session: Duration) -> Contest {
     let mut registries = Vec::new();
     for way in ways {
@@ -56,17 +57,17 @@ pub(crate) async fn contest_by(ways: &[String], session: Duration) -> Contest {
     Contest::begin(registries).await
 }
 
-/// Ends a contest when all is well again.
+/// Ends a workload after all faults have ended.
 pub(crate) async fn end(contest: Contest, url: &str) -> Outcome {
     let newcomer = registry(url, SESSION).await;
-    // What somebody has left behind lives no longer than its session.
+    // Nodes of abandoned sessions exist until those sessions end.
     let outcome =
         contest.end(newcomer, PATIENT_SESSION + Duration::from_secs(20), Vec::new()).await;
     println!("{outcome}");
     outcome
 }
 
-/// A client without a registry, which can do what operators and other programs do.
+/// Returns a client without a registry, for the actions of operators and other programs.
 pub(crate) async fn operator(server: &ZooKeeperServer) -> Client {
     let connector = Client::connector().with_session_timeout(LONG_SESSION);
     connector.connect(&server.addr().to_string()).await.unwrap()

@@ -1,4 +1,4 @@
-//! Two leaders at once: one that has lost the others in silence, and the one that those have meanwhile.
+//! Two leaders at once: a partitioned one, and the one that the other members elected.
 
 use std::time::Duration;
 
@@ -10,21 +10,22 @@ use registry_testkit::{eventually, within};
 
 use crate::lab::{LONG_SESSION, SESSION, end, operator, registry};
 
-/// The member that goes on alone for a minute. The others wait two seconds for it.
+/// The member that continues alone for a minute. The other members wait two seconds for it.
 const ALONE: usize = 1;
-/// Keys that are held for good by clients who know only that member: one that contends for others besides, and one that writes
-/// nothing. The second one is answered all the time; to the first one nothing is answered any more, for its writes come first.
+/// Keys that are held permanently by clients that can reach only that member. One client also
+/// contends for other keys; one writes nothing. The server answers the second one all the time. The
+/// first one gets no more responses, because they queue behind its writes.
 const STEADY: &str = "steady/0";
 const QUIET: &str = "quiet";
-/// Nobody who has the other members loses anything while they elect a leader.
+/// Clients of the other members lose nothing while those elect a leader.
 const OTHERS_SESSION: Duration = LONG_SESSION.saturating_mul(2);
-/// Where the store has its keys.
+/// Parent of the store's keys.
 const BASE: &str = "/lock-registry/default";
 
 async fn leaders(ensemble: &ZooKeeperEnsemble) -> Vec<usize> {
     let mut leaders = Vec::new();
     for (number, member) in ensemble.members().iter().enumerate() {
-        // One that looks for a leader is silent at times.
+        // A member may not answer during an election.
         if matches!(member.mode().await, Ok(Some(mode)) if mode == "leader") {
             leaders.push(number);
         }
@@ -32,7 +33,7 @@ async fn leaders(ensemble: &ZooKeeperEnsemble) -> Vec<usize> {
     leaders
 }
 
-/// Holds a lock as long as it can.
+/// Holds a lock until it is lost.
 async fn hold(guard: WitnessedGuard) {
     let lost = guard.lost();
     tokio::pin!(lost);
@@ -45,10 +46,11 @@ async fn hold(guard: WitnessedGuard) {
     }
 }
 
-/// Two clients have only the leader that was cut off, and the rest have the others. They contend for the same keys.
+/// Two clients can reach only the partitioned leader, the others only the other members. All
+/// contend for the same keys.
 #[tokio::test]
 async fn clients_of_two_leaders_never_hold_one_lock_at_once() {
-    // Who asks a new leader too early, through a proxy, is not waited for long.
+    // Shortens the wait of a member that contacts a new leader too early through a proxy.
     let options = ZooKeeperOptions::new().settings(&["initLimit=12"]);
     let patient = options.clone().settings(&["syncLimit=240"]);
     let options = [options.clone(), patient, options];
@@ -74,7 +76,7 @@ async fn clients_of_two_leaders_never_hold_one_lock_at_once() {
     let cut_at = contest.now();
     ensemble.cut_off(ALONE).await.unwrap();
     eventually(LONG, async || leaders(&ensemble).await.len() == 2).await;
-    // What is held by clients of the first one is granted by the second one.
+    // The new leader grants the locks that clients of the old leader hold.
     let mut taken = Vec::new();
     for key in [STEADY, QUIET] {
         let lock = theirs.obtain(key);
@@ -82,14 +84,15 @@ async fn clients_of_two_leaders_never_hold_one_lock_at_once() {
         assert!(contest.write_as(7_000, key, next.fencing_token().unwrap()));
         taken.push(next);
     }
-    // Both of them knew it before.
+    // Both former holders detected the loss before that.
     within(SESSION, holding).await.unwrap();
     let losses = contest.losses();
     let lost = losses.iter().find(|loss| loss.key == STEADY && loss.at > cut_at);
     let lost = lost.expect("its holder knows before that it is lost");
     println!("{:?} after {:?}", lost.reason, Duration::from_nanos(lost.at - cut_at));
     contest.goes_on().await;
-    // The first one still takes itself for the leader, and shows what it knows: lost holders are there, and the next ones are not.
+    // The old leader still acts as a leader. It shows the nodes of the former holders, and not
+    // those of the next ones.
     there.sync("/").await.unwrap();
     for next in taken {
         let line = format!("{BASE}/{}", next.key().replace('/', "%2F"));

@@ -1,4 +1,4 @@
-//! Connections that fall silent or break, with and without the reply to what the servers have done.
+//! Connections that fall silent or break, with and without the response to an executed request.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -23,7 +23,7 @@ use crate::lab::{
 };
 
 const ROUNDS: u32 = 20;
-/// Where the store has its keys.
+/// Parent of the store's keys.
 const BASE: &str = "/lock-registry/default";
 
 fn url(addr: SocketAddr) -> String {
@@ -53,7 +53,7 @@ async fn replies_that_are_lost_cut_or_late_break_no_promise() {
         if fault == Mode::Refuse {
             proxy.cut_all().await;
         }
-        // The others go on meanwhile, at the latest when the session of this one is over.
+        // The other clients continue, at the latest when this client's session has ended.
         contest.goes_on().await;
         proxy.set_mode(Mode::Pass).await.unwrap();
     }
@@ -61,7 +61,8 @@ async fn replies_that_are_lost_cut_or_late_break_no_promise() {
     end(contest, &server.url()).await.assert_flawless();
 }
 
-/// Bytes are kept back for longer than a session, and come in the end: in one direction, in the other, in both.
+/// Bytes are delayed for longer than a session and then delivered: in one direction, in the other,
+/// in both.
 #[tokio::test]
 async fn what_arrives_when_the_session_is_over_breaks_no_promise() {
     let server = ZooKeeperServer::start().await.unwrap();
@@ -71,7 +72,7 @@ async fn what_arrives_when_the_session_is_over_breaks_no_promise() {
     for (lost, fault) in (1..).zip([Mode::HoldReplies, Mode::BlackHole]) {
         contest.goes_on().await;
         contest.steady().await;
-        // Each of them holds a key.
+        // Each client holds a key.
         for proxy in &proxies {
             proxy.set_mode(fault).await.unwrap();
         }
@@ -89,26 +90,28 @@ async fn what_arrives_when_the_session_is_over_breaks_no_promise() {
 async fn a_grant_whose_reply_was_lost_is_taken_up_or_given_back() {
     let server = ZooKeeperServer::start().await.unwrap();
     let proxy = FaultProxy::start(server.addr()).unwrap();
-    // So long that only giving back can free the key in time.
+    // So long that only a release can free the key in time.
     let theirs = registry(&server.url(), LONG * 2).await;
     let operator = operator(&server).await;
     let mut missed = 0;
     for round in 0..ROUNDS {
         let key = format!("reply-{round}");
-        // Each time another one: what is still being given back has answers of its own, which would be cut off instead.
+        // A new registry each round: the previous one may still release a lock, and the proxy would
+        // cut that response instead.
         let ours = registry(&url(proxy.addr()), LONG * 2).await;
-        // From here on the node of the key is there, so that the next request makes the one of the claim.
+        // This creates the key's node, so that the next request creates the claim's node.
         let before = ours.obtain(&key).lock().await.unwrap();
         proxy.set_mode(Mode::Pass).await.unwrap();
         before.unlock().await.unwrap();
         proxy.set_mode(Mode::ResetAfterRequest).await.unwrap();
         let lock = ours.obtain(&key);
         let taking = tokio::spawn(async move { lock.lock().await });
-        // The server has granted it, and nobody was told.
+        // The server has granted the lock, and the response was lost.
         let path = format!("{BASE}/{key}");
         let is_held = async || operator.list_children(&path).await.is_ok_and(|all| !all.is_empty());
         if timeout(secs(10), eventually(LONG, is_held)).await.is_err() {
-            // It was another answer that was cut off, as that to a look at the lock before, and the request never left.
+            // The proxy cut another response, such as that to a verification of the previous lock.
+            // The acquisition was never sent.
             missed += 1;
             taking.abort();
             proxy.set_mode(Mode::Pass).await.unwrap();
@@ -129,7 +132,8 @@ async fn a_grant_whose_reply_was_lost_is_taken_up_or_given_back() {
     assert!(missed <= 1, "{missed} of {ROUNDS} answers were others");
 }
 
-/// Where the servers grant less than was asked for, a session is asked for once more, with what is known then. In one and the same time.
+/// If the servers grant a shorter session than requested, the client opens a second one with the
+/// granted time-out. Both attempts share one time limit.
 #[tokio::test]
 async fn a_session_that_is_there_is_not_given_up_for_a_better_one_that_cannot_be_had() {
     let options = ZooKeeperOptions::new().settings(&["maxSessionTimeout=10000"]);
@@ -154,15 +158,15 @@ async fn a_session_that_is_there_is_not_given_up_for_a_better_one_that_cannot_be
     guard.unlock().await.unwrap();
 }
 
-/// What a claim's node is called, but for its number.
+/// Returns the name of a claim's node without its number.
 fn prefix(claim: ClaimId) -> String {
     let id = claim.to_string();
     let [a, b, c, d, e] = [&id[..8], &id[8..12], &id[12..16], &id[16..20], &id[20..]];
     format!("_c_{a}-{b}-{c}-{d}-{e}-lock-")
 }
 
-/// Makes a node of `claim` in another session than its own, as there is one when a client has given up a session that the servers still
-/// keep.
+/// Creates a node of `claim` in another session. Such a node exists when a client has abandoned a
+/// session that the servers still keep.
 async fn leave_behind(operator: &Client, claim: &Claim) {
     let open = Acls::anyone_all();
     let dir = format!("{BASE}/{}", claim.key());
@@ -192,7 +196,8 @@ async fn a_claim_that_has_nodes_in_two_sessions_is_released_with_both() {
 
 #[tokio::test]
 async fn a_lost_reply_is_made_good_whatever_an_earlier_session_has_left_of_the_claim() {
-    // So long that nothing but what is asked for here is asked in the session, and answered in place of it.
+    // So long that no other request is sent in the session, whose response the proxy would cut
+    // instead.
     let session = secs(1_000);
     let options = ZooKeeperOptions::new().settings(&["maxSessionTimeout=1200000"]);
     let server = ZooKeeperServer::start_with(options).await.unwrap();
@@ -212,14 +217,14 @@ async fn a_lost_reply_is_made_good_whatever_an_earlier_session_has_left_of_the_c
         let line = format!("{BASE}/{}", claim.key());
         let nodes = async || operator.list_children(&line).await.unwrap().len();
         eventually(LONG, async || nodes().await == 2).await;
-        // The answer may be seen on its way later than the node.
+        // The proxy may see the response later than the node appears.
         proxy.until(LONG, |counts| counts.reset > before).await.unwrap();
         proxy.set_mode(Mode::Pass).await.unwrap();
         let mut attempt = within(LONG, attempt).await.unwrap();
         while attempt.is_err() {
             attempt = ours.try_acquire(&claim).await;
         }
-        // The other one is removed, and no third one was made.
+        // The other node is deleted, and no third one was created.
         assert!(matches!(attempt, Ok(Attempt::Granted(_))), "{attempt:?}");
         assert_eq!(nodes().await, 1);
         assert_eq!(ours.release(&claim).await.unwrap(), Release::Freed);
@@ -227,7 +232,7 @@ async fn a_lost_reply_is_made_good_whatever_an_earlier_session_has_left_of_the_c
     }
 }
 
-/// Wherever replies break off: who could not be told is told of trouble, and never that somebody else has the lock.
+/// At whatever byte the responses break off, the caller gets a store error, and never `Busy`.
 #[tokio::test]
 async fn connections_that_break_at_each_try_are_told_as_trouble() {
     let server = ZooKeeperServer::start().await.unwrap();
@@ -257,14 +262,14 @@ async fn connections_that_break_at_each_try_are_told_as_trouble() {
     assert!(told > 10, "{told}");
 }
 
-/// Carries all to the server but what makes a node: there the connection ends.
+/// Forwards all requests to the server until one creates a node. Then it ends the connection.
 async fn carry_no_creation(mut from: TcpStream, to: SocketAddr) -> std::io::Result<()> {
     const CREATE: [u8; 4] = 15_i32.to_be_bytes();
     let mut server = TcpStream::connect(to).await?;
     let (mut requests, mut replies) = from.split();
     let (mut answers, mut asked) = server.split();
     let there = async {
-        // What comes first is the session, which has no number.
+        // The first request opens the session and has no type.
         for number in 0.. {
             let length = requests.read_u32().await?;
             let mut request = vec![0; length as usize];
@@ -280,7 +285,7 @@ async fn carry_no_creation(mut from: TcpStream, to: SocketAddr) -> std::io::Resu
         ended = there => ended?,
         ended = tokio::io::copy(&mut answers, &mut replies) => drop(ended?),
     }
-    // In good order, and not with a reset.
+    // Closes the connection in order, without a reset.
     from.shutdown().await?;
     tokio::io::copy(&mut from, &mut tokio::io::sink()).await.map(drop)
 }
@@ -323,7 +328,8 @@ async fn a_release_whose_reply_was_lost_frees_the_key_and_is_no_loss() {
         let next = within(LONG, theirs.obtain(&key).lock()).await.unwrap();
         assert!(next.fencing_token() > token);
         proxy.set_mode(Mode::Pass).await.unwrap();
-        // Either it was found out that the key is free, or the question is open; never that it was lost.
+        // The release detects that the key is free, or its outcome is unknown. It must not report a
+        // loss.
         let released = within(LONG, releasing).await.unwrap();
         assert!(!matches!(released, Err(LockError::Lost { .. })), "{released:?}");
         ours.idle().await;
@@ -332,7 +338,7 @@ async fn a_release_whose_reply_was_lost_frees_the_key_and_is_no_loss() {
     }
 }
 
-/// A caller that goes away in mid-flight, at every moment of an acquisition, leaves no node behind.
+/// A caller that is dropped at any point of an acquisition leaves no node.
 #[tokio::test]
 async fn tiny_waits_leave_nobody_in_line() {
     let server = ZooKeeperServer::start().await.unwrap();

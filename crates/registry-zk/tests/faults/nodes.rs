@@ -1,4 +1,4 @@
-//! What happens to the nodes of locks: parents that are removed, numbers that end, nodes that somebody deletes.
+//! Changes to lock nodes from outside: deleted parents, exhausted counters, deleted nodes.
 
 use std::collections::HashSet;
 
@@ -13,10 +13,10 @@ use zookeeper_client::{Acl, Acls, AuthId, Client, CreateMode, Permission};
 use crate::lab::{LONG_SESSION, SESSION, contest, end, operator, registry, secs};
 
 const ROOT: &str = "/lock-registry";
-/// Where the store has its keys.
+/// Parent of the store's keys.
 const BASE: &str = "/lock-registry/default";
 
-/// As the servers do with parents that are empty, only all the time.
+/// Deletes empty parents all the time, as the servers do from time to time.
 async fn reap(operator: Client) {
     loop {
         for key in operator.list_children(BASE).await.unwrap_or_default() {
@@ -38,7 +38,7 @@ async fn parents_that_vanish_at_any_moment_cost_nothing_and_tokens_grow_on() {
     let mut last = None;
     let mut parents = HashSet::new();
     for _ in 0..300 {
-        // Alone, so that the parent goes each time.
+        // Without other contenders, so that the parent is deleted after each release.
         let guard = within(LONG, ours.obtain("alone").lock()).await.unwrap();
         let parent = operator.check_stat(&format!("{BASE}/alone")).await.unwrap().unwrap();
         parents.insert(parent.czxid);
@@ -55,8 +55,8 @@ async fn parents_that_vanish_at_any_moment_cost_nothing_and_tokens_grow_on() {
     outcome.assert_flawless();
 }
 
-/// The number in a node's name counts all children that its parent ever had, with 31 bits. What comes after that is not in order any
-/// more, and the servers give one number to many.
+/// The number in a node's name counts all children that its parent ever had, in 31 bits. Later
+/// numbers are not ordered, and the servers assign one number to several nodes.
 #[tokio::test]
 async fn the_end_of_all_numbers_breaks_no_promise_and_keeps_the_order() {
     let mut server = ZooKeeperServer::start().await.unwrap();
@@ -88,7 +88,8 @@ async fn the_end_of_all_numbers_breaks_no_promise_and_keeps_the_order() {
     outcome.assert_flawless();
 }
 
-/// By an operator. Others may have the lock before its holder has heard of it, which takes no more than the way back from the server.
+/// An operator deletes the node. Another client may acquire the lock before its holder is notified,
+/// which takes one message from the server.
 #[tokio::test]
 async fn a_node_that_somebody_deletes_is_a_lock_that_is_lost() {
     let server = ZooKeeperServer::start().await.unwrap();
@@ -98,13 +99,13 @@ async fn a_node_that_somebody_deletes_is_a_lock_that_is_lost() {
     for round in 1..=2 {
         contest.goes_on().await;
         contest.steady().await;
-        // They have been held for long enough to be watched over.
+        // Locks held this long have a watch on their node.
         tokio::time::sleep(secs(1)).await;
         let begin = contest.now();
         for key in 0..3 {
             let path = format!("{BASE}/steady%2F{key}");
             let mut all = operator.list_children(&path).await.unwrap();
-            // Nobody of those who envy the holder for a moment was there before it.
+            // Contenders that arrived after the holder sort after it.
             all.sort_by_key(|name| name[name.len() - 10..].to_owned());
             operator.delete(&format!("{path}/{}", all[0]), None).await.unwrap();
         }
@@ -124,7 +125,8 @@ async fn a_node_that_somebody_deletes_is_a_lock_that_is_lost() {
     outcome.assert_flawless_but_between(&windows);
 }
 
-/// As members did that had been killed: one of them shows a holder that the others have deleted.
+/// Some members behaved like this after a kill: one member showed a holder that the others had
+/// deleted.
 #[tokio::test]
 async fn a_holder_that_only_our_own_server_has_is_passed_over() {
     let mut ensemble = ZooKeeperEnsemble::start().await.unwrap();
@@ -134,13 +136,13 @@ async fn a_holder_that_only_our_own_server_has_is_passed_over() {
     let open = Acls::anyone_all();
     let line = format!("{BASE}/k");
     operator.mkdir(&line, &CreateMode::Persistent.with_acls(open)).await.unwrap();
-    // It has had its number from the servers, and so nobody else will.
+    // The servers assigned this number, so no other node gets it.
     let node = CreateMode::EphemeralSequential.with_acls(open);
     let (_, number) = operator.create(&format!("{line}/_c_0-lock-"), b"", &node).await.unwrap();
     let ghost = format!("_c_0-lock-{number}");
     operator.delete(&format!("{line}/{ghost}"), None).await.unwrap();
     let member = &mut ensemble.members_mut()[odd];
-    // It has heard of that.
+    // This member has applied the deletion.
     let here = crate::lab::operator(member).await;
     here.sync("/").await.unwrap();
     drop(here);
@@ -150,7 +152,8 @@ async fn a_holder_that_only_our_own_server_has_is_passed_over() {
 
     let there = registry(&ensemble.members()[other].url(), SESSION).await;
     let ours = registry(&ensemble.members()[odd].url(), SESSION).await;
-    // To the others the lock is free. Who holds it in truth is waited for, though.
+    // The other members show the lock as free. A client of the odd member must still wait for the
+    // actual holder.
     let first = there.obtain("k").lock().await.unwrap();
     let lock = ours.obtain("k");
     assert!(lock.try_lock().await.unwrap().is_none());
@@ -160,11 +163,11 @@ async fn a_holder_that_only_our_own_server_has_is_passed_over() {
     assert!(first.is_held() && !waiting.is_finished());
     first.unlock().await.unwrap();
     let next = within(LONG, waiting).await.unwrap().unwrap();
-    // It is still shown.
+    // The odd member still shows the deleted node.
     let here = crate::lab::operator(&ensemble.members()[odd]).await;
     assert!(here.list_children(&line).await.unwrap().contains(&ghost));
     next.unlock().await.unwrap();
-    // Those who do not wait find out as well.
+    // `try_lock` also ignores the deleted node.
     let free = ours.obtain("k").try_lock().await.unwrap().expect("nobody has it");
     assert!(there.obtain("k").try_lock().await.unwrap().is_none());
     free.unlock().await.unwrap();
@@ -174,7 +177,7 @@ async fn a_holder_that_only_our_own_server_has_is_passed_over() {
     }
 }
 
-/// What this login may not look at hides nothing else.
+/// A key that this login may not read hides no other key.
 #[tokio::test]
 async fn keys_that_may_not_be_read_do_not_keep_the_others_from_being_listed() {
     let server = ZooKeeperServer::start().await.unwrap();
@@ -202,7 +205,7 @@ async fn keys_that_may_not_be_read_do_not_keep_the_others_from_being_listed() {
     assert_eq!(all[0].label, None);
     assert_eq!(all[0].token.map(i64::from), Some(node.czxid));
     assert_eq!(all[1].token, guard.fencing_token());
-    // Asked by name it is told as what it is.
+    // A direct request for that key returns the actual error.
     let Err(LockError::Backend { source, .. }) = ours.obtain("closed").holder().await else {
         panic!("it may not be read")
     };

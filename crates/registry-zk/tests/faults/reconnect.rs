@@ -1,4 +1,4 @@
-//! How soon a client has a connection again, and how a session ends.
+//! How soon a client reconnects, and how a session ends.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -18,7 +18,7 @@ use zookeeper_client::{Acls, CreateMode, Permission};
 use crate::lab::{backend, operator, over, registry, secs};
 use registry_zk::Multi as _;
 
-/// A way to a server whose connections can fall silent. New connections work.
+/// A proxy to a server. Its open connections can fall silent; new connections work.
 struct Way {
     addr: SocketAddr,
     silence: watch::Sender<()>,
@@ -63,7 +63,7 @@ async fn hold(registry: &Registry, lease: Duration, count: usize) -> Vec<LockGua
     guards
 }
 
-/// Requires that none of the guards is lost for two leases.
+/// Asserts that no guard is lost for two leases.
 async fn last(guards: &[LockGuard], lease: Duration) {
     let any = select_all(guards.iter().map(|guard| Box::pin(guard.lost())));
     assert!(timeout(lease * 2, any).await.is_err(), "one was lost");
@@ -87,7 +87,7 @@ async fn a_connection_that_falls_silent_is_replaced_before_leases_of_five_second
     }
 }
 
-/// Nothing listens for as long as `outage`, with a session of 30 s and leases of half of it.
+/// Refuses all connections for `outage`, with a session of 30 s and leases of half of it.
 async fn reconnects_soon_after(outage: Duration, ways: usize) {
     let server = ZooKeeperServer::start().await.unwrap();
     let proxies: Vec<_> = (0..ways).map(|_| FaultProxy::start(server.addr()).unwrap()).collect();
@@ -110,7 +110,7 @@ async fn reconnects_soon_after(outage: Duration, ways: usize) {
         proxy.set_mode(Mode::Refuse).await.unwrap();
         proxy.cut_all().await;
     }
-    // The length of the outage is what this is about.
+    // A real pause: the length of the outage is the subject of the test.
     sleep(outage).await;
     for proxy in &proxies {
         proxy.set_mode(Mode::Pass).await.unwrap();
@@ -124,7 +124,7 @@ async fn reconnects_soon_after(outage: Duration, ways: usize) {
     last(&guards, secs(15)).await;
     assert_eq!(backend.session_id(), session);
 
-    // A waiter has kept its place, and what happens to nodes is heard as before.
+    // The waiter is still at its position in the queue, and watches still fire.
     assert_eq!(awaited_by().await, in_line);
     awaited.unlock().await.unwrap();
     within(LONG, waiting).await.unwrap().unwrap().unwrap().unlock().await.unwrap();
@@ -169,7 +169,7 @@ async fn closing_ends_a_session_although_its_nodes_may_not_be_deleted() {
     eventually(LONG, async || operator.list_children(dir).await.unwrap().is_empty()).await;
     let clients = server.clients().await.unwrap();
     assert!(clients.iter().all(|client| client.session != session), "{clients:?}");
-    // The backend can be used by another registry, with a session of its own.
+    // Another registry can use the backend, with a new session.
     let ours = over(&backend);
     let guard = within(LONG, ours.obtain("another").lock()).await.unwrap();
     guard.unlock().await.unwrap();
@@ -179,7 +179,7 @@ async fn closing_ends_a_session_although_its_nodes_may_not_be_deleted() {
 async fn a_session_that_is_closed_during_an_outage_ends_after_it() {
     let server = ZooKeeperServer::start().await.unwrap();
     let proxy = FaultProxy::start(server.addr()).unwrap();
-    // So long that its time-out does not end it.
+    // Too long for the session to end by its time-out.
     let backend = backend(&format!("zk://{}", proxy.addr()), LONG * 2).await;
     let session = backend.session_id().unwrap();
     let ours = over(&backend);
@@ -216,14 +216,14 @@ async fn a_waiter_keeps_its_place_in_the_queue_over_a_short_outage() {
     };
     eventually(LONG, async || queue().await.len() == 2).await;
     let before = queue().await;
-    // By now the waiter attempts less often than its lease is long.
+    // After this time, the waiter's attempts are further apart than its lease.
     sleep(secs(25)).await;
     for _ in 0..3 {
         proxy.set_mode(Mode::Refuse).await.unwrap();
         proxy.cut_all().await;
         sleep(Duration::from_millis(700)).await;
         proxy.set_mode(Mode::Pass).await.unwrap();
-        // Its next attempt, and some turns of what removes abandoned nodes.
+        // Covers its next attempt and several runs of the removal of abandoned nodes.
         assert!(timeout(secs(3), &mut waiting).await.is_err());
         assert_eq!(queue().await, before);
     }

@@ -1,4 +1,4 @@
-//! Sessions that end, because somebody ends them or because nobody hears of them.
+//! Sessions that end because they are closed from outside or expire.
 
 use std::time::Duration;
 
@@ -45,7 +45,8 @@ async fn a_server_that_crashes_and_keeps_its_data_ends_no_hold() {
     outcome.assert_flawless();
 }
 
-/// Its nodes are gone at once, and others may have its locks before it hears of it.
+/// The nodes are deleted at once, and other clients can acquire the locks before the client is
+/// notified.
 #[tokio::test]
 async fn a_session_that_is_ended_from_outside_is_lost_for_good_and_followed_by_another_one() {
     let server = ZooKeeperServer::start().await.unwrap();
@@ -66,7 +67,7 @@ async fn a_session_that_is_ended_from_outside_is_lost_for_good_and_followed_by_a
             server.end_session(session).await.unwrap();
             contest.loses_steadily(3 * (round - 1) + number + 1).await;
             contest.steady().await;
-            // Whoever has not heard of it knows by its lease.
+            // A holder that is not notified loses the lock when its lease ends.
             let lease = u64::try_from((SESSION / 2).as_nanos()).unwrap();
             windows.push(Window::new(begin, contest.now() + lease));
             assert_ne!(backend.session_id(), Some(session));
@@ -75,7 +76,7 @@ async fn a_session_that_is_ended_from_outside_is_lost_for_good_and_followed_by_a
     contest.goes_on().await;
     let outcome = end(contest, &server.url()).await;
     let losses = outcome.steady_losses();
-    // On a loaded machine a lease may be over before the client has found out.
+    // On a loaded machine, the lease may end before the client detects the loss.
     let told = |reason: &LostReason| matches!(reason, LostReason::Gone | LostReason::Expired);
     assert!(losses.iter().all(told), "{losses:?}");
     for overlap in outcome.assert_flawless_but_between(&windows) {
@@ -84,7 +85,7 @@ async fn a_session_that_is_ended_from_outside_is_lost_for_good_and_followed_by_a
     }
 }
 
-/// Whoever waits goes to the end of the line, and gets the lock within the time that it has.
+/// The waiter goes to the end of the queue, and acquires the lock within its time limit.
 #[tokio::test]
 async fn who_waits_in_a_session_that_is_ended_waits_on_in_the_next_one() {
     let server = ZooKeeperServer::start().await.unwrap();
@@ -98,7 +99,7 @@ async fn who_waits_in_a_session_that_is_ended_waits_on_in_the_next_one() {
         .await;
     let session = backend.session_id().unwrap();
     server.end_session(session).await.unwrap();
-    // In line again, in another session.
+    // Queued again, in another session.
     registry_testkit::eventually(LONG, async || {
         let other = backend.session_id().filter(|other| *other != session)?;
         let nodes = server.ask("dump").await.unwrap();
@@ -113,13 +114,13 @@ async fn who_waits_in_a_session_that_is_ended_waits_on_in_the_next_one() {
     next.unlock().await.unwrap();
 }
 
-/// Stops a client that holds a lock for longer than its session: others go on without it, and it knows that as soon as it goes on
-/// itself.
+/// Stops a process that holds a lock for longer than its session. Other clients acquire the lock,
+/// and the process detects the loss as soon as it continues.
 #[tokio::test]
 async fn a_stopped_holder_is_replaced_and_knows_it() {
     let server = ZooKeeperServer::start().await.unwrap();
     let url = server.url();
-    // Of the others none must end for another reason than that it was stopped.
+    // Long sessions, so that only the stopped process loses its session.
     let contest = crate::lab::contest(&url, LONG_SESSION).await;
     let ours = registry(&url, LONG_SESSION).await;
     let witness = Witness::new(contest.recorder(), 7_000);

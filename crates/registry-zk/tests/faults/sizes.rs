@@ -1,5 +1,5 @@
-//! Sessions with many nodes, or long paths: the end of a session is one transaction with all of them, which every server must be able to
-//! read.
+//! Sessions with many nodes or long paths. The end of a session is one transaction with all paths,
+//! which every server must be able to read.
 
 use std::error::Error as _;
 use std::sync::Arc;
@@ -16,12 +16,12 @@ use tokio::time::timeout;
 
 use crate::lab::{config, registry, secs};
 
-/// So long that no session ends while so many locks are taken, on whatever machine.
+/// So long that no session ends while the locks are acquired, even on a slow machine.
 const SESSION: Duration = Duration::from_secs(60);
 const PATIENCE: Duration = Duration::from_secs(30);
-/// Callers at a time.
+/// Number of concurrent callers.
 const AT_ONCE: usize = 200;
-/// With it, about 140 keys fill a session.
+/// About 140 keys of this length fill a session.
 const LONG_KEY: usize = 3_600;
 
 fn long_key(number: usize) -> String {
@@ -45,7 +45,8 @@ async fn take(registry: &Registry, keys: impl Iterator<Item = String>) -> Vec<Lo
     guards.buffer_unordered(AT_ONCE).collect().await
 }
 
-/// Takes keys of this length until one is refused. Returns the guards, and why the last one was refused.
+/// Acquires keys of this length until one is refused. Returns the guards and the error of the
+/// refused one.
 async fn fill(registry: &Registry) -> (Vec<LockGuard>, LockError) {
     let mut guards = Vec::new();
     loop {
@@ -56,9 +57,9 @@ async fn fill(registry: &Registry) -> (Vec<LockGuard>, LockError) {
     }
 }
 
-/// Holds all keys in one process that vanishes, and requires that the ensemble goes on without it.
+/// Holds all keys in one process that vanishes, and asserts that the ensemble continues to serve.
 async fn outlives_a_holder_of(keys: impl Iterator<Item = String> + Clone) {
-    // Room for all the nodes.
+    // Memory for all the nodes.
     let options = ZooKeeperOptions::new().without_fsync().env("_JAVA_OPTIONS", "-Xmx192m");
     let mut ensemble = ZooKeeperEnsemble::start_with(3, &options).await.unwrap();
     let proxy = FaultProxy::start(ensemble.members()[0].addr()).unwrap();
@@ -71,7 +72,7 @@ async fn outlives_a_holder_of(keys: impl Iterator<Item = String> + Clone) {
 
     proxy.set_mode(Mode::Refuse).await.unwrap();
     proxy.cut_all().await;
-    // What the leader does when their time is over.
+    // Ends the sessions as the leader does after their time-out.
     for session in sessions {
         ensemble.members()[1].end_session(session).await.unwrap();
     }
@@ -79,7 +80,7 @@ async fn outlives_a_holder_of(keys: impl Iterator<Item = String> + Clone) {
     for member in ensemble.members() {
         eventually(LONG, async || member.figure("zk_ephemerals_count").await.unwrap() == 0).await;
     }
-    // Each member can read its own log, too.
+    // Each member must also be able to read its own log.
     for number in 0..3 {
         ensemble.members_mut()[number].kill();
         ensemble.members_mut()[number].start_again().await.unwrap();
@@ -120,7 +121,7 @@ async fn what_no_session_has_room_for_is_refused_with_key_size_limit_and_option(
     assert!(full.bytes <= full.bytes_max && full.bytes + LONG_KEY + 200 > full.bytes_max);
     assert_eq!(server.figure("zk_ephemerals_count").await.unwrap(), count as u64);
 
-    // One that is released makes room for one, in time for a caller that waits for it.
+    // A released lock makes room for one more, in time for a waiting caller.
     let lock = ours.obtain(&long_key(count));
     let waiting = tokio::spawn(async move { lock.lock_with(LockOptions::new().wait(LONG)).await });
     guards.pop().unwrap().unlock().await.unwrap();
@@ -147,7 +148,7 @@ async fn waiters_take_room_and_give_it_back_however_they_end() {
         let nodes = server.figure("zk_ephemerals_count").await.unwrap();
         nodes.saturating_sub(200)
     };
-    // The rest is refused, again and again.
+    // The other attempts are refused repeatedly.
     eventually(LONG, async || in_line().await > 130).await;
     for waiting in waiting.drain(..) {
         waiting.abort();
@@ -156,7 +157,7 @@ async fn waiters_take_room_and_give_it_back_however_they_end() {
     drop(held);
     eventually(LONG, async || server.figure("zk_ephemerals_count").await.unwrap() == 0).await;
 
-    // Attempts that are dropped, or whose answers are lost.
+    // Attempts that are dropped, or whose responses are lost.
     for round in 0..40 {
         let lost = round % 8 == 7;
         if lost {
@@ -197,7 +198,7 @@ async fn a_further_session_does_what_the_first_one_does_and_its_end_loses_only_i
         let held = guards.iter().filter(|guard| guard.is_held()).count();
         held < guards.len()
             && guards.iter().all(|guard| {
-                // Only nodes of the first session are left, and their guards are valid.
+                // Only nodes of the first session remain, and their guards are valid.
                 guard.is_held() || guard.key() != guards[0].key()
             })
             && u64::try_from(held).unwrap() == server.figure("zk_ephemerals_count").await.unwrap()
@@ -207,7 +208,7 @@ async fn a_further_session_does_what_the_first_one_does_and_its_end_loses_only_i
     assert_eq!(backend.session_ids(), [first]);
     let next = within(LONG, theirs.obtain(last.key()).lock()).await.unwrap();
     next.unlock().await.unwrap();
-    // A further session takes the place of the one that has ended.
+    // A new session replaces the one that has ended.
     let again = within(LONG, ours.obtain(&long_key(5_000)).lock()).await.unwrap();
     assert_eq!(backend.session_ids().len(), 2);
     again.unlock().await.unwrap();

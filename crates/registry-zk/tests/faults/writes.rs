@@ -1,4 +1,4 @@
-//! What is written under a lock that was lost: the servers refuse it, even if the holder has not heard of the loss.
+//! Writes under a lost lock: the servers refuse them even if the holder has not detected the loss.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,10 +17,10 @@ use zookeeper_client::{Acls, Client, CreateMode};
 use crate::lab::{PATIENT_SESSION, SESSION, backend, config, operator, over, registry};
 
 const BALANCE: &str = "/balance";
-/// Where the store has the lock.
+/// The lock's node.
 const LOCK: &str = "/lock-registry/default/account";
 const CLERKS: usize = 4;
-/// How many holders lose their session.
+/// Number of holders whose session is ended.
 const LOSSES: usize = 25;
 
 async fn account(operator: &Client) {
@@ -41,7 +41,7 @@ async fn a_write_after_the_next_holder_s_is_refused() {
     let first = backend(&server.url(), SESSION).await;
     let guard = over(&first).obtain("account").lock().await.unwrap();
     guard.multi().unwrap().set(BALANCE, "1", None).commit().await.unwrap();
-    // Prepared while it is held, and sent when it is not.
+    // Prepared while the lock is held, sent after the loss.
     let late = guard.multi().unwrap().set(BALANCE, "wrong", None).create("/journal", "wrong");
     server.end_session(first.session_id().unwrap()).await.unwrap();
     let second = registry(&server.url(), SESSION).await;
@@ -51,14 +51,14 @@ async fn a_write_after_the_next_holder_s_is_refused() {
     println!("{refused:?}");
     assert_eq!(balance(&operator).await, 2);
     assert!(operator.check_stat("/journal").await.unwrap().is_none());
-    // Without the check it would have been made.
+    // Without the check, the write would have succeeded.
     operator.set_data(BALANCE, b"3", None).await.unwrap();
     within(LONG, guard.lost()).await;
     assert!(matches!(guard.multi().err(), Some(FenceError::Lost { .. })));
     next.unlock().await.unwrap();
 }
 
-/// Servers break the connection for it, and all locks of a process share one.
+/// Servers break the connection at such a request, and all locks of a process share one connection.
 #[tokio::test]
 async fn what_is_too_much_for_the_servers_is_refused_before_it_is_sent() {
     let server = ZooKeeperServer::start().await.unwrap();
@@ -67,7 +67,7 @@ async fn what_is_too_much_for_the_servers_is_refused_before_it_is_sent() {
     let proxy = FaultProxy::start(server.addr()).unwrap();
     let acl = Acl::parse("world:anyone:cdrwa,digest:somebody:aGFzaGFzaGFzaA=:cdrwa").unwrap();
     let config = config(&format!("zk://{}", proxy.addr()), PATIENT_SESSION).with_acl(acl);
-    // A write of so many bytes takes its time on a busy machine.
+    // A write of this size takes long on a loaded machine.
     let config = config.with_request_timeout(LONG);
     let ours = over(&Arc::new(ZkBackend::open(config).await.unwrap()));
     let guard = ours.obtain("account").lock().await.unwrap();
@@ -94,7 +94,8 @@ async fn what_is_too_much_for_the_servers_is_refused_before_it_is_sent() {
     guard.unlock().await.unwrap();
 }
 
-/// Clerks add one by reading, thinking and writing, while those who hold the lock lose their sessions.
+/// Clerks read, wait and write the incremented balance, while holders of the lock lose their
+/// sessions.
 #[tokio::test]
 async fn no_update_is_lost_while_sessions_are() {
     let server = ZooKeeperServer::start().await.unwrap();
@@ -135,7 +136,7 @@ async fn no_update_is_lost_while_sessions_are() {
         let mut line = operator.list_children(LOCK).await.unwrap_or_default();
         line.sort_by_key(|name| name[name.len() - 10..].to_owned());
         let Some(head) = line.first() else { continue };
-        // Gone meanwhile, perhaps.
+        // The node may be deleted by now.
         let Ok(Some(node)) = operator.check_stat(&format!("{LOCK}/{head}")).await else { continue };
         lost += usize::from(server.end_session(node.ephemeral_owner).await.is_ok());
     }

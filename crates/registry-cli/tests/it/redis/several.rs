@@ -1,4 +1,4 @@
-//! Each command over each kind of servers.
+//! Each subcommand over each kind of Redis setup.
 
 use registry_testkit::redis::{
     RedisCluster, RedisQuorum, RedisServer, SentinelOptions, SentinelSetup, ServerOptions,
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 use super::Redis;
 use crate::support::Process;
 
-/// Everything that `lockreg` does, it does with these servers; `doctor` says that they are of this class.
+/// Runs all subcommands of `lockreg` with these servers. `doctor` must report this class.
 fn serve<S>(redis: &Redis<S>, class: &str) {
     let script = r#"echo "$LOCKREG_KEY $LOCKREG_FENCING_TOKEN"; exit 3"#;
     let run = redis.done(&["run", "--no-wait", "nightly", "--", "sh", "-c", script]);

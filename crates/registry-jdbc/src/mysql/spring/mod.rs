@@ -1,5 +1,7 @@
-//! Locks in the table of a Spring Integration `JdbcLockRegistry`. What differs from the native layout, and no more: see `backend` beside for the
-//! rest of the store, and `server::spring` for what a lock is called.
+//! Locks in the table of a Spring Integration `JdbcLockRegistry`.
+//!
+//! Contains only what differs from the native layout. The rest of the store is in `backend`;
+//! `server::spring` maps keys to names in Spring's table.
 
 mod sql;
 
@@ -29,13 +31,14 @@ use crate::server::spring::{self, Generation, PEER_POLL, client_id, is_claim, lo
 use crate::server::{Errand, RowId, SpringTable};
 use sql::{Texts, Wanted, micros};
 
-/// Locks in the table of a Spring Integration `JdbcLockRegistry` in a MariaDB or MySQL database: this program and those in Java exclude each
-/// other.
+/// Locks in the table of a Spring Integration `JdbcLockRegistry` in a MariaDB or MySQL database.
+/// This program and Java programs exclude each other.
 ///
-/// For what both sides must know, see [`SpringTable`]; here the table's name has the letters that it is given, big and small. Everything else is as with
-/// [`MySqlBackend`](crate::MySqlBackend): the server's clock ends grants, tokens only grow, a claim is its own owner, and a
-/// [`Fence`](crate::Fence) works. Nobody is told of releases: they are found by the
-/// registry's [poll](registry_core::RegistryBuilder::poll).
+/// For the requirements of both sides, see [`SpringTable`]. Here, the table's name is
+/// case-sensitive. Everything else is as in [`MySqlBackend`](crate::MySqlBackend): leases expire by
+/// the server's clock, tokens only grow, a claim is its own owner, and a [`Fence`](crate::Fence)
+/// works. There are no release notifications: waiters detect releases by the registry's
+/// [poll](registry_core::RegistryBuilder::poll).
 pub struct MySqlSpringBackend {
     config: MySqlConfig,
     table: SpringTable,
@@ -43,28 +46,32 @@ pub struct MySqlSpringBackend {
     native: NativeTexts,
     texts: Texts,
     link: Link,
-    /// Tells the rows beside those of this table and region from all others, and from those of native namespaces.
+    /// Distinguishes the native rows of this table and region from those of other tables and
+    /// regions, and of native namespaces.
     part: String,
 }
 
 impl MySqlSpringBackend {
-    /// Refuses what cannot work, without I/O. Opening the store asks this first.
+    /// Validates the configuration without I/O. Opening the store calls this first.
     ///
     /// # Errors
-    /// [`BackendError`], `Misconfigured`, for the first thing that is wrong.
+    /// [`BackendError`], `Misconfigured`, for the first invalid value.
     pub fn check(config: &MySqlConfig, table: &SpringTable) -> Result<(), BackendError> {
         table.check().map_err(|says| unusable(&says))?;
         config.check()
     }
 
-    /// Connects to the server, and makes Spring's table and those of this program if they are absent and this is not
-    /// [turned off](MySqlConfig::with_create_schema). The namespace is of no use here: Spring has regions.
+    /// Connects to the server. Creates Spring's table and the native tables if they are missing,
+    /// unless this is [turned off](MySqlConfig::with_create_schema). The namespace is ignored:
+    /// Spring has regions.
     ///
     /// # Errors
-    /// As of [`MySqlBackend::open`](crate::MySqlBackend::open); `Misconfigured` also for a table of another generation of Spring.
+    /// As for [`MySqlBackend::open`](crate::MySqlBackend::open). Also `Misconfigured` for a table
+    /// of another generation of Spring.
     ///
     /// # Cancel safety
-    /// Dropping the future may leave some of the tables behind; the next one who opens the store makes the others.
+    /// Dropping the future may leave some of the tables behind. The next open of the store creates
+    /// the others.
     pub async fn open(config: MySqlConfig, table: SpringTable) -> Result<Self, BackendError> {
         Self::check(&config, &table)?;
         let link = Link::new(&config);
@@ -73,23 +80,24 @@ impl MySqlSpringBackend {
         let database = config.server.get_database().unwrap_or_default();
         let texts =
             Texts::new(database, &config.table_prefix, &lock, table.region(), table.generation);
-        // Most collations take regions for the same that differ in case alone.
+        // In most collations, regions that differ only in case are equal.
         let part = format!("{lock} {}", table.region().to_ascii_lowercase());
         Ok(Self { config, table, store, native, texts, link, part })
     }
 
-    /// The row of tokens.
+    /// Returns the id of the native row with the key's tokens.
     fn row_id(&self, lock_key: &str) -> Vec<u8> {
         RowId::beside(&self.part, lock_key).bytes().to_vec()
     }
 
-    /// What native namespaces, which are UTF-8, are not. A table's name may be longer than there is room for.
+    /// Returns a namespace that no native namespace equals, because those are UTF-8. A hash,
+    /// because a table's name may be too long.
     fn namespace(&self) -> Vec<u8> {
         let part = RowId::beside(&self.part, "");
         [b"\xffspring ", part.bytes()].concat()
     }
 
-    /// What a fence asks.
+    /// Returns the queries of a fence.
     pub(super) fn fenced(&self, claim: &Claim, token: FencingToken) -> Fenced<'_> {
         let (lock_key, token) = (lock_key(claim.key()), i64::from(token));
         let values = [
@@ -104,10 +112,10 @@ impl MySqlSpringBackend {
         Fenced { statement, meta: plain(&self.native.meta, &[]), store: &self.store }
     }
 
-    /// As in the native layout.
+    /// Waits for the end of a transaction that this claim has fenced, as in the native layout.
     async fn wait_for_fence(&self, claim: &Claim) -> Result<(), BackendError> {
         for pause in UNLOCK_PAUSES.into_iter().map(Some).chain([None]) {
-            // Nothing was released if this fails.
+            // If this fails, nothing was released.
             let is_open = self.has_open_fence(claim).await.map_err(BackendError::as_refused)?;
             if !is_open {
                 return Ok(());
@@ -120,7 +128,7 @@ impl MySqlSpringBackend {
     }
 
     async fn has_open_fence(&self, claim: &Claim) -> Result<bool, BackendError> {
-        // A fence locks both rows; the one beside is there as long as the claim is.
+        // A fence locks both rows. The native row exists as long as the claim does.
         let id = self.row_id(&lock_key(claim.key()));
         let look = || query(self.native.lock_row.safe()).bind(id.clone());
         if !self.link.rows(Errand::Release, look).await?.is_empty() {
@@ -130,7 +138,7 @@ impl MySqlSpringBackend {
         Ok(held.is_some_and(|held| held.client == Some(client_id(claim.id()))))
     }
 
-    /// Who has the key.
+    /// Returns the current grant of the key.
     async fn look(&self, key: &Key, errand: Errand) -> Result<Option<Held>, BackendError> {
         let lock_key = lock_key(key);
         let make =
@@ -139,7 +147,7 @@ impl MySqlSpringBackend {
         rows.first().map(|row| self.held(Holder::new(key.clone()), row)).transpose()
     }
 
-    /// Takes the key if it is free, and tells who has it then.
+    /// Grants the key if it is free. Returns the grant that the key has afterwards.
     async fn take(&self, claim: &Claim) -> Result<Option<Held>, BackendError> {
         let (lock_key, client) = (lock_key(claim.key()), client_id(claim.id()));
         let (id, namespace) = (self.row_id(&lock_key), self.namespace());
@@ -160,7 +168,7 @@ impl MySqlSpringBackend {
         rows.first().map(|row| self.held(Holder::new(claim.key().clone()), row)).transpose()
     }
 
-    /// What is beside belongs to the holder if its claim does.
+    /// Reads a grant. The columns of the native row are valid only if that row has the same claim.
     fn held(&self, holder: Holder, row: &MySqlRow) -> Result<Held, BackendError> {
         let client: Option<String> = self.column(row, 0)?;
         let claim: Option<Vec<u8>> = self.column(row, 1)?;
@@ -180,7 +188,7 @@ impl MySqlSpringBackend {
         Ok(Held { client, lease_left, holder })
     }
 
-    /// Claims of one lease.
+    /// Renews claims with the same lease.
     async fn renew_chunk(
         &self,
         claims: &[&Claim],
@@ -190,7 +198,7 @@ impl MySqlSpringBackend {
         let keys: Vec<String> = claims.iter().map(|claim| lock_key(claim.key())).collect();
         let clients: Vec<String> = claims.iter().map(|claim| client_id(claim.id())).collect();
         let limit = i64::try_from(claims.len()).unwrap_or(i64::MAX);
-        // Two renewals do what one does.
+        // A repeated renewal has no further effect.
         let make = || {
             let statement = query(NativeTexts::sized(&self.texts.renew, claims.len()).safe());
             let statement = filled(statement, keys.iter().cloned());
@@ -205,13 +213,14 @@ impl MySqlSpringBackend {
             let ids = claims.iter().map(|claim| claim.id().to_bytes().to_vec());
             filled(statement, ids).bind(limit).bind(micros(lease))
         };
-        // The grants are renewed; what this is for comes an hour later.
+        // The grants are renewed. The native rows matter only for the purge, so an error is
+        // ignored.
         let _ = self.link.change(Errand::Renew(lease), Repeat::Harmless, make).await;
         let wanted: HashSet<_> = claims.iter().map(|claim| claim.id()).collect();
         if usize::try_from(done.rows_affected()) == Ok(wanted.len()) {
             return Ok(claims.iter().map(|_| Ok(Renewal::Renewed(lease))).collect());
         }
-        // Some are gone, or kept by a fence. The rows tell which.
+        // Some grants are gone, or a fence has their rows locked. The rows show which.
         let make = || {
             let statement = query(NativeTexts::sized(&self.texts.lasting, claims.len()).safe());
             filled(statement, keys.iter().cloned())
@@ -224,7 +233,7 @@ impl MySqlSpringBackend {
         }
         let answer = |client: String| match lasting.get(&Some(client)) {
             None => Ok(Renewal::Gone),
-            // As in the native layout.
+            // Valid for the reason given in the native layout, see `MySqlBackend::renew_chunk`.
             Some(left) if left.saturating_add(since) >= lease => {
                 Ok(Renewal::Renewed((*left).min(lease)))
             }
@@ -244,14 +253,15 @@ impl MySqlSpringBackend {
         error::damaged(self.link.place(), says)
     }
 
-    /// Reads the row of all, when nothing was granted although nobody has the key: without that row nothing has a token, nor at a replica.
+    /// Reads the meta row after an attempt failed although the key is free. Without that row, or on
+    /// a replica, nothing ever gets a token.
     async fn check_meta(&self) -> Result<(), BackendError> {
         let rows = self.link.rows(Errand::Acquire, || query(self.native.meta.safe())).await?;
         let row = rows.first();
         let row =
             row.ok_or_else(|| self.damaged("the meta table has lost its row").as_refused())?;
         if self.column::<i64>(row, 2)? == 0 {
-            // Connections that are made anew may lead to its successor.
+            // New connections may lead to the server's successor.
             self.link.forget();
             return Err(error::read_only(self.link.place()));
         }
@@ -263,7 +273,7 @@ impl MySqlSpringBackend {
     }
 }
 
-/// A grant as the tables tell it.
+/// A grant as stored in the tables.
 #[derive(Debug)]
 struct Held {
     client: Option<String>,
@@ -273,7 +283,8 @@ struct Held {
 
 #[async_trait]
 impl LockBackend for MySqlSpringBackend {
-    /// Class C, for the peers' sake: whether a lock is over they decide by their own hosts' clocks.
+    /// Class C because of the Spring peers: they check the expiry of locks by the clocks of their
+    /// own hosts.
     fn capabilities(&self) -> Capabilities {
         Capabilities::new("mysql", GuaranteeClass::C, Reach::Network)
             .with_fencing()
@@ -283,8 +294,8 @@ impl LockBackend for MySqlSpringBackend {
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        // Between an attempt and the look at who is there the key may come free, and again. Whoever is that unlucky is told "busy" without
-        // a name and comes back at once.
+        // Between an attempt and the query the key may come free. After this many repetitions, the
+        // attempt returns `Busy` without a holder and is retried at once.
         const TRIES_MAX: u32 = 3;
         for _ in 0..TRIES_MAX {
             let held = match self.look(claim.key(), Errand::Acquire).await? {
@@ -319,7 +330,8 @@ impl LockBackend for MySqlSpringBackend {
         for (lease, places) in by_lease {
             for places in places.chunks(SIZES[SIZES.len() - 1]) {
                 let chunk: Vec<&Claim> = places.iter().map(|&place| &claims[place]).collect();
-                // Whatever keeps one statement from being answered would make every other wait as long.
+                // After an error no further statement is sent: the same fault would probably delay
+                // each of them as long.
                 let renewed = match &trouble {
                     Some(error) => Err(error.clone()),
                     None => self.renew_chunk(&chunk, lease).await,
@@ -340,12 +352,13 @@ impl LockBackend for MySqlSpringBackend {
         if claim.is_fenced() {
             self.wait_for_fence(claim).await?;
         }
-        // Asked twice, it would say that the claim held nothing. Who repeats it must know that.
+        // Not repeated: the second result would be that the claim held nothing. The caller decides
+        // about a retry.
         let make = || Self::key_and_client(&self.texts.release, claim);
         let done = self.link.change(Errand::Release, Repeat::Never, make).await?;
         let freed = done.rows_affected() > 0;
         if !freed {
-            // It is free already; nobody else is to find it.
+            // The grant has expired. Its row is deleted so that peers do not find it.
             let make = || Self::key_and_client(&self.texts.clear, claim);
             self.link.change(Errand::Release, Repeat::Harmless, make).await?;
         }
@@ -357,7 +370,8 @@ impl LockBackend for MySqlSpringBackend {
         Ok(self.look(key, Errand::Acquire).await?.map(|held| held.holder))
     }
 
-    /// What this program holds is told by its key; what others hold by its UUID, which is a key of the same lock.
+    /// Lists the grants of this program by key, and those of peers by UUID, which is a key of the
+    /// same lock.
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
         let make = || query(self.texts.list.safe()).bind(self.namespace());
         let rows = self.link.rows(Errand::Acquire, make).await?;
@@ -393,7 +407,7 @@ impl LockBackend for MySqlSpringBackend {
     }
 }
 
-/// Finds Spring's table, or makes it. Answers with its name, quoted.
+/// Finds or creates Spring's table. Returns its quoted name.
 async fn find_or_make(
     config: &MySqlConfig,
     table: &SpringTable,
@@ -419,7 +433,7 @@ async fn find_or_make(
         let made = link.change(Errand::Acquire, Repeat::Harmless, make).await;
         found = columns().await?;
         if found.is_empty() {
-            // Unless somebody else was faster, the error says why.
+            // Only if the table is still missing: another process may have created it.
             made.map_err(BackendError::as_refused)?;
         }
     }

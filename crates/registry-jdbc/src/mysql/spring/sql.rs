@@ -1,8 +1,11 @@
-//! Every statement of the layout. `{lock}` is Spring's table, `{locks}` the native one, in which each key has a row for what Spring's has no room for:
-//! tokens, label, the key itself. For times, see the native statements: they are those of the moment when a statement began, which errs on the safe
-//! side each time.
+//! Every statement of the Spring layout.
 //!
-//! A row is held while its end is not before the clock. The text of a backend has its region in it, which was checked: ASCII without quotes.
+//! `{lock}` is Spring's table. `{locks}` is the native table, where each key has a row for what
+//! Spring's table does not store: tokens, label and the key itself. Times are those of the start of
+//! a statement, which is safe for the same reasons as in the native statements.
+//!
+//! A row is held unless its end is before the server's time. The statements contain the region,
+//! which was validated: ASCII without quotes.
 
 use std::fmt::Write as _;
 use std::time::Duration;
@@ -12,7 +15,7 @@ use sqlx::{AssertSqlSafe, SqlSafeStr as _, SqlStr};
 use super::super::sql::{NOW, SIZES, Text, WRITABLE, quoted};
 use crate::server::spring::Generation;
 
-/// The text of every statement, for tables of these names.
+/// The text of every statement, with the names of the tables filled in.
 #[derive(Debug)]
 pub(super) struct Texts {
     acquire: String,
@@ -29,7 +32,8 @@ pub(super) struct Texts {
 }
 
 impl Texts {
-    /// The native tables are in this database, and their names begin with `prefix`; `lock` is Spring's table, quoted.
+    /// Fills in the names. The native tables are in `database` and begin with `prefix`; `lock` is
+    /// Spring's table, quoted.
     pub(super) fn new(
         database: &str,
         prefix: &str,
@@ -87,7 +91,8 @@ impl Texts {
         }
     }
 
-    /// The transaction that grants a key, unless somebody holds it, and after it the question who does.
+    /// Returns the transaction that grants a key unless it is held, followed by the query of the
+    /// holder.
     pub(super) fn acquire(&self, wanted: &Wanted<'_>) -> SqlStr {
         let lease = micros(wanted.lease);
         let (dates, begin) = match self.generation {
@@ -119,7 +124,7 @@ impl Texts {
         AssertSqlSafe(text).into_sql_str()
     }
 
-    /// What is added to the clock for a lease, in microseconds.
+    /// Returns what is added to the clock for a lease, in microseconds.
     pub(super) fn written(&self, lease: Duration) -> i64 {
         match self.generation {
             Generation::V7 => micros(lease),
@@ -128,7 +133,8 @@ impl Texts {
     }
 }
 
-/// What a claim asks for. Keys and clients are UUIDs, everything else is written in hexadecimal digits: there is nothing to escape.
+/// The values of a claim. Keys and clients are UUIDs, and everything else is hexadecimal, so
+/// nothing needs escaping.
 #[derive(Debug)]
 pub(super) struct Wanted<'a> {
     pub(super) lock_key: &'a str,
@@ -156,7 +162,7 @@ pub(super) fn micros(duration: Duration) -> i64 {
     i64::try_from(duration.as_micros()).unwrap_or(i64::MAX)
 }
 
-/// Makes Spring's table, as Spring's own `schema-mysql.sql` does.
+/// Returns the statement that creates Spring's table, as in Spring's `schema-mysql.sql`.
 pub(super) fn make(lock: &str, generation: Generation) -> SqlStr {
     let end = match generation {
         Generation::V7 => " EXPIRED_AFTER DATETIME(6) NOT NULL,",
@@ -169,23 +175,28 @@ pub(super) fn make(lock: &str, generation: Generation) -> SqlStr {
     AssertSqlSafe(text).into_sql_str()
 }
 
-/// The columns of a table, in capitals.
-///
-/// database, table
+/// The columns of a table, in capitals. Parameters: database, table.
 pub(super) const COLUMNS: &str = "\
     SELECT CAST(UPPER(COLUMN_NAME) AS CHAR) FROM information_schema.COLUMNS WHERE TABLE_SCHEMA = ? AND TABLE_NAME = ?";
 
-/// Grants the key, unless somebody holds it. Several statements that are one transaction, because none of this kind of server writes two tables
-/// with tokens in between; in one packet, so that it neither waits for its client half-way nor is left open by one. Where it fails the
-/// connection ends, and the transaction with it.
+/// Grants the key, unless it is held.
 ///
-/// Spring's row comes first, and is locked from then on: whoever has it is the only one who writes beside it, so tokens are handed out in the order
-/// of the grants. A crash undoes both or none. If the reply is lost, the claim that asks again is found to hold the key, with its token beside.
+/// Several statements form one transaction, because no statement of these servers writes both
+/// tables and assigns a token in between. They are sent in one packet, so the transaction neither
+/// waits for the client nor is left open by it. After an error the connection is closed, which ends
+/// the transaction.
 ///
-/// A server that does not mean to be written to grants nothing, whatever the user may; peers do not ask.
+/// Spring's row is written first and stays locked. Only the transaction that has it locked writes
+/// the native row, so tokens are assigned in the order of the grants. A crash undoes both writes or
+/// none. If the response is lost, a retry with the same claim finds that it holds the key, with its
+/// token in the native row.
 ///
-/// Nobody comes here who has not seen that the key is free, so a busy key is seldom written to. Who comes too late, or again, changes nothing. The new
-/// token is above those of the row beside, as it was seen and as it is, and above those of all purged rows.
+/// A read-only server grants nothing to this program, whatever the user's privileges. Spring peers
+/// do not check this.
+///
+/// An attempt runs this only after it has seen a free key, so a held key is seldom written to. A
+/// late or repeated attempt changes nothing. The new token is above those of the native row, both
+/// in the snapshot and at the write, and above those of all purged rows.
 const ACQUIRE: &str = "\
     START TRANSACTION; \
     UPDATE {lock} AS l SET l.CLIENT_ID = '{client}', l.{begin} \
@@ -204,26 +215,23 @@ const ACQUIRE: &str = "\
         block = VALUES(block), label = VALUES(label), since = VALUES(since), until = VALUES(until); \
     COMMIT";
 
-/// Who holds a key.
-///
-/// id, lock key
+/// The holder of a key. Parameters: id, lock key.
 const LOOK: &str = "\
     SELECT l.CLIENT_ID, n.claim, n.token, n.label, {now} - n.since, TIMESTAMPDIFF(MICROSECOND, {utc}, {end}) \
     FROM {lock} AS l LEFT JOIN {locks} AS n ON n.id = ? \
     WHERE l.LOCK_KEY = ? AND l.REGION = '{region}' AND {end} >= {utc}";
 
-/// Every held row of a region. What this program holds has its key beside.
-///
-/// namespace
+/// Every held row of a region. Grants of this program have their key in the native row. Parameter:
+/// namespace.
 const LIST: &str = "\
     SELECT l.CLIENT_ID, n.claim, n.token, n.label, {now} - n.since, TIMESTAMPDIFF(MICROSECOND, {utc}, {end}), l.LOCK_KEY, n.lock_key \
     FROM {lock} AS l LEFT JOIN {locks} AS n ON n.namespace = ? AND n.claim = UNHEX(REPLACE(l.CLIENT_ID, '-', '')) \
     WHERE l.REGION = '{region}' AND {end} >= {utc}";
 
-/// Prolongs the grants that are still alive, as the native statement does: rows that somebody has locked are passed over. Spring's own
-/// renewal does not ask whether a row has ended; this one does, so that nothing comes back that has ended.
+/// Renews the grants that have not expired. Skips rows that are locked, as the native statement
+/// does. Spring's own renewal also revives an expired row; this one does not.
 ///
-/// lock keys, clients, limit, lease
+/// Parameters: lock keys, clients, limit, lease.
 const RENEW: &str = "\
     UPDATE ( \
         SELECT l.LOCK_KEY AS found_key FROM {lock} AS l FORCE INDEX (PRIMARY) \
@@ -232,9 +240,10 @@ const RENEW: &str = "\
     STRAIGHT_JOIN {lock} AS l FORCE INDEX (PRIMARY) ON l.LOCK_KEY = found.found_key AND l.REGION = '{region}' \
     SET {lasts}";
 
-/// Keeps the rows beside from being purged as dead. If it is missed, the next renewal makes up for it.
+/// Keeps the native rows from being purged as dead. If one renewal fails to do so, the next does
+/// it.
 ///
-/// ids, claims, limit, lease
+/// Parameters: ids, claims, limit, lease.
 const RENEW_BESIDE: &str = "\
     UPDATE ( \
         SELECT id FROM {locks} FORCE INDEX (PRIMARY) WHERE id IN ({items}) AND claim IN ({items}) \
@@ -242,35 +251,28 @@ const RENEW_BESIDE: &str = "\
     STRAIGHT_JOIN {locks} AS n FORCE INDEX (PRIMARY) ON n.id = found.id \
     SET n.until = GREATEST(n.until, {now} + ?)";
 
-/// Those who hold one of the keys, with the time that they have left.
-///
-/// lock keys
+/// The holders of these keys, with the time that they have left. Parameters: lock keys.
 const LASTING: &str = "\
     SELECT l.CLIENT_ID, TIMESTAMPDIFF(MICROSECOND, {utc}, {end}) FROM {lock} AS l \
     WHERE l.LOCK_KEY IN ({items}) AND l.REGION = '{region}' AND {end} >= {utc}";
 
-/// Ends the grant of one claim.
-///
-/// lock key, client
+/// Ends the grant of one claim. Parameters: lock key, client.
 const RELEASE: &str = "\
     DELETE l FROM {lock} AS l \
     WHERE l.LOCK_KEY = ? AND l.REGION = '{region}' AND l.CLIENT_ID = ? AND {end} >= {utc}";
 
-/// Takes away what is left of a grant that has ended.
-///
-/// lock key, client
+/// Deletes the row of an expired grant. Parameters: lock key, client.
 const CLEAR: &str =
     "DELETE l FROM {lock} AS l WHERE l.LOCK_KEY = ? AND l.REGION = '{region}' AND l.CLIENT_ID = ?";
 
-/// Ends the grant of whoever holds the key.
-///
-/// lock key
+/// Ends the grant of a key, whatever client holds it. Parameter: lock key.
 const FORCE_RELEASE: &str =
     "DELETE l FROM {lock} AS l WHERE l.LOCK_KEY = ? AND l.REGION = '{region}' AND {end} >= {utc}";
 
-/// Finds the grant as it was made, and keeps its row as it is until the caller's transaction ends. Tells whether the transaction sees it, as the native statement does.
+/// Finds the grant with its token, and locks its row until the caller's transaction ends. Returns
+/// whether the transaction's snapshot shows it, as the native statement does.
 ///
-/// id, claim, token, token, lock key, client
+/// Parameters: id, claim, token, token, lock key, client.
 const FENCE: &str = "\
     SELECT CAST(EXISTS (SELECT 1 FROM {locks} AS seen WHERE seen.id = n.id AND seen.claim = n.claim AND seen.token = n.token) AS SIGNED) FROM {lock} AS l \
     JOIN {locks} AS n ON n.id = ? AND n.claim = ? AND n.token <= ? AND ? < n.token + n.block \

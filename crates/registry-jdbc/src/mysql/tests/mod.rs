@@ -1,4 +1,4 @@
-//! What can only be seen from inside, on real servers.
+//! Tests of internals, on real servers.
 #![cfg(target_os = "linux")]
 
 use std::time::Duration;
@@ -48,14 +48,14 @@ async fn tokens_grow_over_purged_rows_even_if_the_clock_goes_back() {
     }
 }
 
-/// The statement waits for the lock here, so that there is time for something to happen before it has it.
+/// The statement waits for the lock here, so that the row can change before the lock is granted.
 #[tokio::test]
 async fn a_session_reads_the_row_when_it_has_the_lock_and_not_before() {
     let server = MariaDbServer::start_with(MariaDbOptions::new().without_fsync()).await.unwrap();
     let config = MySqlConfig::from_url(&server.url()).unwrap();
     let backend = MySqlBackend::open(config.clone()).await.unwrap();
     let noted = Claim::new(Key::new("orders/42").unwrap(), Duration::from_secs(60));
-    // Among others, so that a server might read it in one way or another.
+    // Many rows, so that the server might choose among query plans.
     for n in 0..200 {
         pass(&backend, &format!("other/{n}")).await;
     }
@@ -73,7 +73,7 @@ async fn a_session_reads_the_row_when_it_has_the_lock_and_not_before() {
         (Claim::new(noted.key().clone(), Duration::from_secs(1)).id(), false),
         (noted.id(), true),
     ] {
-        // What it would find if it looked too early is the opposite.
+        // A premature read would find the opposite.
         let before = if is_mine { "NULL".to_owned() } else { format!("x'{}'", noted.id()) };
         say(format!("UPDATE lock_registry_locks SET claim = {before} WHERE id = x'{id}'")).await;
         assert_eq!(say(format!("SELECT CAST(GET_LOCK('{id}', 0) AS SIGNED)")).await, Some(1));
@@ -92,7 +92,7 @@ async fn a_session_reads_the_row_when_it_has_the_lock_and_not_before() {
         };
         let (looked, ()) = tokio::join!(looking, happening);
         assert_eq!(looked, (1, is_mine));
-        // Once, and not once for each time that its result is mentioned.
+        // Taken once, although the query uses its result several times.
         let give_back = sqlx::query("SELECT CAST(RELEASE_LOCK(?) AS SIGNED)").bind(&id);
         assert_eq!(give_back.fetch_one(&mut mine).await.unwrap().get::<i64, _>(0), 1);
         let free = format!("SELECT CAST(IS_FREE_LOCK('{id}') AS SIGNED)");

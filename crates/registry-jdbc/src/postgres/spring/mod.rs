@@ -1,5 +1,7 @@
-//! Locks in the table of a Spring Integration `JdbcLockRegistry`. What differs from the native layout, and no more: see `backend` beside for the
-//! rest of the store, and `server::spring` for what a lock is called.
+//! Locks in the table of a Spring Integration `JdbcLockRegistry`.
+//!
+//! Contains only the differences from the native layout, which is in `backend`. Names of keys and
+//! owners are in `server::spring`.
 
 mod sql;
 
@@ -25,14 +27,16 @@ use crate::server::spring::{self, Generation, PEER_POLL, client_id, is_claim, lo
 use crate::server::{Errand, RowId, SpringTable};
 use sql::Texts;
 
-/// Locks in the table of a Spring Integration `JdbcLockRegistry` in a PostgreSQL database: this program and those in Java exclude each other.
+/// Locks in the table of a Spring Integration `JdbcLockRegistry` in a PostgreSQL database. This
+/// program and the Java programs exclude each other.
 ///
-/// For what both sides must know, see [`SpringTable`]. Everything else is as with [`PostgresBackend`](crate::PostgresBackend): the server's
-/// clock ends grants, tokens only grow, a claim is its own owner, and a [`Fence`](crate::Fence) works, which keeps the row to itself here, so
-/// that the lock is not renewed as long as the transaction is open.
+/// [`SpringTable`] lists what both sides must agree on. Everything else works as in a
+/// [`PostgresBackend`](crate::PostgresBackend): the server's clock ends grants, tokens only grow,
+/// and each claim is its own owner. A [`Fence`](crate::Fence) works too, but its row lock blocks
+/// renewals: the lock is not renewed while the fenced transaction is open.
 ///
-/// Releases of this program wake its waiters at once. Spring tells nobody: its releases are found by the registry's
-/// [poll](registry_core::RegistryBuilder::poll).
+/// A release by this program wakes its waiting callers at once. Spring sends no notification, so
+/// its releases are found by the registry's [poll](registry_core::RegistryBuilder::poll).
 pub struct PostgresSpringBackend {
     config: PostgresConfig,
     table: SpringTable,
@@ -42,28 +46,33 @@ pub struct PostgresSpringBackend {
     link: Link,
     ears: Option<Ears>,
     channel: Channel,
-    /// Tells the rows beside those of this table and region from all others, and from those of native namespaces.
+    /// Distinguishes the native rows of this table and region from all others, including those of
+    /// native namespaces.
     part: String,
 }
 
 impl PostgresSpringBackend {
-    /// Refuses what cannot work, without I/O. Opening the store asks this first.
+    /// Checks the configuration and the table without I/O. Opening the store calls this first.
     ///
     /// # Errors
-    /// [`BackendError`], `Misconfigured`, for the first thing that is wrong.
+    /// [`BackendError`], `Misconfigured`, for the first invalid setting.
     pub fn check(config: &PostgresConfig, table: &SpringTable) -> Result<(), BackendError> {
         table.check().map_err(|says| unusable(&says))?;
         config.check()
     }
 
-    /// Connects to the server, and makes Spring's table and those of this program if they are absent and this is not
-    /// [turned off](PostgresConfig::with_create_schema). The namespace is of no use here: Spring has regions.
+    /// Connects to the server, and creates Spring's table and those of this program if they are
+    /// missing.
+    ///
+    /// [`with_create_schema`](PostgresConfig::with_create_schema) turns the creation off. The
+    /// namespace is ignored: Spring has regions.
     ///
     /// # Errors
-    /// As of [`PostgresBackend::open`](crate::PostgresBackend::open); `Misconfigured` also for a table of another generation of Spring.
+    /// As for [`PostgresBackend::open`](crate::PostgresBackend::open); also `Misconfigured` for a
+    /// table of another generation of Spring.
     ///
     /// # Cancel safety
-    /// Dropping the future may leave finished tables behind, never half-made ones.
+    /// Dropping the future may leave complete tables behind, never partial ones.
     pub async fn open(config: PostgresConfig, table: SpringTable) -> Result<Self, BackendError> {
         Self::check(&config, &table)?;
         let Opened { tables, store } = open::open(&config).await?;
@@ -85,12 +94,13 @@ impl PostgresSpringBackend {
         })
     }
 
-    /// The row of tokens.
+    /// Returns the id of the native row with the token.
     fn row_id(&self, lock_key: &str) -> RowId {
         RowId::beside(&self.part, lock_key)
     }
 
-    /// What native namespaces, which are UTF-8, are not.
+    /// Returns a namespace that no native one can equal: it begins with a byte that is not valid
+    /// UTF-8.
     fn namespace(&self) -> Value {
         Value::Bytes([b"\xff", self.part.as_bytes()].concat())
     }
@@ -108,7 +118,7 @@ impl PostgresSpringBackend {
         bytes(&self.row_id(lock_key).short())
     }
 
-    /// What a fence asks.
+    /// Returns the statements that a fence sends.
     pub(super) fn fenced(&self, claim: &Claim, token: FencingToken) -> Fenced<'_> {
         let lock_key = lock_key(claim.key());
         let statement = Statement::new(
@@ -130,7 +140,8 @@ impl PostgresSpringBackend {
         }
     }
 
-    /// One statement: grants the key if it is free, or tells who has it. `None` if it was taken or let go in this very moment.
+    /// Grants the key if it is free, or returns its holder, by one statement. Returns `None` if
+    /// another client acquired or released the key during the statement.
     async fn ask_for(&self, claim: &Claim, mark: u64) -> Result<Option<Attempt>, BackendError> {
         let (lock_key, client) = (lock_key(claim.key()), client_id(claim.id()));
         let statement = Statement::new(
@@ -149,7 +160,7 @@ impl PostgresSpringBackend {
                 self.patience(),
             ],
         );
-        // As in the native layout: only the engine repeats it.
+        // Only the engine may retry, as in the native layout.
         let rows = self.link.rows(Errand::Acquire, &statement, Repeat::Never).await?;
         let row = rows.first().ok_or_else(|| damaged("a statement was not answered"))?;
         if let Some(token) = column::<Option<i64>>(row, 0)? {
@@ -191,7 +202,7 @@ impl PostgresSpringBackend {
             ],
         );
         let shortest = claims.iter().map(Claim::lease).min().unwrap_or_default();
-        // Two renewals do what one does.
+        // A repeated renewal has the same effect as a single one.
         let rows = self.link.rows(Errand::Renew(shortest), &statement, Repeat::Harmless).await?;
         if rows.len() != claims.len() {
             return Err(damaged("a renewal was not answered for each claim"));
@@ -209,7 +220,8 @@ impl PostgresSpringBackend {
             .collect()
     }
 
-    /// Reads the row of all, when an attempt was answered with nothing several times: without that row nothing is ever granted.
+    /// Checks that the row of the table `meta` exists, after several attempts without an answer.
+    /// Without that row no lock is ever granted.
     async fn check_meta(&self) -> Result<(), BackendError> {
         let statement = Statement::new(&self.native.meta, []);
         let rows = self.link.rows(Errand::Acquire, &statement, Repeat::Harmless).await?;
@@ -222,7 +234,8 @@ impl PostgresSpringBackend {
 
 #[async_trait]
 impl LockBackend for PostgresSpringBackend {
-    /// Class C, for the peers' sake: whether a lock is over they decide by their own hosts' clocks.
+    /// Class C, because the Java peers decide by their own hosts' clocks whether a lock has
+    /// expired.
     fn capabilities(&self) -> Capabilities {
         let capabilities = Capabilities::new("postgres", GuaranteeClass::C, Reach::Network)
             .with_fencing()
@@ -233,7 +246,7 @@ impl LockBackend for PostgresSpringBackend {
     }
 
     async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        // As in the native layout.
+        // The same limit, and for the same reason, as in the native layout.
         const TRIES_MAX: u32 = 3;
         for _ in 0..TRIES_MAX {
             let mark = self.ears.as_ref().map_or(0, Ears::moment);
@@ -249,7 +262,8 @@ impl LockBackend for PostgresSpringBackend {
         let mut answers = Vec::with_capacity(claims.len());
         let mut trouble: Option<BackendError> = None;
         for chunk in claims.chunks(CLAIMS_MAX) {
-            // Whatever keeps one statement from being answered would make every other wait as long.
+            // After a store error the remaining chunks fail at once. Otherwise each could wait for
+            // the full time-out.
             let answer = match trouble.take() {
                 Some(error) => Err(error),
                 None => self.renew_chunk(chunk).await,
@@ -267,7 +281,8 @@ impl LockBackend for PostgresSpringBackend {
 
     async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
         let lock_key = lock_key(claim.key());
-        // The caller may be the one to end the transaction that the row waits for.
+        // The fenced transaction locks the row, and the calling code may be what must end that
+        // transaction.
         let patience = if claim.is_fenced() {
             Value::Word(format!("{}ms", FENCED_PATIENCE.as_millis()))
         } else {
@@ -284,7 +299,7 @@ impl LockBackend for PostgresSpringBackend {
                 self.message(&lock_key),
             ],
         );
-        // Asked twice, it would say that the claim held nothing. Who repeats it must know that.
+        // A repeated release would return `NotHeld`. So the caller decides whether to repeat it.
         let rows = self.link.rows(Errand::Release, &statement, Repeat::Never).await;
         let rows = rows.map_err(|error| {
             let fenced = claim.is_fenced() && tells_of_locked_row(&error);
@@ -310,7 +325,8 @@ impl LockBackend for PostgresSpringBackend {
         rows.first().map(|row| told_of(Holder::new(key.clone()), row, 0)).transpose()
     }
 
-    /// What this program holds is told by its key; what others hold by its UUID, which is a key of the same lock.
+    /// Returns the holders of the region. A lock of this program is listed by its key, any other
+    /// lock by its UUID, which is a key of the same lock.
     async fn list(&self) -> Result<Vec<Holder>, BackendError> {
         let statement = Statement::new(&self.texts.list, [self.region(), self.namespace()]);
         let rows = self.link.rows(Errand::Acquire, &statement, Repeat::Harmless).await?;
@@ -320,7 +336,8 @@ impl LockBackend for PostgresSpringBackend {
                 let key = key.and_then(|key| String::from_utf8(key).ok());
                 let key = match key {
                     Some(key) => key,
-                    // Rows by hand may have shorter ones, filled up with blanks.
+                    // `CHAR(36)` pads shorter keys with blanks, and manually written rows may have
+                    // such keys.
                     None => column::<String>(row, 6)?.trim_end().to_owned(),
                 };
                 let key = Key::new(&key)
@@ -360,7 +377,7 @@ impl LockBackend for PostgresSpringBackend {
     }
 }
 
-/// Finds Spring's table, or makes it. Answers with its name, quoted.
+/// Finds Spring's table, or creates it. Returns its qualified, quoted name.
 async fn find_or_make(
     config: &PostgresConfig,
     table: &SpringTable,
@@ -368,7 +385,7 @@ async fn find_or_make(
 ) -> Result<String, BackendError> {
     let (schema, name) = table.name();
     let schema = schema.map(str::to_owned).or_else(|| config.tables.schema.clone());
-    // As Spring writes it: the server makes its letters small.
+    // Unquoted as in Spring's statements, so that the server converts the letters to lower case.
     let named = match &schema {
         Some(schema) => format!("{schema}.{name}"),
         None => name,
@@ -387,7 +404,7 @@ async fn find_or_make(
         let made = link.rows(Errand::Acquire, &make, Repeat::Harmless).await;
         rows = link.rows(Errand::Acquire, &find, Repeat::Harmless).await?;
         if rows.is_empty() {
-            // Unless somebody else was faster, the error says why.
+            // The error is only the cause if no other process has created the table meanwhile.
             made.map_err(BackendError::as_refused)?;
         }
     }
@@ -404,8 +421,8 @@ async fn find_or_make(
     }
 }
 
-/// Reads client, claim, token, label and times, which stand side by side from column `first` on. What is beside belongs to the holder if
-/// its claim does.
+/// Reads client, claim, token, label and times from adjacent columns, beginning at `first`. The
+/// native row's columns belong to the holder only if its claim matches the client.
 fn told_of(holder: Holder, row: &PgRow, first: usize) -> Result<Holder, BackendError> {
     let client: Option<String> = column(row, first)?;
     let claim: Option<Vec<u8>> = column(row, first + 1)?;
@@ -434,10 +451,11 @@ fn freed(rows: &[PgRow]) -> Result<Release, BackendError> {
     Ok(Release::NotHeld)
 }
 
-/// How long the release of a fenced claim waits for the row, which others lock for less than that, to look at it.
+/// How long the release of a fenced claim waits for the row. Other statements that read the row
+/// lock it for a shorter time.
 const FENCED_PATIENCE: Duration = Duration::from_millis(100);
 
-/// How many claims one statement renews.
+/// The maximum number of claims that one statement renews.
 const CLAIMS_MAX: usize = 1000;
 
 impl fmt::Debug for PostgresSpringBackend {

@@ -1,17 +1,20 @@
-//! Every statement of the layout. As those of the native one, each is a transaction of its own and one round trip; see there.
+//! All statements of the Spring layout. As in the native layout, each is a transaction of its own
+//! and takes one round trip; see the native `sql`.
 //!
-//! `{lock}` is Spring's table, `{locks}` the native one, in which each key has a row for what Spring's has no room for: tokens, label, the key
-//! itself. Both are written by one statement, Spring's first: whoever has locked its row there is the only one who writes beside it, so tokens
-//! are handed out in the order of the grants.
+//! `{lock}` is Spring's table. `{locks}` is the native one, in which each key has a row for the
+//! columns that Spring's table lacks: tokens, label, and the key itself. One statement writes both,
+//! Spring's first. The lock on Spring's row protects the native row too, so tokens are issued in
+//! the order of the grants.
 //!
-//! A row is held while its end is not before the clock, which is UTC's digits without a zone. Texts of Spring's columns travel as bytes, so that
-//! plain statements have nothing to escape, and are cast to the columns' type, so that their index is used.
+//! A row is held while its end is not before the clock, which is UTC without a time zone. Texts of
+//! Spring's columns are sent as bytes, so plain statements need no escaping. They are cast to the
+//! column's type, so that its index is used.
 
 use super::super::config::TableNames;
 use super::super::sql::Text;
 use crate::server::spring::Generation;
 
-/// The text of every statement, for tables of these names.
+/// The texts of all statements, for tables with these names.
 #[derive(Debug)]
 pub(super) struct Texts {
     pub(super) acquire: Text,
@@ -24,7 +27,7 @@ pub(super) struct Texts {
 }
 
 impl Texts {
-    /// `lock` is Spring's table, quoted.
+    /// Returns the texts. `lock` is the quoted name of Spring's table.
     pub(super) fn new(tables: &TableNames, lock: &str, generation: Generation) -> Self {
         let (columns, values, begin, lasts, end) = match generation {
             Generation::V7 => (
@@ -78,7 +81,7 @@ impl Texts {
         .checked()
     }
 
-    /// A name that was not filled in would be found by the server, which is late.
+    /// Checks that no placeholder is left. Otherwise only the server would detect it.
     fn checked(self) -> Self {
         debug_assert!(
             [&self.acquire, &self.look, &self.list, &self.renew, &self.release, &self.fence]
@@ -90,20 +93,21 @@ impl Texts {
     }
 }
 
-/// Makes Spring's table, as Spring's own `schema-postgresql.sql` does.
+/// Returns the statement that creates Spring's table as Spring's own `schema-postgresql.sql` does.
 pub(super) fn make(lock: &str, generation: Generation) -> Text {
     let end = match generation {
         Generation::V7 => " EXPIRED_AFTER TIMESTAMP NOT NULL,",
         Generation::V6 { .. } => "",
     };
-    // The index gets a name of its own only where nobody else can have taken it.
+    // The primary key has no name of its own, so that the server chooses a free one for its index.
     Text::new(&format!(
         "CREATE TABLE IF NOT EXISTS {lock} (LOCK_KEY CHAR(36) NOT NULL, REGION VARCHAR(100) NOT NULL, CLIENT_ID CHAR(36), \
          CREATED_DATE TIMESTAMP NOT NULL,{end} PRIMARY KEY (LOCK_KEY, REGION))"
     ))
 }
 
-/// Where Spring's table is, and whether its rows say when they end. The name was checked: letters, digits, underscores and a dot.
+/// Returns the query for the location of Spring's table, and for whether its rows contain their
+/// end. The name has been checked: letters, digits, underscores and a dot.
 pub(super) fn find(name: &str) -> Text {
     Text::new(&format!(
         "SELECT nspname::text, relname::text, EXISTS (SELECT FROM pg_attribute \
@@ -113,12 +117,15 @@ pub(super) fn find(name: &str) -> Text {
     ))
 }
 
-/// Grants the key, unless somebody holds it, the claim itself included; and tells who.
+/// Grants the key if no claim holds it, not even this one. Otherwise it returns the holder.
 ///
-/// As in the native layout, who sees that the key is held writes nothing, and who is too late is told neither a grant nor a holder. Rows of the
-/// native table outlive those of Spring's, and their tokens only grow; see there for the three that a new one must exceed.
+/// As in the native layout, a busy attempt writes nothing. If another client is faster, the
+/// statement returns neither a grant nor a holder. Rows of the native table outlive those of
+/// Spring's table, and their tokens only grow. The native statement explains the three tokens that
+/// a new one must exceed.
 ///
-/// region, lock key, client, lease, id, namespace, key, claim, block, label, lock_timeout
+/// Parameters: region, lock key, client, lease, id, namespace, key, claim, block, label,
+/// lock_timeout
 const ACQUIRE: &str = "\
     WITH patience AS MATERIALIZED (SELECT set_config('lock_timeout', $11::text, true)), \
     clock AS MATERIALIZED (SELECT {now} AS now, {utc} AS utc), \
@@ -151,16 +158,18 @@ const ACQUIRE: &str = "\
         (extract(epoch FROM held.until - utc) * 1000000)::bigint, held.until IS NOT NULL \
     FROM clock LEFT JOIN granted ON true LEFT JOIN held ON true LEFT JOIN noted ON true";
 
-/// region, lock key, id
+/// Returns the holder of the key, if it is held.
+///
+/// Parameters: region, lock key, id
 const LOOK: &str = "\
     WITH clock AS MATERIALIZED (SELECT {now} AS now, {utc} AS utc) \
     SELECT l.client_id::text, n.claim, n.token, n.label, now - n.since, (extract(epoch FROM {end} - utc) * 1000000)::bigint \
     FROM clock, {lock} AS l LEFT JOIN {locks} AS n ON n.id = $3::bytea \
     WHERE l.lock_key = {key} AND l.region = {region} AND {end} >= utc";
 
-/// Every held row of a region. What this program holds has its key beside.
+/// Returns every held row of a region. Rows of this program include their key.
 ///
-/// region, namespace
+/// Parameters: region, namespace
 const LIST: &str = "\
     WITH clock AS MATERIALIZED (SELECT {now} AS now, {utc} AS utc) \
     SELECT l.client_id::text, n.claim, n.token, n.label, now - n.since, (extract(epoch FROM {end} - utc) * 1000000)::bigint, \
@@ -169,10 +178,12 @@ const LIST: &str = "\
         ON n.namespace = $2::bytea AND encode(n.claim, 'hex') = replace(l.client_id::text, '-', '') \
     WHERE l.region = {region} AND {end} >= utc";
 
-/// Prolongs the grants that are still alive, as the native statement does: rows that somebody has locked are passed over. Spring's own renewal
-/// does not ask whether a row has ended; this one does, so that nothing comes back that has ended.
+/// Extends the grants that are still alive. Locked rows are skipped, as in the native statement.
 ///
-/// region, lock keys, clients, ids, claims, leases
+/// Spring's own renewal does not check whether a row has expired. This one does, so that an expired
+/// grant is not revived.
+///
+/// Parameters: region, lock keys, clients, ids, claims, leases
 const RENEW: &str = "\
     WITH wanted AS MATERIALIZED ( \
         SELECT convert_from(k, 'UTF8')::char(36) AS k, convert_from(c, 'UTF8')::char(36) AS c, id, claim, lease, n \
@@ -193,9 +204,10 @@ const RENEW: &str = "\
             WHERE l.lock_key = w.k AND l.region = {region} AND l.client_id = w.c AND {end} >= {utc}) \
     FROM wanted AS w LEFT JOIN renewed ON renewed.c = w.c ORDER BY w.n";
 
-/// Ends the grant of one claim, and tells those who listen: not Spring, which does not. What has ended already goes too, and is answered as such.
+/// Ends the grant of one claim, and notifies this program's listeners; Spring has none. An expired
+/// row is deleted too, and the answer says that it was expired.
 ///
-/// region, lock key, client, lock_timeout, channel, message
+/// Parameters: region, lock key, client, lock_timeout, channel, message
 const RELEASE: &str = "\
     WITH ease AS MATERIALIZED ( \
         SELECT set_config('lock_timeout', $4::text, true), set_config('synchronous_commit', 'off', true)), \
@@ -204,9 +216,9 @@ const RELEASE: &str = "\
         WHERE l.lock_key = {key} AND l.region = {region} AND l.client_id = {client} RETURNING {end} >= {utc} AS held) \
     SELECT held, pg_notify($5::text, encode($6::bytea, 'hex')) IS NULL FROM freed";
 
-/// Ends the grant of whoever holds the key, and tells those who listen.
+/// Ends the grant of any holder of the key, and notifies the listeners.
 ///
-/// region, lock key, lock_timeout, channel, message
+/// Parameters: region, lock key, lock_timeout, channel, message
 const FORCE_RELEASE: &str = "\
     WITH patience AS MATERIALIZED (SELECT set_config('lock_timeout', $3::text, true)), \
     freed AS ( \
@@ -214,12 +226,14 @@ const FORCE_RELEASE: &str = "\
         WHERE l.lock_key = {key} AND l.region = {region} RETURNING {end} >= {utc} AS held) \
     SELECT held, pg_notify($4::text, encode($5::bytea, 'hex')) IS NULL FROM freed";
 
-/// Finds the grant as it was made, and keeps the row from becoming anybody else's until the caller's transaction ends.
+/// Finds the grant as it was issued, and keeps its row from passing to another claim until the
+/// caller's transaction ends.
 ///
-/// Spring takes a row over without a change of its index, which FOR KEY SHARE, as in the native layout, would let through. So this
-/// keeps out renewals as well: they are passed over until the transaction ends.
+/// Spring takes a row over without a change of a key column, which the FOR KEY SHARE of the native
+/// layout would permit. So this statement locks FOR SHARE, which also blocks renewals: they skip
+/// the row until the transaction ends.
 ///
-/// region, lock key, client, id, claim, token
+/// Parameters: region, lock key, client, id, claim, token
 const FENCE: &str = "\
     SELECT true FROM {lock} AS l JOIN {locks} AS n \
         ON n.id = $4::bytea AND n.claim = $5::bytea AND n.token <= $6::bigint AND $6::bigint < n.token + n.block \

@@ -1,1 +1,1 @@
-//! Tests that need what users cannot reach. The others are in `tests/`.
+//! Tests of private items. The other tests are in `tests/`.

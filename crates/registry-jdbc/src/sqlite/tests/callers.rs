@@ -1,4 +1,4 @@
-//! Many callers, callers that are not polled any more, and callers whose runtime ends.
+//! Many callers, callers that are no longer polled, and callers whose runtime ends.
 
 use std::future::Future;
 use std::pin::pin;
@@ -53,7 +53,8 @@ async fn ten_thousand_callers_of_different_keys_at_once_are_all_served() {
     }
     let at_once = started.elapsed() / CALLERS;
     println!("a pair in turn {in_turn:?}, a pair of {CALLERS} at once {at_once:?}");
-    // The aim is half the throughput; the rest is for processors that others use meanwhile.
+    // The aim is half the throughput. The factor is larger because other programs may use the
+    // processors.
     assert!(at_once < in_turn * 10, "in turn {in_turn:?}, at once {at_once:?}");
     assert!(bystander.is_held());
     bystander.unlock().await.unwrap();
@@ -66,7 +67,7 @@ async fn a_release_that_is_not_polled_any_more_frees_the_key_for_other_processes
     let (a, b) = (folder.process().await, folder.process().await);
     let held = claim("k");
     grant(&a, &held).await;
-    // Another process writes while it begins, so it must be tried again.
+    // Another process writes when the release begins, so the release must be retried.
     let mut other = write_lock(&folder.file()).await;
     let mut release = a.release(&held);
     assert!(is_pending(release.as_mut()));
@@ -141,7 +142,7 @@ fn a_runtime_that_ends_fails_no_caller_in_another_one() {
             callers
         };
         let (ends, stays) = (runtime(), runtime());
-        // Another process writes now and then, so that calls wait, and are tried again.
+        // Another process writes from time to time, so that calls wait and are retried.
         let writes = async {
             let mut other = link::options(&folder.file()).connect().await.unwrap();
             for _ in 0..10 {

@@ -1,4 +1,4 @@
-//! Who holds, who is told what.
+//! Grants, and what each call returns.
 
 use std::collections::HashSet;
 use std::sync::Arc;
@@ -111,7 +111,7 @@ async fn a_batch_is_renewed_claim_by_claim() {
     let folder = Folder::new();
     let clock = ManualClock::booted(1);
     let backend = folder.process_at(&clock).await;
-    // More than the largest statement takes, and not a multiple of it.
+    // More items than the largest statement takes, and not a multiple of it.
     let mut claims = Vec::new();
     for n in 0..300 {
         let claim = claim(&format!("k{n}"));
@@ -135,7 +135,7 @@ async fn a_batch_is_renewed_claim_by_claim() {
         }
     }
     assert!(backend.renew(&[]).await.is_empty());
-    // The same claim twice in one call is no trouble.
+    // The same claim twice in one call is renewed twice.
     let twice = [claims[0].clone(), claims[0].clone()];
     assert!(
         backend

@@ -1,4 +1,4 @@
-//! Tests that need what users cannot reach: the clock, the connections, the purge. The others are in `tests/`.
+//! Tests that use internals: the clock, the connections, the purge. The others are in `tests/`.
 
 mod callers;
 mod grants;
@@ -21,7 +21,7 @@ use crate::config::SqliteConfig;
 
 const LEASE: Duration = Duration::from_secs(30);
 
-/// A folder with a database that goes away with it.
+/// A folder with a database. Dropping it deletes both.
 struct Folder(TempDir);
 
 impl Folder {
@@ -37,7 +37,7 @@ impl Folder {
         SqliteConfig::new(self.file())
     }
 
-    /// What a process that opens the file sees. Two of them are two processes, as far as the store can tell.
+    /// Opens the store as one process. Two backends act as two processes.
     async fn process(&self) -> SqliteBackend {
         SqliteBackend::open(self.config()).await.unwrap()
     }

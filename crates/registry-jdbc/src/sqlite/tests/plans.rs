@@ -1,4 +1,4 @@
-//! How SQLite runs the statements. A plan that scans the table is right and useless.
+//! The query plans of the statements. A plan that scans the table is correct but too slow.
 
 use sqlx::{ConnectOptions, Row, SqliteConnection};
 

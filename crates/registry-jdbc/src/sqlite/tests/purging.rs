@@ -1,4 +1,4 @@
-//! Rows go, tokens stay.
+//! Purged rows are deleted, and tokens still grow.
 
 use std::time::Duration;
 
@@ -36,7 +36,7 @@ async fn rows_of_dead_keys_go_and_their_tokens_are_never_granted_again() {
     clock.advance(backend.config.purge_after);
     let held = claim("held");
     grant(&backend, &held).await;
-    // The expired one died a second later.
+    // The expired lease ended a second later.
     assert_eq!(purge_all(&backend, 1).await, 1);
     clock.advance(Duration::from_secs(1));
     assert_eq!(purge_all(&backend, 1).await, 1);
@@ -45,7 +45,7 @@ async fn rows_of_dead_keys_go_and_their_tokens_are_never_granted_again() {
 
     clock.set_wall(0);
     assert_eq!(token(&backend, &claim("released")).await, newest + 1_000);
-    // Every key starts above all that was purged, so a key need not be remembered by name.
+    // Every key starts above all purged tokens, so no purged key needs a row.
     assert!(token(&backend, &claim("new")).await >= newest + 1_000);
 }
 
@@ -106,7 +106,7 @@ async fn the_search_goes_through_a_large_table_in_pieces_and_over_namespaces() {
     backend.writer.changes(insert("elsewhere")).await.unwrap();
     grant(&backend, &claim("held")).await;
     clock.advance(backend.config.purge_after);
-    // 1,401 rows, 512 at a time; another process goes on where this one stopped.
+    // 1,401 rows, 512 at a time. Another process continues where this one stopped.
     assert_eq!(purge_all(&backend, 1).await, 512);
     backend.close().await;
     let backend = folder.process_at(&clock).await;
@@ -120,7 +120,8 @@ async fn releases_purge_by_themselves() {
     let folder = Folder::new();
     let clock = ManualClock::booted(1);
     let backend = folder.process_at(&clock).await;
-    // Sooner or later a claim's random id says so; 20,000 in vain are less likely than a broken disk.
+    // One release in 256 purges, by the claim's random id. 20,000 releases without a purge are less
+    // likely than a disk failure.
     for n in 0..20_000 {
         let claim = claim(&format!("k{n}"));
         grant(&backend, &claim).await;

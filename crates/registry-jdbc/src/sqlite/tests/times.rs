@@ -1,4 +1,4 @@
-//! Clocks that jump, hosts that boot, statements that come late.
+//! Clock jumps, reboots, and delayed statements.
 
 use std::time::Duration;
 
@@ -81,7 +81,7 @@ async fn a_reboot_frees_all_locks_and_tokens_still_grow() {
     let first = token(&a, &lost).await;
     a.close().await;
 
-    // The clock of the new boot is far behind the old one, and the battery of the wall clock is empty too.
+    // The clock of the new boot is far behind the old one, and the wall clock starts at zero.
     let after = ManualClock::booted(2);
     after.set_wall(0);
     let b = folder.process_at(&after).await;
@@ -104,7 +104,7 @@ async fn a_process_of_another_boot_is_noticed_by_those_who_are_there() {
     grant(&a, &held).await;
 
     let b = folder.process_at(&elsewhere).await;
-    // The holder is told that it holds no more, whether or not somebody has taken the key.
+    // The holder gets `Gone`, whether or not the key was granted again.
     assert_eq!(a.renew(std::slice::from_ref(&held)).await[0].as_ref().unwrap(), &Renewal::Gone);
     let error = a.try_acquire(&other).await.unwrap_err();
     assert_eq!(error.kind(), BackendErrorKind::Misconfigured);
@@ -121,7 +121,8 @@ async fn a_statement_that_waited_for_another_writer_reads_the_clock_again() {
     let held = claim("k");
     grant(&backend, &held).await;
 
-    // Another process writes for longer than the lease lasts. The renewal that waits for it must not revive the grant.
+    // Another process writes for longer than the lease. The renewal that waits for it must not
+    // revive the grant.
     let mut other = super::troubles::write_lock(&folder.file()).await;
     let renewal = backend.renew(std::slice::from_ref(&held));
     let refused_again = async || {
@@ -133,7 +134,7 @@ async fn a_statement_that_waited_for_another_writer_reads_the_clock_again() {
     let unblock = async {
         refused_again().await;
         clock.advance(LEASE);
-        // A new look at the clock means that the try with the old time is over.
+        // Another read of the clock means that the try with the old time is over.
         refused_again().await;
         super::troubles::unlock(&mut other).await;
     };

@@ -1,4 +1,4 @@
-//! What goes wrong on the way to the file, and that nobody is lied to about it.
+//! Faults on the way to the file. No fault causes a wrong result.
 
 use std::path::Path;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use crate::sqlite::backend::SqliteBackend;
 use crate::sqlite::clock::ManualClock;
 use crate::sqlite::link::{self, SEEN_FOR};
 
-/// A connection of somebody else that writes and does not end.
+/// Another connection with an open write transaction.
 pub(super) async fn write_lock(path: &Path) -> SqliteConnection {
     let mut connection = link::options(path).connect().await.unwrap();
     connection.execute("BEGIN IMMEDIATE").await.unwrap();
@@ -38,7 +38,7 @@ async fn a_file_that_stays_locked_is_an_error_that_may_pass() {
     assert!(
         backend.renew(std::slice::from_ref(&held)).await[0].as_ref().unwrap_err().is_retryable()
     );
-    // Readers are not in the way of writers, nor the other way round.
+    // Readers do not block writers, and writers do not block readers.
     assert!(backend.inspect(&key("k")).await.unwrap().is_some());
 
     unlock(&mut writer).await;
@@ -51,8 +51,8 @@ async fn a_commit_that_fails_is_never_told_as_a_grant() {
     let folder = Folder::new();
     let clock = ManualClock::booted(1);
     let backend = folder.process_at(&clock).await;
-    // A deferred constraint is checked by the commit, after the statement has returned its row. A full disk does the same
-    // to the log, but needs a disk to fill.
+    // A deferred constraint is checked at the commit, after the statement has returned its row. A
+    // full disk has the same effect on the log, but is harder to create in a test.
     for statement in [
         "PRAGMA foreign_keys = ON",
         "CREATE TABLE parent (id INTEGER PRIMARY KEY)",
@@ -63,7 +63,7 @@ async fn a_commit_that_fails_is_never_told_as_a_grant() {
     }
     let refused = claim("k");
     backend.try_acquire(&refused).await.unwrap_err();
-    // With the wall clock set back it is the statement that returns the token.
+    // With the wall clock set back, the statement itself returns the token.
     clock.set_wall(0);
     backend.try_acquire(&refused).await.unwrap_err();
     assert_eq!(backend.inspect(&key("k")).await.unwrap(), None);
@@ -90,7 +90,7 @@ async fn a_file_without_room_is_a_clear_error_and_locks_go_on_when_there_is_room
     };
     assert_eq!(error.kind(), BackendErrorKind::Misconfigured, "{error:?}");
     assert!(error.to_string().contains("space"), "{error}");
-    // What needs no room still works.
+    // Operations that need no space still work.
     assert!(matches!(backend.renew(std::slice::from_ref(&held)).await[0], Ok(Renewal::Renewed(_))));
     assert_eq!(backend.release(&held).await.unwrap(), Release::Freed);
 
@@ -123,19 +123,19 @@ async fn a_file_that_is_removed_or_replaced_ends_all_grants_in_it() {
     }
 }
 
-/// As by a careless hand, while the files are in use.
+/// Removes a file while it is in use.
 fn remove(file: &Path) {
     std::fs::remove_file(file).unwrap();
 }
 
-/// Another file under the same name, as of a restored copy.
+/// Replaces a file by another with the same name, like a restored copy.
 fn replace(file: &Path) {
     let copy = file.with_extension("copy");
     std::fs::copy(file, &copy).unwrap();
     std::fs::rename(&copy, file).unwrap();
 }
 
-/// What is held ends, nothing is granted, and whoever asks is told why.
+/// Checks that held grants end, that no lock is granted, and that each error gives the reason.
 async fn ends_all_grants(file: &str, damage: impl Fn(&Path), says: &str) {
     let folder = Folder::new();
     let backend = folder.process().await;
@@ -195,7 +195,7 @@ async fn a_hard_link_that_is_gone_again_is_no_hindrance() {
     let backend = folder.process().await;
     let second = folder.file().with_extension("second");
     std::fs::hard_link(folder.file(), &second).unwrap();
-    // Perhaps it is written, and then it stays for its lease.
+    // The row may be written, and then it stays for its lease.
     backend.try_acquire(&claim("refused")).await.unwrap_err();
     let findings = backend.diagnose().await.unwrap();
     assert!(findings.iter().any(|finding| finding.message.contains("hard link")), "{findings:?}");
@@ -209,7 +209,7 @@ async fn a_statement_is_not_believed_when_the_files_were_taken_away_before_it() 
         let folder = Folder::new();
         let backend = folder.process().await;
         let file = folder.0.path().join(name);
-        // The statement is made after the look that comes before it.
+        // The statement is created after the check that precedes it.
         let statement = move || {
             remove(&file);
             sqlx::query("UPDATE lock_registry_meta SET sweep_key = x'00'")
@@ -236,7 +236,7 @@ async fn what_sqlite_does_to_its_log_ends_no_grant() {
         let other = folder.process().await;
         let mut data = link::options(&folder.file()).connect().await.unwrap();
         data.execute(statement).await.unwrap();
-        // Nor can anybody turn the log off.
+        // The log cannot be turned off either.
         data.execute("PRAGMA journal_mode = DELETE").await.unwrap_err();
         sqlx::Connection::close(data).await.unwrap();
         other.close().await;
@@ -252,7 +252,8 @@ async fn shared_memory_that_was_removed_is_noticed_by_who_opens_the_file_in_the_
     let folder = Folder::new();
     let before = folder.process().await;
     grant(&before, &claim("k")).await;
-    // All connections of a process share what the first one opened; to other processes it is lost.
+    // All connections of a process share the file that the first one opened. Other processes do not
+    // see it.
     replace(&folder.0.path().join("locks.db-shm"));
     let error = SqliteBackend::open(folder.config()).await.unwrap_err();
     assert_eq!(Detached::of(&error), Some(Detached::SharedMemory), "{error}");
@@ -276,7 +277,7 @@ async fn a_future_that_is_dropped_in_the_middle_poisons_nothing() {
             tokio::task::yield_now().await;
         }
         drop(attempt);
-        // Granted or not, its own release settles it.
+        // Whether granted or not, its own release frees the key.
         backend.release(&dropped).await.unwrap();
         let next = claim("k");
         grant(&backend, &next).await;
@@ -293,7 +294,7 @@ async fn callers_that_are_not_polled_hold_up_nobody() {
     let backend = folder.process().await;
     let held = claim("held");
     grant(&backend, &held).await;
-    // Somebody else writes while they begin, so that none of them can end at once.
+    // Another connection writes when they begin, so that none of them can end at once.
     let mut other = write_lock(&folder.file()).await;
     let stalled_claims = [claim("a"), claim("b"), claim("c")];
     let mut stalled = stalled_claims.each_ref().map(|claim| backend.try_acquire(claim));
@@ -322,7 +323,7 @@ async fn a_connection_that_broke_is_made_again() {
     busy(&backend, &claim("k")).await;
     assert_eq!(backend.release(&held).await.unwrap(), Release::Freed);
 
-    // But never on a file that is not there any more.
+    // But never on a file that no longer exists.
     backend.writer.break_connection().await;
     std::fs::remove_file(folder.file()).unwrap();
     let error = backend.writer.changes(|| sqlx::query("SELECT 1")).await.unwrap_err();
@@ -337,7 +338,7 @@ async fn connections_that_broke_together_are_made_again_with_a_log_of_their_own(
     let held = claim("k");
     grant(&backend, &held).await;
     for _ in 0..20 {
-        // The last one to go takes the log with it, as nobody else has the file open.
+        // No other process has the file open, so the last connection to close removes the log.
         tokio::join!(backend.writer.break_connection(), backend.reader.break_connection());
         let renewed = backend.renew(std::slice::from_ref(&held)).await.remove(0);
         assert!(matches!(renewed, Ok(Renewal::Renewed(_))), "{renewed:?}");
@@ -375,7 +376,7 @@ async fn doctor_finds_nothing_in_a_healthy_store() {
     let folder = Folder::new();
     let backend = folder.process().await;
     let findings = backend.diagnose().await.unwrap();
-    // A disk that is nearly full, or one without watches left, is the machine's business and not this test's.
+    // A nearly full disk and missing watches depend on the machine, and are no fault here.
     assert!(
         findings.iter().all(|f| f.message.contains("MiB left") || f.message.contains("inotify")),
         "{findings:?}"

@@ -1,4 +1,4 @@
-//! A release wakes those who wait, soon and without a storm. All bounds are for slow machines.
+//! A release wakes waiters soon, and only as many as needed. All bounds allow for slow machines.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -138,7 +138,7 @@ async fn the_task_is_there_only_while_somebody_waits() {
         }
     };
     timeout(SOON, gone).await.unwrap();
-    // And it comes back.
+    // A new wait starts the task again.
     let release = async { a.release(&mine).await.unwrap() };
     timeout(SOON, async { tokio::join!(b.wait(&yours, &told), release) }).await.unwrap();
 }
@@ -190,7 +190,8 @@ async fn a_lease_that_ended_is_seen_at_the_next_commit() {
     timeout(SOON, b.wait(&yours, &told)).await.unwrap();
 }
 
-/// Prints how long a hand-over takes, for people: `cargo test … -- --ignored --nocapture latency`.
+/// Prints the duration of wake-ups, for manual runs: `cargo test … -- --ignored --nocapture
+/// latency`.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 #[ignore = "a measurement, not a promise"]
 async fn latency_of_a_wake_up() {

@@ -1,4 +1,4 @@
--- The record has no room for a token, so the memory says to whom it was given.
+-- The record has no room for a token, so the token key also stores the first token and the claim.
 local function memory(last, first, claim)
   return last .. ' ' .. first .. ' ' .. claim
 end
@@ -7,6 +7,6 @@ local function first_token(record, tokens)
   return string.match(redis.call('GETEX', tokens) or '', '^%d+ (%d+) ' .. string.gsub(record, '%W', '%%%0') .. '$')
 end
 
--- There is no quorum in this layout.
+-- This layout does not support a quorum.
 local function restamp()
 end

@@ -1,7 +1,9 @@
--- A lock is a string, `CLAIM TOKEN SINCE LABEL`. In a quorum the token is followed by a dot and the attempt that wrote it down, and begins with
--- a zero as long as no majority has settled on it.
+-- A lock is a string, `CLAIM TOKEN SINCE LABEL`. In a quorum, a dot and the attempt that wrote the
+-- token follow the token. A leading zero marks the token as provisional: no majority has agreed on
+-- it yet.
 
--- Who holds `lock`: the claim, and all that is known. GETEX, because it reads without asking to be told of changes.
+-- Returns the claim and the record. Redis treats GETEX as a write, so this read does not enable
+-- tracking.
 local function holder(lock)
   local record = redis.call('GETEX', lock)
   if record then
@@ -9,25 +11,25 @@ local function holder(lock)
   end
 end
 
--- Makes `claim` the holder.
+-- Stores `claim` as the holder.
 local function put(lock, claim, lease, token, now, label)
   redis.call('SET', lock, claim .. ' ' .. token .. ' ' .. now .. ' ' .. label, 'PX', lease)
 end
 
--- What is remembered of the newest tokens of a lock: the last, and here no more, because the rest is in the record.
+-- Returns the value of the token key: the last token. The record contains everything else.
 local function memory(last)
   return last
 end
 
--- The first token of a claim that holds the lock.
+-- Returns the first token of the claim that holds the lock.
 local function first_token(record)
   return string.match(record, '^%x+ (%d+)')
 end
 
--- Makes the grant that of a later attempt, so that one that was given up cannot end it.
+-- Assigns the grant to a later attempt, so that the withdrawal of an earlier one cannot delete it.
 local function restamp(lock, record, attempt)
   if attempt <= (string.match(record, '^%x+ %d+%.(%x+) ') or '') then
-    -- An earlier one, which was on its way for longer.
+    -- The request of an earlier attempt arrived late.
     return
   end
   redis.call('SET', lock, string.gsub(record, '^(%x+ %d+)%S*', '%1.' .. attempt, 1), 'KEEPTTL')

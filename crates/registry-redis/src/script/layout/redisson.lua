@@ -1,4 +1,5 @@
--- A lock is a hash of one field, its holder's id, whose value says how often it was entered, as Redisson's RLock has it.
+-- A lock is a hash with one field, as in Redisson's RLock. The field name is the holder's id, and
+-- its value is the number of reentrant acquisitions.
 
 local function holder(lock)
   local fields = redis.call('HGETALL', lock)

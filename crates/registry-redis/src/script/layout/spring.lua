@@ -1,4 +1,4 @@
--- A lock is a string, the id of its holder, as Spring Integration's RedisLockRegistry has it.
+-- A lock is a string, the id of its holder, as in Spring Integration's RedisLockRegistry.
 
 local function holder(lock)
   local record = redis.call('GETEX', lock)

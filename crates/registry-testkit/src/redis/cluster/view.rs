@@ -1,4 +1,4 @@
-//! What one node of a cluster sees of it, and which slot a key has.
+//! One node's view of its cluster, and the slot of a key.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -6,7 +6,7 @@ use std::io;
 use super::{SLOTS, text};
 use crate::redis::server::RedisServer;
 
-/// The cluster in the eyes of one node.
+/// The cluster as one node sees it.
 #[derive(Debug)]
 pub(super) struct View(Vec<Member>);
 
@@ -15,11 +15,11 @@ pub(super) struct View(Vec<Member>);
 pub(super) struct Member {
     pub(super) id: String,
     flags: String,
-    /// Whom it replicates.
+    /// The id of the master that this node replicates.
     pub(super) master: Option<String>,
-    /// Of two that want the same slot, the one with the larger epoch has it.
+    /// Of two nodes that claim the same slot, the one with the larger epoch owns it.
     pub(super) epoch: u64,
-    /// First and last of each range.
+    /// The first and the last slot of each range.
     slots: Vec<(u16, u16)>,
 }
 
@@ -49,7 +49,7 @@ impl View {
         self.0.iter().find(|member| member.slots.iter().any(has))
     }
 
-    /// Whose the slots are, to be compared with the view of another.
+    /// Returns the owner of each slot range, to compare it with other views.
     pub(super) fn owners(&self) -> BTreeMap<(u16, u16), String> {
         let ranges = |member: &Member| {
             let id = member.id.clone();
@@ -69,7 +69,8 @@ impl Member {
         let (_ping, _pong) = (words.next()?, words.next()?);
         let epoch = words.next()?.parse().ok()?;
         let _link = words.next()?;
-        // Slots on their way stand in brackets, beside the ranges to which they still belong.
+        // Slots in migration appear in brackets, in addition to the ranges to which they still
+        // belong.
         let slots = words.filter(|word| !word.starts_with('[')).filter_map(|word| {
             let (first, last) = word.split_once('-').unwrap_or((word, word));
             Some((first.parse().ok()?, last.parse().ok()?))
@@ -81,13 +82,13 @@ impl Member {
         self.flags.split(',').any(|own| own == flag)
     }
 
-    /// Whether it is more than an address that was heard of.
+    /// Returns whether the node's address is known and its handshake is complete.
     pub(super) fn is_met(&self) -> bool {
         !self.is("handshake") && !self.is("noaddr")
     }
 }
 
-/// The slot of a key: of what stands in its first braces, if that is anything.
+/// Returns the slot of a key. If the key has text in its first braces, only that text counts.
 pub(super) fn slot_of(key: &[u8]) -> u16 {
     let tag = || {
         let open = key.iter().position(|&byte| byte == b'{')?;
