@@ -77,7 +77,7 @@ async fn waiters_are_sent_away_before_the_limit() {
         async move { ours.close(Duration::from_secs(60)).await }
     });
     for waiter in waiters {
-        let sent_away = tokio::time::timeout(Duration::from_secs(1), waiter).await.unwrap();
+        let sent_away = timeout(Duration::from_secs(1), waiter).await.unwrap();
         assert!(matches!(sent_away.unwrap(), Err(LockError::Closed)));
     }
     assert!(held.is_held() && !closing.is_finished());

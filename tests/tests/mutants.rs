@@ -1,8 +1,8 @@
 //! Checks that the simulation finds bugs: each mutant, switched on, violates a property within 120
 //! seeds.
 //!
-//! Built only with `RUSTFLAGS="--cfg lock_registry_mutants"`; the switch does not exist in any
-//! other build.
+//! Built only with `--cfg lock_registry_mutants`; CONTRIBUTING.md has the command. The switch does
+//! not exist in any other build.
 #![cfg(lock_registry_mutants)]
 
 #[path = "mutants/redis.rs"]

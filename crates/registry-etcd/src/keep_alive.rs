@@ -296,7 +296,7 @@ async fn send_all(link: Link, queue: Arc<Queue>, number: usize) {
                 if stream(&link, &wire, number, &mut in_flight).await {
                     pause = PAUSE_MIN;
                 } else {
-                    // A cluster without a leader ends each stream at once, and each stream costs a
+                    // A member or a proxy may end each stream at once, and each stream costs a
                     // connection and a login.
                     drop(in_flight);
                     sleep(pause).await;
