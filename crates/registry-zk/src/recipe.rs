@@ -234,8 +234,14 @@ async fn stands_as_before(session: &Arc<Session>, stake: &Stake) -> Result<bool,
     if watch.has_fired() || looked_at.after(look_after) <= Moment::now() {
         return Ok(false);
     }
-    session.catch_up().await?;
-    Ok(!watch.has_fired())
+    tokio::select! {
+        biased;
+        () = watch.clone().fired() => Ok(false),
+        caught_up = session.catch_up() => {
+            caught_up?;
+            Ok(!watch.has_fired())
+        }
+    }
 }
 
 /// Returns whether this client would be notified of the end of the node directly before a waiter.

@@ -475,7 +475,7 @@ pub(crate) struct Session {
     proof: Mutex<Proof>,
     /// When the last request to a majority was sent.
     asked_at: Mutex<Moment>,
-    /// When the last request that the leader answered was sent.
+    /// When the last request to the leader was sent.
     leader_asked_at: Mutex<Moment>,
     /// The next rounds, [by](By) a majority and by the leader, until they are sent.
     next_rounds: [Mutex<Option<Round>>; 2],
@@ -655,11 +655,9 @@ impl Session {
             match by {
                 By::Majority => session.prove().await,
                 By::Leader => {
-                    let sent_at = Moment::now();
+                    *lock(&session.leader_asked_at) = Moment::now();
                     let synced = session.bounded(session.client().sync("/")).await?;
-                    synced.map_err(|error| explain(&error))?;
-                    *lock(&session.leader_asked_at) = sent_at;
-                    Ok(())
+                    synced.map_err(|error| explain(&error))
                 }
             }
         };
@@ -668,11 +666,13 @@ impl Session {
         round
     }
 
-    /// Waits until this client has seen all changes older than [`LEADER_LAG`]. All waiters of a
-    /// session together send one request to the leader per that time.
+    /// Waits until this client has seen all changes that the leader had before this call. Waiters
+    /// that call within [`LEADER_PAUSE`] after a request to the leader share the next one.
     pub(crate) async fn catch_up(self: &Arc<Self>) -> Result<(), BackendError> {
-        if lock(&self.leader_asked_at).after(LEADER_LAG) >= Moment::now() {
-            return Ok(());
+        let next = lock(&self.leader_asked_at).after(LEADER_PAUSE);
+        let pause = next.since(Moment::now());
+        if !pause.is_zero() {
+            sleep(pause).await;
         }
         self.round(By::Leader).await
     }
@@ -864,8 +864,8 @@ const OPEN_ANOTHER_WITHIN: Duration = Duration::from_secs(1);
 /// Pause between a failure to open such a session and the next attempt.
 const OPEN_ANOTHER_PAUSE: Duration = Duration::from_secs(30);
 
-/// Waiters within this time share one answer of the leader.
-const LEADER_LAG: Duration = Duration::from_millis(100);
+/// Pause between two requests to the leader on behalf of waiters.
+const LEADER_PAUSE: Duration = Duration::from_millis(100);
 
 /// How long the end of a claim's session is remembered.
 const DISPLACED_FOR: Duration = Duration::from_secs(10 * 60);
