@@ -11,7 +11,9 @@ use crate::engine::{Engine, backoff, trouble};
 use crate::error::{BackendError, LockError};
 use crate::event::LockEvent;
 use crate::fairness::Contention;
+use crate::fencing::FencingToken;
 use crate::guard::LockGuard;
+use crate::held::HeldClaim;
 use crate::hold::Hold;
 use crate::key::Key;
 use crate::mutant::{Mutant, mutated};
@@ -121,68 +123,75 @@ struct Contest<'a> {
 }
 
 impl Contest<'_> {
-    async fn win(&self, turn: Turn, owner: Option<Owner>) -> Result<Option<LockGuard>, Stopped> {
+    async fn win(self, turn: Turn, owner: Option<Owner>) -> Result<Option<LockGuard>, Stopped> {
+        let claim = self.fresh_claim(self.slot.key());
+        let mut contender = Contender::new(turn, claim, Arc::clone(self.terms));
+        let pause_end = contender.contention().and_then(|it| self.pause_end(it));
+        if pause_end.is_some() {
+            return Box::pin(self.contend(contender, pause_end, None, owner)).await;
+        }
+        self.check_open()?;
+        let mut sent = contender.send(self.engine).await;
+        if let Some(Answer::Answered(sent_at, Ok(Attempt::Granted(grant)))) = sent {
+            let token = grant.token;
+            match contender.take(grant, sent_at) {
+                Ok(held) => return self.guard(held, token, owner, 1).map(Some),
+                Err(late) => contender = *late,
+            }
+            sent = Some(Answer::Answered(sent_at, Err(late_grant())));
+        }
+        // Boxed, because the futures of all waits are large, and the caller's future would contain
+        // them even where the store responds at once.
+        Box::pin(self.contend(contender, None, Some(sent), owner)).await
+    }
+
+    /// Repeats the attempt until a grant, the deadline, or a store error that must be returned.
+    /// `sent` is the result of the first [`Contender::send`], if it has been called.
+    async fn contend(
+        self,
+        mut contender: Contender,
+        pause_end: Option<Moment>,
+        mut sent: Option<Option<Answer>>,
+        owner: Option<Owner>,
+    ) -> Result<Option<LockGuard>, Stopped> {
         let key = self.slot.key();
-        let mut contender = Contender::new(turn, self.fresh_claim(key), Arc::clone(self.terms));
         let mut suspension = Suspension::new(self.engine.janitor.watch(), self.terms.lease.length);
         let mut attempts = 0;
         let mut failures = Failures::default();
         let mut early_wakes = EarlyWakes::new();
         let mut quiet_since = Moment::now();
         let mut last_token = None;
-        if let Some(end) = self.pause_end(contender.contention()) {
+        if let Some(end) = pause_end {
             (contender, ()) = suspension.during(contender, self.pause(end)).await?;
         }
         // Terminates by a grant, by the deadline, or after store errors for the length of a lease.
         // With only "busy" responses and no deadline, a caller waits without limit, as requested.
         loop {
-            // The acquisition is counted before this check, and closing sets its flag before it
-            // counts acquisitions. At least one of the two sees the other, so no request is sent to
-            // a store that is being closed.
-            if self.engine.is_closing() {
-                return Err(LockError::Closed.into());
-            }
             attempts += 1;
+            let sent = match sent.take() {
+                Some(sent) => sent,
+                None => {
+                    self.check_open()?;
+                    contender.send(self.engine).await
+                }
+            };
             let answer;
-            (contender, answer) = contender.attempt(self.engine, &mut suspension).await?;
-            match answer {
+            (contender, answer) = contender.answer(sent, self.engine, &mut suspension).await?;
+            let error = match answer {
                 Answer::Answered(sent_at, Ok(Attempt::Granted(grant))) => {
-                    self.slot.answered();
                     let token = grant.token;
                     match contender.take(grant, sent_at) {
-                        Ok(held) => {
-                            let guard = Hold::first_guard(held, token, owner);
-                            if self.engine.is_closing() {
-                                // Too late to return a guard. Dropping it releases the claim.
-                                return Err(LockError::Closed.into());
-                            }
-                            self.slot.held_by(guard.hold());
-                            self.engine.tell(|| LockEvent::Granted {
-                                key: key.as_str(),
-                                token,
-                                waited: Moment::now().since(self.began),
-                                attempts,
-                            });
-                            return Ok(Some(guard));
-                        }
-                        // The lease was over before the reply arrived, and the claim is being
-                        // released. A new claim needs a new id, so that this release does not end
-                        // its grant.
-                        Err(late) => {
-                            let error = BackendError::transient(
-                                "the store's grant arrived after its lease was over",
-                            );
-                            let pause = self.endure(key, &mut failures, error);
-                            let borne;
-                            (contender, borne) = suspension.during(*late, pause).await?;
-                            borne?;
-                        }
+                        Ok(held) => return self.guard(held, token, owner, attempts).map(Some),
+                        Err(late) => contender = *late,
                     }
+                    late_grant()
                 }
                 Answer::Answered(_, Ok(Attempt::Busy(busy))) => {
                     failures = Failures::default();
                     self.slot.answered();
-                    contender.contention().on_busy();
+                    if let Some(contention) = contender.contention() {
+                        contention.on_busy();
+                    }
                     self.engine.tell(|| LockEvent::Busy { key: key.as_str(), busy: &busy });
                     if self.is_over(Moment::now()) {
                         return Ok(None);
@@ -197,32 +206,58 @@ impl Contest<'_> {
                     let woken;
                     (contender, woken) = suspension.during(contender, wait).await?;
                     if woken? == Woken::Early {
-                        let pause =
-                            early_wakes.take().max(contender.contention().delay_after_wake());
+                        let delay = contender.contention().map(|it| it.delay_after_wake());
+                        let pause = early_wakes.take().max(delay.unwrap_or_default());
                         if !pause.is_zero() {
                             let end = Moment::now().after(pause);
                             let end = end.min(self.deadline.unwrap_or(Moment::FUTURE));
                             (contender, ()) = suspension.during(contender, self.pause(end)).await?;
                         }
                     }
+                    continue;
                 }
-                Answer::Answered(_, Err(error)) => {
-                    let pause = self.endure(key, &mut failures, error);
-                    let borne;
-                    (contender, borne) = suspension.during(contender, pause).await?;
-                    borne?;
-                }
-                Answer::Unanswered => {
-                    let pause = self.endure(key, &mut failures, self.engine.unanswered());
-                    let borne;
-                    (contender, borne) = suspension.during(contender, pause).await?;
-                    borne?;
-                    // The background releaser owns the unanswered claim now.
-                    let fresh = self.fresh_claim(key);
-                    contender.start_over(fresh);
-                }
-            }
+                Answer::Answered(_, Err(error)) => error,
+                Answer::Unanswered => self.engine.unanswered(),
+            };
+            let pause = self.endure(key, &mut failures, error);
+            let borne;
+            (contender, borne) = suspension.during(contender, pause).await?;
+            borne?;
+            // The background releaser completes a request without a response.
+            contender.replace_unanswered(|| self.fresh_claim(key));
         }
+    }
+
+    /// Returns the guard of a new grant.
+    fn guard(
+        &self,
+        held: Arc<HeldClaim>,
+        token: Option<FencingToken>,
+        owner: Option<Owner>,
+        attempts: u32,
+    ) -> Result<LockGuard, Stopped> {
+        self.slot.answered();
+        let guard = Hold::first_guard(held, token, owner);
+        // If the registry is closing, it is too late to return a guard. Dropping it releases the
+        // claim.
+        self.check_open()?;
+        self.slot.held_by(guard.hold());
+        self.engine.tell(|| LockEvent::Granted {
+            key: self.slot.key().as_str(),
+            token,
+            waited: Moment::now().since(self.began),
+            attempts,
+        });
+        Ok(guard)
+    }
+
+    /// Fails if the registry is closing.
+    ///
+    /// The acquisition is counted before this check, and closing sets its flag before it counts
+    /// acquisitions. At least one of the two sees the other, so no request is sent to a store that
+    /// is being closed.
+    fn check_open(&self) -> Result<(), Stopped> {
+        if self.engine.is_closing() { Err(LockError::Closed.into()) } else { Ok(()) }
     }
 
     /// Returns the end of the pause before the first attempt. Skips the pause if the caller's
@@ -323,6 +358,14 @@ impl Contest<'_> {
     fn is_over(&self, now: Moment) -> bool {
         self.deadline.is_some_and(|deadline| now >= deadline)
     }
+}
+
+/// Returns the error of a grant whose lease was over before the reply arrived.
+///
+/// That claim is being released. The next attempt has a claim with a new id, so that this release
+/// does not end its grant.
+fn late_grant() -> BackendError {
+    BackendError::transient("the store's grant arrived after its lease was over")
 }
 
 /// Consecutive store errors.

@@ -48,6 +48,8 @@ pub(crate) struct Contender {
     /// Present until a grant is taken or the contender is dropped.
     parts: Option<Parts>,
     in_flight: Option<AttemptCall>,
+    /// When the last attempt was sent.
+    sent_at: Moment,
     /// The invalidation epoch of the key when the last attempt was sent.
     news_then: NewsMark,
     /// The number of attempts of this claim with an unknown outcome.
@@ -60,6 +62,7 @@ impl Contender {
     pub(crate) fn new(turn: Turn, claim: Claim, terms: Arc<Terms>) -> Self {
         turn.slot().engine().contending.enter();
         Self {
+            sent_at: Moment::PAST,
             news_then: NewsMark::default(),
             parts: Some((turn, claim, terms)),
             in_flight: None,
@@ -76,47 +79,28 @@ impl Contender {
         self.slot().engine()
     }
 
-    /// Returns the contention between this process and others for the key.
-    pub(crate) fn contention(&mut self) -> &mut Contention {
+    /// Returns the contention between this process and others for the key. `None` if the store needs
+    /// no fairness between processes.
+    pub(crate) fn contention(&mut self) -> Option<&mut Contention> {
         let parts = self.parts.as_mut().expect("the turn is here until a grant is taken");
-        &mut parts.0.contention
+        parts.0.contention.as_deref_mut()
     }
 
     pub(crate) fn claim(&self) -> &Claim {
         &self.parts.as_ref().expect("the claim is here until a grant is taken").1
     }
 
-    /// Sends one request to the store, and a second one if the connection had broken while idle.
-    /// Returns `Abandoned` if it was not polled for a lease.
+    /// Sends one request to the store and polls it once. Returns `None` if the store has not
+    /// responded yet; [`answer`](Self::answer) then waits for the response.
+    ///
+    /// A store in this process responds at once. Its callers need neither a timer nor a suspension.
     ///
     /// The backend itself must not repeat an attempt. The first request may still reach the store
     /// after the release of the second one's grant, and only a counted attempt is released again.
-    ///
-    /// # Cancel safety
-    /// Dropping the future drops the contender, and the background releaser completes the request.
-    pub(crate) async fn attempt(
-        self,
-        engine: &Engine,
-        suspension: &mut Suspension<'_, Self>,
-    ) -> Result<(Self, Answer), Abandoned> {
-        let (contender, answer) = self.request(engine, suspension).await?;
-        match answer {
-            Answer::Answered(_, Err(error)) if error.is_stale_connection() => {
-                contender.request(engine, suspension).await
-            }
-            answer => Ok((contender, answer)),
-        }
-    }
-
-    /// Sends one request, and counts it if its outcome is unknown.
-    async fn request(
-        mut self,
-        engine: &Engine,
-        suspension: &mut Suspension<'_, Self>,
-    ) -> Result<(Self, Answer), Abandoned> {
+    pub(crate) async fn send(&mut self, engine: &Engine) -> Option<Answer> {
         // Taken before the request leaves. The store's lease starts at an unknown moment between
         // send and reply; counting from the reply would let us trust a lease that is already over.
-        let sent_at = Moment::now();
+        self.sent_at = Moment::now();
         self.news_then = self.slot().news();
         // Counts the attempt in case the backend panics here, before the request is recorded as in
         // flight.
@@ -126,27 +110,66 @@ impl Contender {
             None => first_poll(engine.acquiring(self.claim())).await,
         };
         self.stray_attempts -= 1;
-        let answer = match first {
-            Ok(answer) => answer,
+        match first {
+            Ok(answer) => Some(self.answered(answer)),
             Err(request) => {
                 self.in_flight = Some(Call::polled(&engine.janitor, request));
-                let mut end = pin!(sleep(engine.defaults.answer_limit));
-                let answered = suspension.run(self, |contender, cx| {
-                    if let Some(call) = contender.in_flight.as_mut()
-                        && let Poll::Ready(answer) = Pin::new(call).poll(cx)
-                    {
-                        return Poll::Ready(Some(answer));
-                    }
-                    end.as_mut().poll(cx).map(|()| None)
-                });
-                let (contender, answer) = answered.await?;
-                self = contender;
-                match answer {
-                    Some(answer) => answer,
-                    None => return Ok((self, Answer::Unanswered)),
-                }
+                None
             }
+        }
+    }
+
+    /// Waits for the response to the request that was [sent](Self::send) within the same poll of
+    /// the same task. Repeats the request once if the connection had broken while idle. Returns
+    /// `Abandoned` if it was not polled for a lease.
+    ///
+    /// # Cancel safety
+    /// Dropping the future drops the contender, and the background releaser completes the request.
+    pub(crate) async fn answer(
+        mut self,
+        sent: Option<Answer>,
+        engine: &Engine,
+        suspension: &mut Suspension<'_, Self>,
+    ) -> Result<(Self, Answer), Abandoned> {
+        let first;
+        (self, first) = self.one_answer(sent, engine, suspension).await?;
+        match first {
+            Answer::Answered(_, Err(error)) if error.is_stale_connection() => {
+                let sent = self.send(engine).await;
+                self.one_answer(sent, engine, suspension).await
+            }
+            answer => Ok((self, answer)),
+        }
+    }
+
+    async fn one_answer(
+        self,
+        sent: Option<Answer>,
+        engine: &Engine,
+        suspension: &mut Suspension<'_, Self>,
+    ) -> Result<(Self, Answer), Abandoned> {
+        if let Some(answer) = sent {
+            return Ok((self, answer));
+        }
+        let mut end = pin!(sleep(engine.defaults.answer_limit));
+        let answered = suspension.run(self, |contender, cx| {
+            if let Some(call) = contender.in_flight.as_mut()
+                && let Poll::Ready(answer) = Pin::new(call).poll(cx)
+            {
+                return Poll::Ready(Some(answer));
+            }
+            end.as_mut().poll(cx).map(|()| None)
+        });
+        let (mut contender, answer) = answered.await?;
+        let answer = match answer {
+            Some(answer) => contender.answered(answer),
+            None => Answer::Unanswered,
         };
+        Ok((contender, answer))
+    }
+
+    /// Records a response, and counts the attempt if its outcome is unknown.
+    fn answered(&mut self, answer: Result<Attempt, BackendError>) -> Answer {
         self.in_flight = None;
         match &answer {
             Ok(Attempt::Granted(_)) => {}
@@ -154,7 +177,7 @@ impl Contender {
             Err(error) if error.refused() => {}
             Err(_) => self.stray_attempts += 1,
         }
-        Ok((self, Answer::Answered(sent_at, answer)))
+        Answer::Answered(self.sent_at, answer)
     }
 
     /// Takes a grant. If its lease was over before it arrived, the claim is released in the
@@ -198,16 +221,18 @@ impl Contender {
         taken
     }
 
-    /// Leaves the current claim to the background releaser and continues with a new one. For a
-    /// claim whose request has no response: only an answered request can be repeated safely with
-    /// the same id.
-    pub(crate) fn start_over(&mut self, fresh: Claim) {
+    /// Leaves a claim whose request has no response to the background releaser, and continues with
+    /// a new one. Only an answered request can be repeated safely with the same id.
+    pub(crate) fn replace_unanswered(&mut self, fresh: impl FnOnce() -> Claim) {
+        if self.in_flight.is_none() {
+            return;
+        }
         let Some((turn, claim, terms)) = self.parts.take() else {
             return;
         };
         let engine = Arc::clone(turn.slot().engine());
         self.leave_behind(Arc::clone(&engine), claim, None);
-        *self = Self::new(turn, fresh, terms);
+        *self = Self::new(turn, fresh(), terms);
         engine.contending.leave();
     }
 

@@ -240,10 +240,8 @@ impl LockGuard {
         let engine = ending.held().engine();
         if !ending.held().min_hold_left().is_zero() {
             let (engine, key) = (Arc::clone(engine), ending.held().claim().key().clone());
-            return keep(ending, &engine).await.map_err(|reason| lost(&key, reason));
+            return Box::pin(keep(ending, &engine)).await.map_err(|reason| lost(&key, reason));
         }
-        // For an in-process store, setting up a wait for the response would take most of the time
-        // of the unlock.
         let claim = ending.claim();
         let first = match engine.backend.release_at_once(&claim) {
             Some(answer) => Ok(answer),
@@ -258,24 +256,13 @@ impl LockGuard {
             yield_at_times().await;
             return Ok(());
         }
-        let (engine, key, fenced) = (Arc::clone(engine), claim.key().clone(), claim.is_fenced());
         let release = match first {
             Ok(answer) => Call::answered(&engine.janitor, answer),
             Err(release) => Call::polled(&engine.janitor, release),
         };
-        let patience = ending.held().lease_length();
-        if !fenced {
-            let job = letting_go(&engine, give_held_back(ending, Some(release), None, None));
-            return outcome(job, &engine, &key, patience).await;
-        }
-        // The caller may have to end its own transaction before the store can free the key.
-        let (blocked, refusal) = oneshot::channel();
-        let job = letting_go(&engine, give_held_back(ending, Some(release), None, Some(blocked)));
-        tokio::select! {
-            biased;
-            outcome = outcome(job, &engine, &key, patience) => outcome,
-            Ok(error) = refusal => Err(trouble("release", key.as_str(), error)),
-        }
+        // Boxed, because the futures of all waits are large, and the caller's future would contain
+        // them even where the store responds at once.
+        Box::pin(release_in_flight(ending, &claim, release)).await
     }
 
     /// Returns the claim for a fenced write, which compares it inside the store, and excludes the
@@ -352,6 +339,28 @@ impl Drop for LockGuard {
 /// or not polling the future here delays no release.
 async fn yield_at_times() {
     tokio::task::coop::consume_budget().await;
+}
+
+/// Waits for a release that was sent, and repeats it while its outcome is unknown.
+async fn release_in_flight(
+    ending: Ending,
+    claim: &Claim,
+    release: Call<Result<Release, BackendError>>,
+) -> Result<(), LockError> {
+    let (engine, key) = (Arc::clone(ending.held().engine()), claim.key());
+    let patience = ending.held().lease_length();
+    if !claim.is_fenced() {
+        let job = letting_go(&engine, give_held_back(ending, Some(release), None, None));
+        return outcome(job, &engine, key, patience).await;
+    }
+    // The caller may have to end its own transaction before the store can free the key.
+    let (blocked, refusal) = oneshot::channel();
+    let job = letting_go(&engine, give_held_back(ending, Some(release), None, Some(blocked)));
+    tokio::select! {
+        biased;
+        outcome = outcome(job, &engine, key, patience) => outcome,
+        Ok(error) = refusal => Err(trouble("release", key.as_str(), error)),
+    }
 }
 
 /// Wraps the release of a claim in a call. If the call is dropped, the background releaser finishes

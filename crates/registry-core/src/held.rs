@@ -110,7 +110,7 @@ impl HeldClaim {
             terms,
             first_token: grant.token,
             granted_at: now,
-            contended: turn.contention.is_contended(),
+            contended: turn.contention.as_ref().is_some_and(|it| it.is_contended()),
             stray_attempts,
             valid_until: AtomicI64::new(lease.valid_until().to_bits()),
             lost: Notify::new(),

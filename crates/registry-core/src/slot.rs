@@ -639,7 +639,7 @@ impl Drop for Slot {
 #[derive(Debug)]
 pub(crate) struct Turn {
     slot: Option<Arc<Slot>>,
-    pub(crate) contention: Contention,
+    pub(crate) contention: Option<Box<Contention>>,
     granted_at: Option<Moment>,
 }
 
@@ -656,8 +656,8 @@ impl Turn {
     /// Records that the store has granted the claim of this permit.
     pub(crate) fn taken(&mut self, now: Moment) {
         self.granted_at = Some(now);
-        if let Some(slot) = &self.slot {
-            slot.engine.fairness.on_grant(&mut self.contention);
+        if let (Some(slot), Some(contention)) = (&self.slot, &mut self.contention) {
+            slot.engine.fairness.on_grant(contention);
         }
         if mutated(Mutant::HeldSlotEvicted) {
             let slot = self.slot();
@@ -669,8 +669,8 @@ impl Turn {
 impl Drop for Turn {
     fn drop(&mut self) {
         if let Some(slot) = self.slot.take() {
-            if let Some(granted_at) = self.granted_at {
-                slot.engine.fairness.on_release(&slot.key, self.contention, granted_at);
+            if let (Some(granted_at), Some(contention)) = (self.granted_at, &self.contention) {
+                slot.engine.fairness.on_release(&slot.key, **contention, granted_at);
             }
             slot.pass_on();
         }
