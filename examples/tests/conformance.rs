@@ -38,6 +38,6 @@ registry_conformance::conformance! {
     harness = Tables,
     runs = 198,
     skips = 34,
-    without = [fair, tells_losses, labels, inspect, namespaces, restart, wipe, remote],
+    without = [fair, reports_invalidations, labels, inspect, namespaces, restart, wipe, remote],
 }
 // ANCHOR_END: suite

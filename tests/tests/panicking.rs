@@ -58,7 +58,7 @@ async fn a_panic_reaches_the_caller_and_harms_nobody_else() {
     for method in PanickingBackend::METHODS {
         // No caller invokes these methods, or another test covers them.
         let without_a_caller =
-            ["capabilities", "shard", "renewals_max", "first_look", "renews_together", "close"];
+            ["capabilities", "shard", "renewals_max", "verify_after", "renews_together", "close"];
         if without_a_caller.contains(method) {
             continue;
         }
@@ -177,7 +177,7 @@ async fn a_store_that_panics_when_it_is_asked_what_it_can_do_builds_no_registry(
 #[tokio::test(start_paused = true)]
 async fn a_panic_while_a_grant_is_taken_over_costs_no_grant() {
     let (ours, backend) = over(&MemoryBackend::new());
-    backend.panic_once_in("first_look");
+    backend.panic_once_in("verify_after");
     let guard = ours.obtain("k").try_lock().await.unwrap().unwrap();
     assert!(backend.has_panicked());
     guard.unlock().await.unwrap();

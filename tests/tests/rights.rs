@@ -189,7 +189,7 @@ async fn check(
         let denied = findings.iter().find(|finding| {
             finding.severity == Severity::Warning && finding.message.contains("may not")
         });
-        if denied.is_some() || !ours.capabilities().tells_losses {
+        if denied.is_some() || !ours.capabilities().reports_invalidations {
             return Err(format!("{findings:?}").into());
         }
         // Covers the background work: channels are unsubscribed after a second, and connections are

@@ -41,8 +41,8 @@ pub use registry_core::observe;
 pub use registry_core::{
     Attempt, BackendError, BackendErrorKind, Busy, Capabilities, Claim, ClaimId, ClaimMode,
     CloseReport, ConfigError, DistributedLock, Executed, FencingToken, Finding, Grant,
-    GuaranteeClass, Holder, InvalidKey, InvalidOption, Key, LockBackend, LockError, LockEvent,
-    LockGuard, LockOptions, LockRegistry, LockRegistryExt, LossHints, LostReason, MemoryBackend,
+    GuaranteeClass, Holder, InvalidKey, InvalidOption, Invalidations, Key, LockBackend, LockError,
+    LockEvent, LockGuard, LockOptions, LockRegistry, LockRegistryExt, LostReason, MemoryBackend,
     Observer, Owner, PassThroughBackend, Reach, Registry, RegistryBuilder, Release, Renewal,
     RoutingRegistry, Severity,
 };

@@ -55,7 +55,7 @@ fn machine_report(
             "fencing": capabilities.fencing,
             "fair": capabilities.fair,
             "wakes": capabilities.wakes,
-            "tells_losses": capabilities.tells_losses,
+            "tells_losses": capabilities.reports_invalidations,
             "shared": capabilities.shared,
             "labels": capabilities.labels,
             "inspect": capabilities.inspect,
@@ -77,7 +77,7 @@ fn human_report(settings: &[Setting], capabilities: &Capabilities, findings: &[F
         row("fencing tokens", yes_no(capabilities.fencing)),
         row("grants in order", yes_no(capabilities.fair)),
         row("wakes waiters", yes_no(capabilities.wakes)),
-        row("tells losses", yes_no(capabilities.tells_losses)),
+        row("tells losses", yes_no(capabilities.reports_invalidations)),
         row("keeps labels", yes_no(capabilities.labels)),
         row("tells holders", yes_no(capabilities.inspect)),
         row(

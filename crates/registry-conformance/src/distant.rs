@@ -168,7 +168,7 @@ impl LockBackend for DistantBackend {
     fn capabilities(&self) -> Capabilities {
         let mut capabilities = self.near.capabilities();
         // The near client receives loss notifications only for its own claims.
-        capabilities.tells_losses = false;
+        capabilities.reports_invalidations = false;
         capabilities
     }
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_core::{
     Attempt, BackendError, BackendErrorKind, Busy, Capabilities, Claim, Finding, Holder,
-    InvalidKey, Key, LockBackend, LossHints, Release, Renewal,
+    InvalidKey, Invalidations, Key, LockBackend, Release, Renewal,
 };
 use tokio::sync::watch;
 use tokio::task::JoinSet;
@@ -284,16 +284,16 @@ impl LockBackend for FaultyBackend {
     }
 
     // Notifications need no request, so no fault applies to them.
-    fn tell_losses(&self, hints: LossHints) {
-        self.inner.tell_losses(hints);
+    fn subscribe_invalidations(&self, hints: Invalidations) {
+        self.inner.subscribe_invalidations(hints);
     }
 
     fn renewals_max(&self) -> usize {
         self.inner.renewals_max()
     }
 
-    fn first_look(&self) -> Option<Duration> {
-        self.inner.first_look()
+    fn verify_after(&self) -> Option<Duration> {
+        self.inner.verify_after()
     }
 
     fn renews_together(&self) -> bool {

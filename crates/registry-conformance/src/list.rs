@@ -191,9 +191,9 @@ macro_rules! __for_all_clauses {
                 a_lost_lock_stays_lost [],
                 a_lock_that_is_let_go_is_not_lost [],
                 a_held_lock_is_not_told_as_lost [],
-                a_broken_lock_is_told_at_once [inspect tells_losses],
-                a_broken_lock_that_is_not_renewed_is_told_at_once [inspect tells_losses],
-                every_registry_over_a_client_is_told_of_its_losses [inspect tells_losses],
+                a_broken_lock_is_told_at_once [inspect reports_invalidations],
+                a_broken_lock_that_is_not_renewed_is_told_at_once [inspect reports_invalidations],
+                every_registry_over_a_client_is_told_of_its_losses [inspect reports_invalidations],
                 a_lock_that_its_own_registry_breaks_is_lost_at_once [inspect],
                 a_lock_that_a_registry_over_the_same_client_breaks_is_lost_at_once [inspect],
                 an_outage_longer_than_the_lease_is_a_loss [],
@@ -308,8 +308,8 @@ macro_rules! need {
     (wakes) => {
         Need::Wakes
     };
-    (tells_losses) => {
-        Need::TellsLosses
+    (reports_invalidations) => {
+        Need::ReportsInvalidations
     };
     (labels) => {
         Need::Labels

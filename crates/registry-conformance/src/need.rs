@@ -23,8 +23,8 @@ pub enum Need {
     Handoff,
     /// [`Capabilities::wakes`].
     Wakes,
-    /// [`Capabilities::tells_losses`].
-    TellsLosses,
+    /// [`Capabilities::reports_invalidations`].
+    ReportsInvalidations,
     /// [`Capabilities::labels`].
     Labels,
     /// [`Capabilities::inspect`].
@@ -49,7 +49,7 @@ impl Need {
         Self::Fair,
         Self::Handoff,
         Self::Wakes,
-        Self::TellsLosses,
+        Self::ReportsInvalidations,
         Self::Labels,
         Self::Inspect,
         Self::Namespaces,
@@ -68,7 +68,7 @@ impl Need {
             Self::Fair => "fair",
             Self::Handoff => "handoff",
             Self::Wakes => "wakes",
-            Self::TellsLosses => "tells_losses",
+            Self::ReportsInvalidations => "reports_invalidations",
             Self::Labels => "labels",
             Self::Inspect => "inspect",
             Self::Namespaces => "namespaces",
@@ -93,7 +93,7 @@ impl Need {
             Self::Fair => Some(capabilities.fair),
             Self::Handoff => Some(!capabilities.fair),
             Self::Wakes => Some(capabilities.wakes),
-            Self::TellsLosses => Some(capabilities.tells_losses),
+            Self::ReportsInvalidations => Some(capabilities.reports_invalidations),
             Self::Labels => Some(capabilities.labels),
             Self::Inspect => Some(capabilities.inspect),
             // A store beyond this process outlives its clients, so its harness can always restart

@@ -142,7 +142,7 @@ macro_rules! __ignored {
         #[ignore = "the store does not wake waiters"]
         $test
     };
-    (tells_losses $test:item) => {
+    (reports_invalidations $test:item) => {
         #[test]
         #[ignore = "the store does not tell holders of losses"]
         $test

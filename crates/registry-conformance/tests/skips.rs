@@ -60,7 +60,9 @@ fn wrong_figures_are_found() {
 #[test]
 fn what_a_store_can_do_must_not_be_skipped() {
     let (runs, skips) = figures();
-    for can in ["fencing", "wakes", "tells_losses", "labels", "inspect", "faithful", "handoff"] {
+    for can in
+        ["fencing", "wakes", "reports_invalidations", "labels", "inspect", "faithful", "handoff"]
+    {
         let mut without = WITHOUT.to_vec();
         without.push(can);
         let complaint = complaint(runs, skips, &without, &emitted()).unwrap();

@@ -83,7 +83,7 @@ pub struct Capabilities {
     pub wakes: bool,
     /// A holder is notified at once when another client removes the record of its lock. If false,
     /// it is notified at its next renewal.
-    pub tells_losses: bool,
+    pub reports_invalidations: bool,
     /// A lock can have several holders at once, if all of them request this. No store offers it
     /// yet.
     pub shared: bool,
@@ -117,7 +117,7 @@ impl Capabilities {
             fencing: false,
             fair: false,
             wakes: false,
-            tells_losses: false,
+            reports_invalidations: false,
             shared: false,
             peer_poll: None,
             labels: false,
@@ -150,12 +150,12 @@ impl Capabilities {
         self
     }
 
-    /// Sets [`tells_losses`](Self::tells_losses): the backend notifies the registries that it got
-    /// by [`LockBackend::tell_losses`](crate::LockBackend::tell_losses) when another client has
+    /// Sets [`reports_invalidations`](Self::reports_invalidations): the backend notifies the registries that it got
+    /// by [`LockBackend::subscribe_invalidations`](crate::LockBackend::subscribe_invalidations) when another client has
     /// removed a record.
     #[must_use]
-    pub const fn with_tells_losses(mut self) -> Self {
-        self.tells_losses = true;
+    pub const fn with_invalidations(mut self) -> Self {
+        self.reports_invalidations = true;
         self
     }
 
@@ -201,7 +201,7 @@ impl Capabilities {
             fencing: self.fencing && other.fencing,
             fair: self.fair && other.fair,
             wakes: self.wakes && other.wakes,
-            tells_losses: self.tells_losses && other.tells_losses,
+            reports_invalidations: self.reports_invalidations && other.reports_invalidations,
             shared: self.shared && other.shared,
             peer_poll: self.peer_poll.max(other.peer_poll),
             labels: self.labels && other.labels,

@@ -21,7 +21,7 @@ use crate::engine::Engine;
 use crate::error::{BackendError, BackendErrorKind};
 use crate::fairness::Contention;
 use crate::held::HeldClaim;
-use crate::hints::NewsMark;
+use crate::invalidation::NewsMark;
 use crate::mutant::{Mutant, mutated};
 use crate::options::Terms;
 use crate::release::{GivingBack, give_back, give_back_in_background};

@@ -136,9 +136,9 @@ impl Engine {
     }
 
     /// Returns how long after a grant the store wants its claim verified.
-    pub(crate) fn first_look(&self) -> Option<Duration> {
+    pub(crate) fn verify_after(&self) -> Option<Duration> {
         // The grant has not reached its holder yet; a panic of the backend must not lose it.
-        contain(|| self.backend.first_look()).unwrap_or_default()
+        contain(|| self.backend.verify_after()).unwrap_or_default()
     }
 
     pub(crate) fn close_backend(&self) -> Call<()> {

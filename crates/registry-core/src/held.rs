@@ -19,8 +19,8 @@ use crate::error::{BackendError, LostReason};
 use crate::event::LockEvent;
 use crate::fencing::FencingToken;
 use crate::guard::LockGuard;
-use crate::hints::NewsMark;
 use crate::hold::Hold;
+use crate::invalidation::NewsMark;
 use crate::keeper::Seat;
 use crate::lease::{Due, Lease};
 use crate::mutant::{Mutant, mutated};
@@ -100,7 +100,7 @@ impl HeldClaim {
         if matches!(lease.due(now), Due::Over(_)) {
             return Err(Box::new((turn, claim, terms)));
         }
-        if let Some(after) = turn.slot().engine().first_look() {
+        if let Some(after) = turn.slot().engine().verify_after() {
             lease.look_first_at(now.after(after));
         }
         turn.taken(now);

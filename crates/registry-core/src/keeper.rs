@@ -24,7 +24,7 @@ use crate::contained::{contain, discard};
 use crate::engine::missing_answer;
 use crate::error::{BackendError, LostReason};
 use crate::held::{HeldClaim, Tick};
-use crate::hints::{Inbox, LossHints, News};
+use crate::invalidation::{Inbox, Invalidations, News};
 use crate::key::Key;
 use crate::lease::TOGETHER;
 use crate::slot::SlotTable;
@@ -152,8 +152,8 @@ impl Keeper {
     }
 
     /// Returns a handle by which a store reports invalidations.
-    pub(crate) fn loss_hints(&self) -> LossHints {
-        LossHints::new(Arc::downgrade(&self.0))
+    pub(crate) fn invalidations(&self) -> Invalidations {
+        Invalidations::new(Arc::downgrade(&self.0))
     }
 
     /// Returns all claims that are held now.
@@ -437,7 +437,7 @@ mod tests {
             self.0.release(claim).await
         }
 
-        fn first_look(&self) -> Option<Duration> {
+        fn verify_after(&self) -> Option<Duration> {
             Some(Duration::from_millis(25))
         }
     }

@@ -16,7 +16,7 @@ use crate::capabilities::{Capabilities, GuaranteeClass, Reach};
 use crate::clock::Moment;
 use crate::error::BackendError;
 use crate::fencing::FencingToken;
-use crate::hints::LossHints;
+use crate::invalidation::Invalidations;
 use crate::key::Key;
 use crate::mutant::{Mutant, mutated};
 
@@ -40,7 +40,7 @@ struct Store {
     grants: AtomicU64,
     sweep_after: AtomicU64,
     /// The registries over this store.
-    listeners: Mutex<Vec<LossHints>>,
+    listeners: Mutex<Vec<Invalidations>>,
 }
 
 struct Record {
@@ -152,7 +152,7 @@ impl LockBackend for MemoryBackend {
         Capabilities::new("memory", GuaranteeClass::A, Reach::Process)
             .with_fencing()
             .with_wakes()
-            .with_tells_losses()
+            .with_invalidations()
             .with_labels()
             .with_inspect()
     }
@@ -214,9 +214,9 @@ impl LockBackend for MemoryBackend {
         record.is_some_and(|record| record.token.get() == busy.mark && record.ended.is_some())
     }
 
-    fn tell_losses(&self, hints: LossHints) {
+    fn subscribe_invalidations(&self, hints: Invalidations) {
         let mut listeners = self.0.listeners();
-        listeners.retain(LossHints::is_live);
+        listeners.retain(Invalidations::is_live);
         listeners.push(hints);
     }
 
@@ -241,7 +241,7 @@ impl LockBackend for MemoryBackend {
         Ok(match ended {
             Some((_, record)) if record.is_live(now) => {
                 for hints in &*self.0.listeners() {
-                    hints.look_at(key);
+                    hints.notify(key);
                 }
                 Release::Freed
             }
@@ -307,7 +307,7 @@ impl Store {
         }
     }
 
-    fn listeners(&self) -> MutexGuard<'_, Vec<LossHints>> {
+    fn listeners(&self) -> MutexGuard<'_, Vec<Invalidations>> {
         self.listeners.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

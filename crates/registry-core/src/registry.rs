@@ -216,7 +216,7 @@ impl Registry {
     /// fencing token is outdated from the next grant on.
     ///
     /// A holder in any registry over this backend is notified at once. A holder elsewhere is
-    /// notified at once if the store [reports losses](Capabilities::tells_losses), and otherwise at
+    /// notified at once if the store [reports losses](Capabilities::reports_invalidations), and otherwise at
     /// its next renewal.
     ///
     /// # Errors
@@ -478,7 +478,7 @@ impl RegistryBuilder {
         let slots = Arc::new(SlotTable::new());
         let keeper = Keeper::new(Arc::clone(&slots));
         let keeper_work = keeper.work(Arc::clone(&backend));
-        let sibling = Arc::new(Sibling::new(&backend, keeper.loss_hints()));
+        let sibling = Arc::new(Sibling::new(&backend, keeper.invalidations()));
         let engine = Arc::new(Engine {
             fairness: Fairness::new(&capabilities, defaults.poll),
             backend,
@@ -498,7 +498,7 @@ impl RegistryBuilder {
             slots,
             sibling,
         });
-        engine.backend.tell_losses(engine.keeper.loss_hints());
+        engine.backend.subscribe_invalidations(engine.keeper.invalidations());
         let closing = Closing {
             keeper: Mutex::new(Some(runtime.spawn(keeper_work))),
             finish: OnceLock::new(),

@@ -7,21 +7,21 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::backend::LockBackend;
-use crate::hints::LossHints;
+use crate::invalidation::Invalidations;
 use crate::key::Key;
 
 /// The registries of each backend. The key is the backend's address in memory.
-static REGISTRIES: Mutex<Option<HashMap<usize, Vec<LossHints>>>> = Mutex::new(None);
+static REGISTRIES: Mutex<Option<HashMap<usize, Vec<Invalidations>>>> = Mutex::new(None);
 
 /// The entry of one registry among the registries of its backend. Dropping it removes the entry.
 #[derive(Debug)]
 pub(crate) struct Sibling {
     backend: usize,
-    hints: LossHints,
+    hints: Invalidations,
 }
 
 impl Sibling {
-    pub(crate) fn new(backend: &Arc<dyn LockBackend>, hints: LossHints) -> Self {
+    pub(crate) fn new(backend: &Arc<dyn LockBackend>, hints: Invalidations) -> Self {
         let backend = Arc::as_ptr(backend).cast::<()>().addr();
         let mut registries = registries();
         registries.get_or_insert_default().entry(backend).or_default().push(hints.clone());
@@ -31,7 +31,7 @@ impl Sibling {
     /// Makes all registries over this backend verify their claims on `key`.
     pub(crate) fn verify(&self, key: &Key) {
         let siblings = registries().as_ref().and_then(|all| all.get(&self.backend).cloned());
-        siblings.iter().flatten().for_each(|hints| hints.look_at(key));
+        siblings.iter().flatten().for_each(|hints| hints.notify(key));
     }
 }
 
@@ -48,6 +48,6 @@ impl Drop for Sibling {
     }
 }
 
-fn registries() -> MutexGuard<'static, Option<HashMap<usize, Vec<LossHints>>>> {
+fn registries() -> MutexGuard<'static, Option<HashMap<usize, Vec<Invalidations>>>> {
     REGISTRIES.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -7,7 +7,7 @@ use async_trait::async_trait;
 use futures_util::future::join_all;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, Finding, GuaranteeClass, Holder, InvalidKey,
-    Key, LockBackend, LossHints, Reach, Release, Renewal,
+    Invalidations, Key, LockBackend, Reach, Release, Renewal,
 };
 
 use crate::claims::Claims;
@@ -141,7 +141,7 @@ impl LockBackend for EtcdBackend {
             .with_fencing()
             .with_fair()
             .with_wakes()
-            .with_tells_losses()
+            .with_invalidations()
             .with_labels()
             .with_inspect()
             .with_leases(LEASE_MIN, Capabilities::LEASE_MAX)
@@ -171,11 +171,11 @@ impl LockBackend for EtcdBackend {
         self.stand_by(claim, busy.mark).await;
     }
 
-    fn tell_losses(&self, hints: LossHints) {
+    fn subscribe_invalidations(&self, hints: Invalidations) {
         self.ears.tell(hints);
     }
 
-    fn first_look(&self) -> Option<Duration> {
+    fn verify_after(&self) -> Option<Duration> {
         Some(FIRST_LOOK)
     }
 

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use futures_util::stream::poll_fn;
-use registry_core::{Key, LossHints};
+use registry_core::{Invalidations, Key};
 use tokio::sync::{Notify, mpsc};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep_until};
@@ -53,7 +53,7 @@ pub(crate) enum Heard {
 
 /// The registries that receive loss notifications.
 #[derive(Default)]
-struct Listeners(Mutex<Vec<LossHints>>);
+struct Listeners(Mutex<Vec<Invalidations>>);
 
 /// The handle of a watch. Dropping it cancels the watch.
 #[derive(Debug)]
@@ -145,7 +145,7 @@ impl Ears {
     }
 
     /// Subscribes a registry to loss notifications.
-    pub(crate) fn tell(&self, hints: LossHints) {
+    pub(crate) fn tell(&self, hints: Invalidations) {
         self.listeners.with(|all| all.push(hints));
     }
 
@@ -168,15 +168,15 @@ impl fmt::Debug for Ears {
 }
 
 impl Listeners {
-    fn with<T>(&self, work: impl FnOnce(&mut Vec<LossHints>) -> T) -> T {
+    fn with<T>(&self, work: impl FnOnce(&mut Vec<Invalidations>) -> T) -> T {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        all.retain(LossHints::is_live);
+        all.retain(Invalidations::is_live);
         work(&mut all)
     }
 
     fn hear_of(&self, key: &Key) {
         let all = self.with(|all| all.clone());
-        all.iter().for_each(|hints| hints.look_at(key));
+        all.iter().for_each(|hints| hints.notify(key));
     }
 }
 

@@ -159,7 +159,7 @@ impl EtcdBackend {
     }
 
     async fn see(&self, names: &[&[u8]], silence: Duration) -> Result<Seen, BackendError> {
-        let look = txn::look_at_all(names.iter().copied());
+        let look = txn::notify_all(names.iter().copied());
         let answer = self.link.call_within(look, silence).await;
         let answer = answer.and_then(|answer| Answer::read(answer).map_err(Failure::Trouble));
         let mut answer = match answer {

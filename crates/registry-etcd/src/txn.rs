@@ -94,11 +94,11 @@ pub(crate) fn look(
 /// Reads the key `name` and its predecessor's key. The cost does not depend on the length of the
 /// queue, unlike [`look`], for which the members read all of it.
 pub(crate) fn peek(name: &[u8], before: &[u8]) -> TxnRequest {
-    look_at_all([name, before].into_iter())
+    notify_all([name, before].into_iter())
 }
 
 /// Reads the keys `names` without their records.
-pub(crate) fn look_at_all<'a>(names: impl Iterator<Item = &'a [u8]>) -> TxnRequest {
+pub(crate) fn notify_all<'a>(names: impl Iterator<Item = &'a [u8]>) -> TxnRequest {
     let key = |name| Op::Range(RangeRequest { keys_only: true, ..one(name) });
     TxnRequest { success: ops(names.map(key)), ..TxnRequest::default() }
 }

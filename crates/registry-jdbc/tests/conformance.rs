@@ -22,5 +22,5 @@ registry_conformance::conformance! {
     harness = Sqlite,
     runs = 221,
     skips = 11,
-    without = [fair, tells_losses, remote],
+    without = [fair, reports_invalidations, remote],
 }

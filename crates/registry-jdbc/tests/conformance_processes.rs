@@ -146,5 +146,5 @@ registry_conformance::conformance! {
     harness = SharedSqlite::new(),
     runs = 227,
     skips = 5,
-    without = [fair, tells_losses],
+    without = [fair, reports_invalidations],
 }

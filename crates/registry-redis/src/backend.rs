@@ -6,7 +6,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, Finding, Grant, GuaranteeClass, Holder,
-    InvalidKey, Key, LockBackend, LossHints, Reach, Release, Renewal,
+    InvalidKey, Invalidations, Key, LockBackend, Reach, Release, Renewal,
 };
 
 use crate::config::{Layout, RedisConfig, Servers};
@@ -94,7 +94,7 @@ impl LockBackend for RedisBackend {
             capabilities = capabilities.with_peer_poll(Duration::from_millis(100));
         }
         if self.rumours.are_told() {
-            capabilities = capabilities.with_tells_losses();
+            capabilities = capabilities.with_invalidations();
         }
         capabilities
     }
@@ -171,11 +171,11 @@ impl LockBackend for RedisBackend {
         }
     }
 
-    fn first_look(&self) -> Option<Duration> {
+    fn verify_after(&self) -> Option<Duration> {
         self.rumours.are_told().then_some(FIRST_LOOK)
     }
 
-    fn tell_losses(&self, hints: LossHints) {
+    fn subscribe_invalidations(&self, hints: Invalidations) {
         self.rumours.tell(hints);
     }
 

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use redis::Value;
-use registry_core::{Key, LossHints};
+use registry_core::{Invalidations, Key};
 
 use crate::names::Names;
 
@@ -20,7 +20,7 @@ struct Inner {
     names: Names,
     /// A server refused client tracking.
     untold: AtomicBool,
-    registries: Mutex<Vec<LossHints>>,
+    registries: Mutex<Vec<Invalidations>>,
     /// Keys without invalidations for now.
     untold_keys: Mutex<BTreeSet<Key>>,
 }
@@ -39,16 +39,16 @@ impl Rumours {
     }
 
     /// Subscribes a registry.
-    pub(crate) fn tell(&self, hints: LossHints) {
+    pub(crate) fn tell(&self, hints: Invalidations) {
         let mut registries = self.0.registries.lock().unwrap_or_else(PoisonError::into_inner);
-        registries.retain(LossHints::is_live);
+        registries.retain(Invalidations::is_live);
         registries.push(hints);
     }
 
     /// Returns whether any open registry is subscribed.
     pub(crate) fn are_wanted(&self) -> bool {
         let mut registries = self.0.registries.lock().unwrap_or_else(PoisonError::into_inner);
-        registries.retain(LossHints::is_live);
+        registries.retain(Invalidations::is_live);
         !registries.is_empty()
     }
 
@@ -68,7 +68,7 @@ impl Rumours {
         for name in names {
             let Value::BulkString(name) = name else { continue };
             if let Some(key) = self.key(name) {
-                self.each(|hints| hints.look_at(&key));
+                self.each(|hints| hints.notify(&key));
             }
         }
     }
@@ -86,7 +86,7 @@ impl Rumours {
                 let keys =
                     std::mem::take(&mut *untold.lock().unwrap_or_else(PoisonError::into_inner));
                 for key in keys {
-                    rumours.each(|hints| hints.look_at(&key));
+                    rumours.each(|hints| hints.notify(&key));
                 }
             });
         }
@@ -98,10 +98,10 @@ impl Rumours {
 
     /// Invalidates all keys.
     pub(crate) fn spread_all(&self) {
-        self.each(LossHints::look_at_all);
+        self.each(Invalidations::notify_all);
     }
 
-    fn each(&self, tell: impl Fn(&LossHints)) {
+    fn each(&self, tell: impl Fn(&Invalidations)) {
         let registries = self.0.registries.lock().unwrap_or_else(PoisonError::into_inner).clone();
         registries.iter().for_each(tell);
     }

@@ -10,8 +10,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use registry_core::{
-    Attempt, BackendError, BackendErrorKind, Capabilities, Claim, LockBackend, LockError,
-    LockGuard, LockOptions, LockRegistry, LossHints, LostReason, MemoryBackend, Registry, Release,
+    Attempt, BackendError, BackendErrorKind, Capabilities, Claim, Invalidations, LockBackend,
+    LockError, LockGuard, LockOptions, LockRegistry, LostReason, MemoryBackend, Registry, Release,
     Renewal,
 };
 use registry_redis::{Layout, RedisBackend, RedisConfig};
@@ -172,8 +172,8 @@ impl LockBackend for Told {
         self.locks.release(claim).await
     }
 
-    fn tell_losses(&self, hints: LossHints) {
-        self.redis.tell_losses(hints);
+    fn subscribe_invalidations(&self, hints: Invalidations) {
+        self.redis.subscribe_invalidations(hints);
     }
 }
 

@@ -8,7 +8,7 @@ use async_trait::async_trait;
 use futures_util::future::join_all;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, Finding, GuaranteeClass, Holder, InvalidKey,
-    Key, LockBackend, LossHints, Reach, Release, Renewal,
+    Invalidations, Key, LockBackend, Reach, Release, Renewal,
 };
 
 use crate::config::ZkConfig;
@@ -125,7 +125,7 @@ impl LockBackend for ZkBackend {
             .with_fencing()
             .with_fair()
             .with_wakes()
-            .with_tells_losses()
+            .with_invalidations()
             .with_labels()
             .with_inspect()
             // With regular proofs, more than half of a session's time-out is certain at any time;
@@ -189,7 +189,7 @@ impl LockBackend for ZkBackend {
         found.is_some_and(|(session, place)| recipe::is_watched(&session, &place))
     }
 
-    fn first_look(&self) -> Option<Duration> {
+    fn verify_after(&self) -> Option<Duration> {
         Some(FIRST_LOOK)
     }
 
@@ -202,7 +202,7 @@ impl LockBackend for ZkBackend {
         true
     }
 
-    fn tell_losses(&self, hints: LossHints) {
+    fn subscribe_invalidations(&self, hints: Invalidations) {
         self.sessions.hints().add(hints);
     }
 

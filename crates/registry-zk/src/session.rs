@@ -18,7 +18,7 @@ use std::time::Duration;
 
 use futures_util::future::{BoxFuture, FutureExt as _, Shared, join_all};
 use futures_util::stream::{FuturesUnordered, StreamExt as _};
-use registry_core::{BackendError, BackendErrorKind, Claim, ClaimId, Key, LossHints, Moment};
+use registry_core::{BackendError, BackendErrorKind, Claim, ClaimId, Invalidations, Key, Moment};
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinSet;
 use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
@@ -250,7 +250,7 @@ impl Sessions {
             displaced.retain(|_, at| at.after(DISPLACED_FOR) > now);
             displaced.extend(places.keys().map(|claim| (*claim, now)));
         }
-        self.hints.look_at(places.values().map(|place| &place.key));
+        self.hints.notify(places.values().map(|place| &place.key));
     }
 
     /// Stops the disconnected client of `session`, and attaches the session to a new client as soon
@@ -352,23 +352,23 @@ impl Outage {
 
 /// The invalidation handles of the registries that use a backend.
 #[derive(Default)]
-pub(crate) struct Hints(Mutex<Vec<LossHints>>);
+pub(crate) struct Hints(Mutex<Vec<Invalidations>>);
 
 impl Hints {
-    pub(crate) fn add(&self, hints: LossHints) {
+    pub(crate) fn add(&self, hints: Invalidations) {
         let mut all = lock(&self.0);
-        all.retain(LossHints::is_live);
+        all.retain(Invalidations::is_live);
         all.push(hints);
     }
 
     /// Returns whether any registry still uses the backend.
     pub(crate) fn are_wanted(&self) -> bool {
-        lock(&self.0).iter().any(LossHints::is_live)
+        lock(&self.0).iter().any(Invalidations::is_live)
     }
 
-    pub(crate) fn look_at<'a>(&self, keys: impl Iterator<Item = &'a Key>) {
+    pub(crate) fn notify<'a>(&self, keys: impl Iterator<Item = &'a Key>) {
         let all = lock(&self.0).clone();
-        keys.for_each(|key| all.iter().for_each(|hints| hints.look_at(key)));
+        keys.for_each(|key| all.iter().for_each(|hints| hints.notify(key)));
     }
 }
 
@@ -543,7 +543,7 @@ impl Session {
     fn reconnected(&self, sessions: &Sessions) {
         self.reconnects.fetch_add(1, Ordering::AcqRel);
         let places = self.places();
-        sessions.hints.look_at(places.iter().map(|(_, place)| &place.key));
+        sessions.hints.notify(places.iter().map(|(_, place)| &place.key));
     }
 
     /// Verifies that the chroot exists. A mistyped chroot would be a separate tree, in which no

@@ -7,8 +7,8 @@ use std::time::Duration;
 use async_trait::async_trait;
 use fastrand::Rng;
 use registry_core::{
-    Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, Finding, Holder, InvalidKey, Key,
-    LockBackend, LockEvent, LossHints, Observer, Release, Renewal,
+    Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, Finding, Holder, InvalidKey,
+    Invalidations, Key, LockBackend, LockEvent, Observer, Release, Renewal,
 };
 
 use super::Weather;
@@ -26,7 +26,7 @@ pub(super) struct Probe {
 #[derive(Debug)]
 struct Rumours {
     chance: Rng,
-    registry: Option<LossHints>,
+    registry: Option<Invalidations>,
 }
 
 #[derive(Debug, Default)]
@@ -58,7 +58,7 @@ impl Probe {
         let chance = rumours.chance.u8(..);
         match &rumours.registry {
             Some(registry) if !self.calm && chance < 20 => registry.look_at(key),
-            Some(registry) if !self.calm && chance == 20 => registry.look_at_all(),
+            Some(registry) if !self.calm && chance == 20 => registry.notify_all(),
             _ => {}
         }
     }
@@ -165,19 +165,19 @@ impl LockBackend for Probe {
         self.inner.wakes_confirmed(claim, busy)
     }
 
-    fn tell_losses(&self, hints: LossHints) {
+    fn subscribe_invalidations(&self, hints: Invalidations) {
         let mut rumours = self.rumours.lock().unwrap_or_else(PoisonError::into_inner);
         rumours.registry = Some(hints.clone());
         drop(rumours);
-        self.inner.tell_losses(hints);
+        self.inner.subscribe_invalidations(hints);
     }
 
     fn renewals_max(&self) -> usize {
         self.inner.renewals_max()
     }
 
-    fn first_look(&self) -> Option<Duration> {
-        self.inner.first_look()
+    fn verify_after(&self) -> Option<Duration> {
+        self.inner.verify_after()
     }
 
     fn renews_together(&self) -> bool {

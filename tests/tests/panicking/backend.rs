@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use registry_core::{
-    Attempt, BackendError, Busy, Capabilities, Claim, Finding, Holder, InvalidKey, Key,
-    LockBackend, LossHints, MemoryBackend, Release, Renewal,
+    Attempt, BackendError, Busy, Capabilities, Claim, Finding, Holder, InvalidKey, Invalidations,
+    Key, LockBackend, MemoryBackend, Release, Renewal,
 };
 
 #[derive(Debug)]
@@ -24,7 +24,7 @@ impl PanickingBackend {
         "shard",
         "try_acquire",
         "try_acquire, done",
-        "first_look",
+        "verify_after",
         "renews_together",
         "renewals_max",
         "renew",
@@ -112,9 +112,9 @@ impl LockBackend for PanickingBackend {
         self.inner.wakes_confirmed(claim, busy)
     }
 
-    fn tell_losses(&self, hints: LossHints) {
-        self.pass("tell_losses");
-        self.inner.tell_losses(hints);
+    fn subscribe_invalidations(&self, hints: Invalidations) {
+        self.pass("subscribe_invalidations");
+        self.inner.subscribe_invalidations(hints);
     }
 
     fn renewals_max(&self) -> usize {
@@ -122,9 +122,9 @@ impl LockBackend for PanickingBackend {
         self.inner.renewals_max()
     }
 
-    fn first_look(&self) -> Option<Duration> {
-        self.pass("first_look");
-        self.inner.first_look()
+    fn verify_after(&self) -> Option<Duration> {
+        self.pass("verify_after");
+        self.inner.verify_after()
     }
 
     fn renews_together(&self) -> bool {

@@ -144,7 +144,7 @@ pub async fn a_lock_that_a_registry_over_the_same_client_breaks_is_lost_at_once(
     assert_eq!(reason, LostReason::Gone);
 }
 
-/// Longer than any store's `first_look`, which would find the loss without a notification.
+/// Longer than any store's `verify_after`, which would find the loss without a notification.
 const PAST_FIRST_LOOK: Duration = Duration::from_millis(500);
 
 async fn broken(breaking: &Registry, name: &str) {

@@ -331,7 +331,7 @@ pub async fn a_lock_that_is_not_to_be_renewed_is_not_renewed(lab: &Lab) {
     let guard = guard.expect("without a wait there is always a guard");
     let until = guard.valid_until();
     // This early check is a renewal too, but it does not extend the lease.
-    let looks = u64::from(faulty.first_look().is_some());
+    let looks = u64::from(faulty.verify_after().is_some());
     while guard.is_held() {
         assert!(guard.valid_until() < until + lab.short() / 4);
         sleep(lab.short() / 20).await;

@@ -11,7 +11,7 @@ use async_trait::async_trait;
 use registry_conformance::{Clock, Harness, Store};
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, FencingToken, Grant, GuaranteeClass,
-    Holder, Key, LockBackend, LossHints, Reach, Release, Renewal,
+    Holder, Invalidations, Key, LockBackend, Reach, Release, Renewal,
 };
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -102,7 +102,7 @@ struct Shared {
     rows: Mutex<HashMap<String, Row>>,
     last_token: Mutex<u64>,
     releases: watch::Sender<u64>,
-    registries: Mutex<Vec<LossHints>>,
+    registries: Mutex<Vec<Invalidations>>,
     connection: tokio::sync::Mutex<()>,
 }
 
@@ -247,7 +247,7 @@ impl LockBackend for TinyBackend {
         Capabilities::new("tiny", GuaranteeClass::B, Reach::Process)
             .with_fencing()
             .with_wakes()
-            .with_tells_losses()
+            .with_invalidations()
             .with_labels()
             .with_inspect()
     }
@@ -383,7 +383,7 @@ impl LockBackend for TinyBackend {
         drop(releases.wait_for(|count| *count != busy.mark).await);
     }
 
-    fn tell_losses(&self, hints: LossHints) {
+    fn subscribe_invalidations(&self, hints: Invalidations) {
         let mut registries = self.shared.registries.lock().unwrap();
         if self.bug == Bug::TellsLastRegistryOnly {
             registries.clear();
@@ -418,7 +418,7 @@ impl LockBackend for TinyBackend {
             self.wake();
         }
         if self.bug != Bug::ForcesInSilence {
-            self.shared.registries.lock().unwrap().iter().for_each(|hints| hints.look_at(key));
+            self.shared.registries.lock().unwrap().iter().for_each(|hints| hints.notify(key));
         }
         Ok(if row.is_some_and(|row| row.is_live()) { Release::Freed } else { Release::NotHeld })
     }

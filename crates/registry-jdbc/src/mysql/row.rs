@@ -8,7 +8,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, FencingToken, Finding,
-    GuaranteeClass, Holder, Key, LockBackend, LossHints, Reach, Release, Renewal,
+    GuaranteeClass, Holder, Invalidations, Key, LockBackend, Reach, Release, Renewal,
 };
 use sqlx::{AssertSqlSafe, Executor as _, MySqlConnection, raw_sql};
 use tokio::time::{sleep, timeout};
@@ -112,7 +112,7 @@ impl LockBackend for MySqlRowBackend {
         Capabilities::new("mysql", GuaranteeClass::C, Reach::Network)
             .with_fencing()
             .with_wakes()
-            .with_tells_losses()
+            .with_invalidations()
             .with_labels()
             .with_inspect()
             .with_leases(Capabilities::LEASE_MIN, Self::SILENCE)
@@ -137,8 +137,8 @@ impl LockBackend for MySqlRowBackend {
         wake::until_free(|| self.is_free(claim.key())).await;
     }
 
-    fn tell_losses(&self, hints: LossHints) {
-        self.sessions.tell_losses(hints);
+    fn subscribe_invalidations(&self, hints: Invalidations) {
+        self.sessions.subscribe_invalidations(hints);
     }
 
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {

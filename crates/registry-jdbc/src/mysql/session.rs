@@ -8,7 +8,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, FencingToken, Finding,
-    GuaranteeClass, Key, LockBackend, LossHints, Reach, Release, Renewal,
+    GuaranteeClass, Invalidations, Key, LockBackend, Reach, Release, Renewal,
 };
 use sqlx::mysql::MySqlRow;
 use sqlx::{Connection, MySqlConnection, Row, query};
@@ -99,7 +99,7 @@ impl LockBackend for MySqlSessionBackend {
         Capabilities::new("mysql", GuaranteeClass::C, Reach::Network)
             .with_fencing()
             .with_wakes()
-            .with_tells_losses()
+            .with_invalidations()
             .with_leases(Capabilities::LEASE_MIN, Self::SILENCE)
     }
 
@@ -122,8 +122,8 @@ impl LockBackend for MySqlSessionBackend {
         wake::until_free(|| self.is_free(claim.key())).await;
     }
 
-    fn tell_losses(&self, hints: LossHints) {
-        self.session.tell_losses(hints);
+    fn subscribe_invalidations(&self, hints: Invalidations) {
+        self.session.subscribe_invalidations(hints);
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {

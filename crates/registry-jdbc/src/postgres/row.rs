@@ -9,7 +9,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, FencingToken, Finding,
-    GuaranteeClass, Holder, Key, LockBackend, LossHints, Reach, Release, Renewal,
+    GuaranteeClass, Holder, Invalidations, Key, LockBackend, Reach, Release, Renewal,
 };
 use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{AssertSqlSafe, Executor as _, raw_sql};
@@ -101,7 +101,7 @@ impl LockBackend for PostgresRowBackend {
     fn capabilities(&self) -> Capabilities {
         let capabilities = Capabilities::new("postgres", GuaranteeClass::C, Reach::Network)
             .with_fencing()
-            .with_tells_losses()
+            .with_invalidations()
             .with_labels()
             .with_inspect()
             .with_leases(Capabilities::LEASE_MIN, Self::SILENCE);
@@ -130,8 +130,8 @@ impl LockBackend for PostgresRowBackend {
         self.rows.heard_of(claim.key(), busy.mark).await;
     }
 
-    fn tell_losses(&self, hints: LossHints) {
-        self.sessions.tell_losses(hints);
+    fn subscribe_invalidations(&self, hints: Invalidations) {
+        self.sessions.subscribe_invalidations(hints);
     }
 
     async fn inspect(&self, key: &Key) -> Result<Option<Holder>, BackendError> {

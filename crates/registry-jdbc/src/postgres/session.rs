@@ -8,7 +8,7 @@ use std::time::Duration;
 use async_trait::async_trait;
 use registry_core::{
     Attempt, BackendError, Busy, Capabilities, Claim, ClaimId, FencingToken, Finding,
-    GuaranteeClass, Key, LockBackend, LossHints, Reach, Release, Renewal,
+    GuaranteeClass, Invalidations, Key, LockBackend, Reach, Release, Renewal,
 };
 use sqlx::postgres::{PgConnection, PgRow};
 use sqlx::{AssertSqlSafe, Connection, Executor as _, raw_sql};
@@ -92,7 +92,7 @@ impl LockBackend for PostgresSessionBackend {
     fn capabilities(&self) -> Capabilities {
         let capabilities = Capabilities::new("postgres", GuaranteeClass::C, Reach::Network)
             .with_fencing()
-            .with_tells_losses()
+            .with_invalidations()
             .with_leases(Capabilities::LEASE_MIN, Self::SILENCE);
         if self.rows.hears() { capabilities.with_wakes() } else { capabilities }
     }
@@ -119,8 +119,8 @@ impl LockBackend for PostgresSessionBackend {
         self.rows.heard_of(claim.key(), busy.mark).await;
     }
 
-    fn tell_losses(&self, hints: LossHints) {
-        self.session.tell_losses(hints);
+    fn subscribe_invalidations(&self, hints: Invalidations) {
+        self.session.subscribe_invalidations(hints);
     }
 
     async fn diagnose(&self) -> Result<Vec<Finding>, BackendError> {

@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use registry_core::{
-    Attempt, BackendError, Busy, Claim, ClaimId, FencingToken, Grant, Holder, Key, LossHints,
+    Attempt, BackendError, Busy, Claim, ClaimId, FencingToken, Grant, Holder, Invalidations, Key,
     Release, Renewal,
 };
 use tokio::runtime::Handle;
@@ -142,7 +142,7 @@ struct Attended<W: Wire> {
 
 /// The receivers of loss notifications: registries, each with its runtime.
 #[derive(Default)]
-pub(super) struct Hints(Mutex<Vec<(LossHints, Option<Handle>)>>);
+pub(super) struct Hints(Mutex<Vec<(Invalidations, Option<Handle>)>>);
 
 impl<W: Wire> Session<W> {
     /// Creates the session without connecting.
@@ -199,7 +199,7 @@ impl<W: Wire> Session<W> {
         self.ask(|reply| Command::Keep { claim, reply }).await?
     }
 
-    pub(crate) fn tell_losses(&self, hints: LossHints) {
+    pub(crate) fn subscribe_invalidations(&self, hints: Invalidations) {
         self.hints.add(hints);
     }
 
@@ -366,7 +366,7 @@ impl<W: Wire> fmt::Debug for Session<W> {
 
 impl Hints {
     /// Adds the receiver of a registry that is being built.
-    pub(super) fn add(&self, hints: LossHints) {
+    pub(super) fn add(&self, hints: Invalidations) {
         let mut all = self.all();
         all.retain(|(hints, _)| hints.is_live());
         all.push((hints, Handle::try_current().ok()));
@@ -379,13 +379,13 @@ impl Hints {
         live.find_map(|(_, home)| home.clone())
     }
 
-    fn all(&self) -> MutexGuard<'_, Vec<(LossHints, Option<Handle>)>> {
+    fn all(&self) -> MutexGuard<'_, Vec<(Invalidations, Option<Handle>)>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn look_at<'a>(&self, keys: impl Iterator<Item = &'a Key>) {
+    fn notify<'a>(&self, keys: impl Iterator<Item = &'a Key>) {
         let all = self.all().clone();
-        keys.for_each(|key| all.iter().for_each(|(hints, _)| hints.look_at(key)));
+        keys.for_each(|key| all.iter().for_each(|(hints, _)| hints.notify(key)));
     }
 }
 
@@ -748,7 +748,7 @@ impl<W: Wire> Desk<W> {
         self.overdue_from = None;
         self.runs.clear();
         let held = std::mem::take(&mut self.held);
-        self.hints.look_at(held.values().map(|held| &held.key));
+        self.hints.notify(held.values().map(|held| &held.key));
     }
 }
 

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use futures_util::future::join_all;
-use registry_core::{Attempt, BackendError, Claim, Key, LossHints, Release, Renewal};
+use registry_core::{Attempt, BackendError, Claim, Invalidations, Key, Release, Renewal};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::Instant;
 
@@ -51,7 +51,7 @@ impl<W: Wire> Sessions<W> {
         self.of(claim.key()).release(claim).await
     }
 
-    pub(crate) fn tell_losses(&self, hints: LossHints) {
+    pub(crate) fn subscribe_invalidations(&self, hints: Invalidations) {
         self.hints.add(hints);
     }
 

@@ -309,10 +309,10 @@ impl Shared {
             .iter_mut()
             .filter(|(_, waiter)| keys.binary_search(&waiter.key).is_ok())
             .filter_map(|(id, waiter)| {
-                let first_look = std::mem::replace(&mut waiter.fresh, false);
+                let verify_after = std::mem::replace(&mut waiter.fresh, false);
                 match held.get(waiter.key.as_str().as_bytes()) {
                     None => Some(*id),
-                    Some(token) => (first_look && *token != waiter.mark).then_some(*id),
+                    Some(token) => (verify_after && *token != waiter.mark).then_some(*id),
                 }
             })
             .collect();

@@ -224,7 +224,7 @@ async fn a_read_only_server_grants_nothing_and_holders_are_told_when_it_becomes_
     for registry in [registry(&server).await, session(&server).await, over(Arc::new(spring))] {
         let guard = lock(&registry, "orders/42").await;
         server.sql("SET GLOBAL read_only = 1").await.unwrap();
-        if registry.capabilities().tells_losses {
+        if registry.capabilities().reports_invalidations {
             timeout(SOON, guard.lost()).await.unwrap();
         } else {
             guard.unlock().await.unwrap();
@@ -255,7 +255,7 @@ async fn what_is_promised_is_told() {
     assert_eq!(capabilities.class, GuaranteeClass::C);
     assert_eq!(capabilities.lease_max, MySqlRowBackend::SILENCE);
     assert!(
-        capabilities.tells_losses
+        capabilities.reports_invalidations
             && capabilities.fencing
             && capabilities.inspect
             && capabilities.labels

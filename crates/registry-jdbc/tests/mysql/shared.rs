@@ -37,8 +37,10 @@ impl Way {
     fn can_promise(&self, clause: &Clause) -> bool {
         let is_here = |need: &Need| !matches!(need, Need::Remote | Need::Fair);
         let can = match self {
-            Self::ByLease => |need: &Need| *need != Need::TellsLosses,
-            Self::AsSpring(_) => |need: &Need| !matches!(need, Need::TellsLosses | Need::Wakes),
+            Self::ByLease => |need: &Need| *need != Need::ReportsInvalidations,
+            Self::AsSpring(_) => {
+                |need: &Need| !matches!(need, Need::ReportsInvalidations | Need::Wakes)
+            }
             Self::BySession => |need: &Need| !matches!(need, Need::Inspect | Need::Labels),
             Self::ByRow => |_: &Need| true,
         };

@@ -277,7 +277,7 @@ async fn what_is_promised_is_told() {
     assert_eq!(capabilities.class, GuaranteeClass::C);
     assert_eq!(capabilities.lease_max, PostgresRowBackend::SILENCE);
     assert!(
-        capabilities.tells_losses
+        capabilities.reports_invalidations
             && capabilities.fencing
             && capabilities.inspect
             && capabilities.labels

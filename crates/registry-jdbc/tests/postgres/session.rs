@@ -344,5 +344,5 @@ async fn the_server_ends_a_session_that_stands_still_no_sooner_than_the_longest_
         capabilities.lease_max <= PostgresSessionBackend::SILENCE
             && LEASE <= capabilities.lease_max
     );
-    assert!(capabilities.tells_losses && !capabilities.inspect);
+    assert!(capabilities.reports_invalidations && !capabilities.inspect);
 }

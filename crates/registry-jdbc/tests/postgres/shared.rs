@@ -41,7 +41,7 @@ impl Way {
         let is_here = |need: &Need| !matches!(need, Need::Remote | Need::Fair);
         let can = match self {
             Self::Directly | Self::ThroughPgBouncer | Self::AsSpring(_) => {
-                |need: &Need| *need != Need::TellsLosses
+                |need: &Need| *need != Need::ReportsInvalidations
             }
             Self::BySession => |need: &Need| !matches!(need, Need::Inspect | Need::Labels),
             Self::ByRow | Self::ByRowThroughPgBouncer => |_: &Need| true,

@@ -63,7 +63,7 @@ async fn cut(guard: &LockGuard, server: &RedisServer) {
 async fn a_single_server_tells_a_holder_whose_lock_is_taken_away() {
     let server = RedisServer::start(&[]).await.unwrap();
     let ours = registry(&RedisConfig::from_url(&server.url()).unwrap(), LEASE).await;
-    assert!(ours.capabilities().tells_losses);
+    assert!(ours.capabilities().reports_invalidations);
     is_told_of_all("single", &ours, &server).await;
 
     let guard = held(&ours, "k").await;

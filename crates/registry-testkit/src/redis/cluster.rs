@@ -369,7 +369,7 @@ impl RedisCluster {
     /// Dropping the future at any time has no effect.
     pub async fn settle(&self) -> io::Result<()> {
         let waiting = Waiting::new("the nodes agree");
-        while let Err(why) = self.look_at_all().await {
+        while let Err(why) = self.notify_all().await {
             waiting.again(why).await?;
         }
         Ok(())
@@ -488,7 +488,7 @@ impl RedisCluster {
         Ok(master)
     }
 
-    async fn look_at_all(&self) -> io::Result<()> {
+    async fn notify_all(&self) -> io::Result<()> {
         let mut owners = None;
         let mut replicas = 0;
         let mut online = 0;

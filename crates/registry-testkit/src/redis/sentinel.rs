@@ -380,7 +380,7 @@ impl SentinelSetup {
     /// Dropping the future at any time has no effect.
     pub async fn settle(&self) -> io::Result<()> {
         let waiting = Waiting::new("sentinels and servers agree");
-        while let Err(why) = self.look_at_all().await {
+        while let Err(why) = self.notify_all().await {
             waiting.again(why).await?;
         }
         Ok(())
@@ -413,7 +413,7 @@ impl SentinelSetup {
         Ok(())
     }
 
-    async fn look_at_all(&self) -> io::Result<()> {
+    async fn notify_all(&self) -> io::Result<()> {
         let master = self.look_at_master().await?;
         self.look_at_replicas(master).await?;
         let up = self.servers.iter().filter(|server| server.answers()).count();

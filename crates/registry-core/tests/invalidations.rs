@@ -13,8 +13,8 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use registry_core::{
-    Attempt, BackendError, Capabilities, Claim, Holder, Key, LockBackend, LockError, LockOptions,
-    LockRegistry, LossHints, LostReason, MemoryBackend, Registry, Release, Renewal,
+    Attempt, BackendError, Capabilities, Claim, Holder, Invalidations, Key, LockBackend, LockError,
+    LockOptions, LockRegistry, LostReason, MemoryBackend, Registry, Release, Renewal,
 };
 use tokio::sync::Semaphore;
 use tokio::time::{Instant, sleep, timeout};
@@ -23,7 +23,7 @@ use tokio::time::{Instant, sleep, timeout};
 #[derive(Debug)]
 struct Store {
     inner: MemoryBackend,
-    hints: Mutex<Vec<LossHints>>,
+    hints: Mutex<Vec<Invalidations>>,
     /// The requested leases of each call of `renew`.
     renewals: Mutex<Vec<Vec<Duration>>>,
     /// Responses to renewals and to attempts wait for a permit after the store has executed the
@@ -55,12 +55,12 @@ impl Store {
         Registry::builder(Arc::clone(self) as _).build().unwrap()
     }
 
-    fn hints(&self) -> LossHints {
+    fn hints(&self) -> Invalidations {
         self.hints.lock().unwrap().last().unwrap().clone()
     }
 
     fn hint(&self, name: &str) {
-        self.hints().look_at(&key(name));
+        self.hints().notify(&key(name));
     }
 
     /// Forces a release without a hint.
@@ -121,7 +121,7 @@ impl LockBackend for Store {
         self.inner.release(claim).await
     }
 
-    fn tell_losses(&self, hints: LossHints) {
+    fn subscribe_invalidations(&self, hints: Invalidations) {
         assert!(hints.is_live());
         self.hints.lock().unwrap().push(hints);
     }
@@ -170,7 +170,7 @@ async fn a_hint_for_nothing_costs_a_renewal_and_nothing_else() {
     assert_eq!(store.renewals(), 2);
     guard.unlock().await.unwrap();
     store.hint("k");
-    store.hints().look_at_all();
+    store.hints().notify_all();
     sleep(ms(60_000)).await;
     assert_eq!(store.renewals(), 2, "nothing is held");
 }
@@ -197,7 +197,7 @@ async fn a_hint_during_a_renewal_is_followed_by_another_look() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_look_at_a_fixed_lease_makes_it_no_longer() {
+async fn a_verification_does_not_extend_a_lease_that_is_not_renewed() {
     let store = Store::new();
     let registry = store.registry();
     let guard = registry.obtain("k").lock_with(fixed()).await.unwrap().unwrap();
@@ -255,7 +255,7 @@ async fn hints_without_end_lead_to_few_renewals() {
     for _ in 0..10_000 {
         store.hint("k");
         store.hint("fixed");
-        store.hints().look_at_all();
+        store.hints().notify_all();
         sleep(ms(1)).await;
     }
     assert!((10..40).contains(&store.renewals()), "{} renewals", store.renewals());
@@ -286,7 +286,7 @@ async fn a_store_that_takes_our_renewals_for_news_is_asked_now_and_then() {
         }
 
         async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
-            claims.iter().for_each(|claim| self.0.hints().look_at(claim.key()));
+            claims.iter().for_each(|claim| self.0.hints().notify(claim.key()));
             self.0.renew(claims).await
         }
 
@@ -294,8 +294,8 @@ async fn a_store_that_takes_our_renewals_for_news_is_asked_now_and_then() {
             self.0.release(claim).await
         }
 
-        fn tell_losses(&self, hints: LossHints) {
-            self.0.tell_losses(hints);
+        fn subscribe_invalidations(&self, hints: Invalidations) {
+            self.0.subscribe_invalidations(hints);
         }
     }
 
@@ -315,7 +315,7 @@ async fn a_store_that_fails_is_not_stormed_by_hints() {
     let fixed = registry.obtain("fixed").lock_with(fixed()).await.unwrap().unwrap();
     store.renewals_fail.store(true, Ordering::Relaxed);
     for _ in 0..8_000 {
-        store.hints().look_at_all();
+        store.hints().notify_all();
         sleep(ms(1)).await;
     }
     // Each of the two claims once per half a second to a second.
@@ -372,7 +372,7 @@ async fn after_a_gap_everything_is_looked_after_in_one_call() {
     }
     store.breaks("k7").await;
     store.breaks("k31").await;
-    store.hints().look_at_all();
+    store.hints().notify_all();
     sleep(ms(1)).await;
     let lost: Vec<_> = guards.iter().filter(|guard| !guard.is_held()).map(|g| g.key()).collect();
     assert_eq!(lost, ["k7", "k31"]);
@@ -392,7 +392,7 @@ async fn a_hint_for_a_grant_on_its_way_is_remembered() {
         sleep(ms(1)).await;
         store.breaks("k").await;
         if all {
-            store.hints().look_at_all();
+            store.hints().notify_all();
         } else {
             store.hint("k");
         }
@@ -458,8 +458,8 @@ async fn a_closed_registry_does_not_listen() {
     let report = registry.close(ms(10)).await;
     assert_eq!(report.lost, 1);
     assert!(!hints.is_live() && !other.is_live());
-    hints.look_at(&key("k"));
-    other.look_at_all();
+    hints.notify(&key("k"));
+    other.notify_all();
     sleep(ms(60_000)).await;
     assert_eq!(store.renewals(), 0);
     drop(guard);
@@ -473,12 +473,12 @@ async fn a_handle_keeps_no_registry_alive() {
     let guard = registry.obtain("k").lock().await.unwrap();
     drop(registry);
     store.breaks("k").await;
-    hints.look_at_all();
+    hints.notify_all();
     assert_eq!(guard.lost().await, LostReason::Gone, "a guard keeps it");
     drop(guard);
     sleep(ms(1)).await;
     assert!(!hints.is_live());
-    hints.look_at(&key("k"));
+    hints.notify(&key("k"));
     assert_eq!(Arc::strong_count(&store), 1);
 }
 
@@ -495,8 +495,8 @@ fn a_registry_whose_runtime_is_gone_does_not_listen() {
     let _guard = runtime.block_on(registry.obtain("k").lock()).unwrap();
     drop(runtime);
     assert!(!hints.is_live());
-    hints.look_at(&key("k"));
-    hints.look_at_all();
+    hints.notify(&key("k"));
+    hints.notify_all();
 }
 
 /// Real time, real threads: hints arrive faster than they can be handled.
@@ -513,8 +513,8 @@ fn hints_from_another_thread_without_a_runtime_hold_nobody_up() {
             let done = Arc::clone(&done);
             move || {
                 while !done.load(Ordering::Relaxed) {
-                    hints.look_at(&key("k"));
-                    hints.look_at_all();
+                    hints.notify(&key("k"));
+                    hints.notify_all();
                 }
                 hints.is_live()
             }
@@ -542,5 +542,5 @@ async fn the_in_process_store_tells_of_locks_that_are_broken() {
     let lost = guard.lost();
     assert!(theirs.force_release("k").await.unwrap());
     assert_eq!(timeout(ms(1), lost).await, Ok(LostReason::Gone));
-    assert!(ours.capabilities().tells_losses);
+    assert!(ours.capabilities().reports_invalidations);
 }

@@ -13,7 +13,7 @@ use crate::key::Key;
 /// The handle by which a backend notifies one registry that the record of a key may have changed.
 /// The registry then verifies its claim at once instead of at its next renewal.
 ///
-/// A backend receives it through [`LockBackend::tell_losses`](crate::LockBackend::tell_losses).
+/// A backend receives it through [`LockBackend::subscribe_invalidations`](crate::LockBackend::subscribe_invalidations).
 /// Clones notify the same registry, and none of them keeps it alive. Calls are cheap, do not wait
 /// and never panic. They may come from any thread, inside or outside a runtime, at any rate.
 ///
@@ -34,36 +34,36 @@ use crate::key::Key;
 /// # Examples
 /// ```
 /// # use std::sync::{Mutex, PoisonError};
-/// # use registry_core::{Key, LossHints};
+/// # use registry_core::{Key, Invalidations};
 /// /// The registries over one backend.
 /// #[derive(Debug, Default)]
-/// struct Listeners(Mutex<Vec<LossHints>>);
+/// struct Listeners(Mutex<Vec<Invalidations>>);
 ///
 /// impl Listeners {
-///     // Called by `LockBackend::tell_losses`.
-///     fn add(&self, hints: LossHints) {
+///     // Called by `LockBackend::subscribe_invalidations`.
+///     fn add(&self, hints: Invalidations) {
 ///         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-///         all.retain(LossHints::is_live);
+///         all.retain(Invalidations::is_live);
 ///         all.push(hints);
 ///     }
 ///
 ///     // Called when the store tells that somebody has deleted the record of `key`.
 ///     fn deleted(&self, key: &Key) {
 ///         let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-///         all.iter().for_each(|hints| hints.look_at(key));
+///         all.iter().for_each(|hints| hints.notify(key));
 ///     }
 ///
 ///     // Called when the store may have told something that did not arrive.
 ///     fn connected_again(&self) {
 ///         let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-///         all.iter().for_each(LossHints::look_at_all);
+///         all.iter().for_each(Invalidations::notify_all);
 ///     }
 /// }
 /// ```
 #[derive(Clone)]
-pub struct LossHints(Weak<Shared>);
+pub struct Invalidations(Weak<Shared>);
 
-impl LossHints {
+impl Invalidations {
     // Upgrades to the lease renewer's part only, never to the engine. Dropping the last reference
     // to the engine would drop the backend, possibly while it executes this call.
     pub(crate) fn new(keeper: Weak<Shared>) -> Self {
@@ -71,7 +71,7 @@ impl LossHints {
     }
 
     /// Makes the registry verify its claim on `key`, if it has one.
-    pub fn look_at(&self, key: &Key) {
+    pub fn notify(&self, key: &Key) {
         if let Some(keeper) = self.0.upgrade() {
             keeper.hear_of(key);
         }
@@ -79,7 +79,7 @@ impl LossHints {
 
     /// Makes the registry verify all its claims. For a backend that does not know what has changed,
     /// for example after a reconnect.
-    pub fn look_at_all(&self) {
+    pub fn notify_all(&self) {
         if let Some(keeper) = self.0.upgrade() {
             keeper.hear_of_all();
         }
@@ -98,9 +98,9 @@ impl LossHints {
     }
 }
 
-impl fmt::Debug for LossHints {
+impl fmt::Debug for Invalidations {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("LossHints").field("is_live", &self.is_live()).finish()
+        f.debug_struct("Invalidations").field("is_live", &self.is_live()).finish()
     }
 }
 
