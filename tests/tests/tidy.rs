@@ -198,6 +198,141 @@ fn each_thing_has_one_name_in_what_users_read() {
     assert!(found.is_empty(), "\n{}", found.join("\n"));
 }
 
+/// Words that do not say which component does what. Each has a standard term: `release` for "let
+/// go", `notified` for "told", `another client` for "somebody else".
+const VAGUE_WORDS: &[&str] = &[
+    "whoever",
+    "nobody",
+    "somebody",
+    "anybody",
+    "those who",
+    "tell",
+    "tells",
+    "told",
+    "telling",
+    "let go",
+    "lets go",
+    "letting go",
+    "give back",
+    "gives back",
+    "giving back",
+    "given back",
+    "gave back",
+    "look after",
+    "looks after",
+    "looked after",
+    "ears",
+    "hands",
+    "heart",
+    "rumour",
+    "courtesy",
+    "desk",
+    "errand",
+    "seat",
+    "door",
+    "keeper",
+    "janitor",
+    "trouble",
+    "stray",
+    "by hand",
+];
+
+/// Places that need such a word: the beginning of the path, the text, and the reason.
+const VAGUE_WORDS_ALLOWED: &[(&str, &str, &str)] = &[
+    ("", "zookeeper", "the name of the product"),
+    ("", "by hand over", "hand-over"),
+    ("", "hands over", "the verb of hand-over"),
+    ("", "hands the", "the verb of hand-over"),
+    ("", "hands a", "the verb of hand-over"),
+    ("", "hands its", "the verb of hand-over"),
+    ("tests/tests/tidy.rs", "", "this list"),
+    ("_typos.toml", "", "a list of words"),
+];
+
+#[test]
+fn names_and_prose_use_standard_words() {
+    let mut found = Vec::new();
+    for file in files() {
+        let path = relative(&file);
+        let is_read = [".rs", ".md", ".lua", ".sql", ".py", ".java", ".toml"]
+            .iter()
+            .any(|extension| path.ends_with(extension));
+        let allowed: Vec<_> =
+            VAGUE_WORDS_ALLOWED.iter().filter(|(start, ..)| path.starts_with(start)).collect();
+        let is_exempt = allowed.iter().any(|(_, text, _)| text.is_empty());
+        if is_exempt || !(is_read || path.starts_with(".ci/")) {
+            continue;
+        }
+        for (number, line) in read(&file).lines().enumerate() {
+            let mut text = words_of(line);
+            for (_, text_allowed, _) in &allowed {
+                text = text.replace(text_allowed, " ");
+            }
+            found.extend(
+                VAGUE_WORDS
+                    .iter()
+                    .filter(|word| has_word(&text, word))
+                    .map(|word| format!("{path}:{}: {word:?}: {}", number + 1, line.trim())),
+            );
+        }
+    }
+    assert!(found.is_empty(), "{} vague words:\n{}", found.len(), found.join("\n"));
+}
+
+/// The words of a line in lower case, with identifiers split at `_` and before capitals.
+fn words_of(line: &str) -> String {
+    let line = line.replace("ZooKeeper", "zookeeper");
+    let mut words = String::with_capacity(line.len() + 16);
+    let mut before_is_lower = false;
+    for c in line.chars() {
+        if c.is_uppercase() && before_is_lower {
+            words.push(' ');
+        }
+        before_is_lower = c.is_lowercase();
+        if c == '_' || c == '-' {
+            words.push(' ');
+        } else {
+            words.extend(c.to_lowercase());
+        }
+    }
+    words
+}
+
+#[test]
+fn comments_have_at_most_100_columns() {
+    let mut found = Vec::new();
+    for file in files() {
+        let path = relative(&file);
+        let sign = match path.rsplit_once('.').map(|(_, extension)| extension) {
+            Some("rs") => "//",
+            Some("lua" | "sql") => "--",
+            _ => continue,
+        };
+        for (number, line) in read(&file).lines().enumerate() {
+            let is_comment = line.trim_start().starts_with(sign);
+            // A link cannot be broken, and a table row can only be read on one line.
+            let is_breakable = !line.contains("://") && !line.contains("| ");
+            if is_comment && is_breakable && line.chars().count() > 100 {
+                found.push(format!("{path}:{}", number + 1));
+            }
+        }
+    }
+    assert!(found.is_empty(), "comments of more than 100 columns:\n{}", found.join("\n"));
+}
+
+#[test]
+fn the_architecture_page_and_its_glossary_stay_small() {
+    const WORDS_MAX: usize = 3_000;
+    const GLOSSARY_MAX: usize = 30;
+    let text = read(&root().join("ARCHITECTURE.md"));
+    let words = text.split_whitespace().count();
+    assert!(words <= WORDS_MAX, "ARCHITECTURE.md has {words} words, more than {WORDS_MAX}");
+    let (_, glossary) = text.split_once("## Glossary").expect("the page ends with a glossary");
+    // The first two rows are the head of the table.
+    let entries = glossary.lines().filter(|line| line.starts_with('|')).count() - 2;
+    assert!(entries <= GLOSSARY_MAX, "{entries} entries, more than {GLOSSARY_MAX}");
+}
+
 #[test]
 fn nothing_names_a_machine_a_ticket_or_a_package_registry() {
     // Split, so that this file does not contain the names either.

@@ -5,91 +5,93 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::backend::{Attempt, Busy, Claim};
-use crate::claim::{Abandoned, Answer, Contender};
 use crate::clock::Moment;
-use crate::engine::{Engine, backoff, trouble};
+use crate::engine::{Engine, backoff, store_error};
 use crate::error::{BackendError, LockError};
 use crate::event::LockEvent;
 use crate::fairness::Contention;
 use crate::fencing::FencingToken;
+use crate::grant::ActiveGrant;
+use crate::guard::Hold;
 use crate::guard::LockGuard;
-use crate::held::HeldClaim;
-use crate::hold::Hold;
 use crate::key::Key;
+use crate::local_lock::{Admission, LocalLock, LocalPermit, NotAdmitted};
 use crate::mutant::{Mutant, mutated};
 use crate::options::{LockOptions, Terms};
 use crate::owner::Owner;
-use crate::slot::{Entry, NoEntry, Slot, Turn};
+use crate::pending_claim::{Abandoned, AttemptOutcome, PendingClaim};
 use crate::watch::Suspension;
 
-/// Acquires the lock of `slot`. Returns `None` if the lock was held until the deadline, according
+/// Acquires the lock of `local_lock`. Returns `None` if the lock was held until the deadline, according
 /// to the last response.
 pub(crate) async fn acquire(
-    slot: &Arc<Slot>,
+    local_lock: &Arc<LocalLock>,
     options: &LockOptions,
 ) -> Result<Option<LockGuard>, LockError> {
     // Yields when the task's coop budget is used up: a store that responds without waiting must not
     // block the other tasks of this thread. Nothing needs clean-up yet.
     tokio::task::coop::consume_budget().await;
-    let engine = slot.engine();
+    let engine = local_lock.engine();
     engine.check_open()?;
-    engine.backend.check_key(slot.key())?;
+    engine.backend.check_key(local_lock.key())?;
     let special_terms = engine.terms(options)?;
     let terms = special_terms.as_ref().unwrap_or(&engine.default_terms);
     let owner = options.owner.clone().or_else(Owner::current);
-    let began = match options.wait {
+    let started_at = match options.wait {
         Some(_) => Moment::now(),
         // Only observers use this value.
         None if engine.observers.is_empty() => Moment::PAST,
-        None => Moment::about_now(),
+        None => Moment::now_coarse(),
     };
     // One deadline for the local queue and the store together.
-    let deadline = options.wait.map(|wait| began.after(wait));
+    let deadline = options.wait.map(|wait| started_at.after(wait));
 
     // Terminates: each further round means that an entry's lease ended on the way, or that this
     // caller was not polled for a lease.
     loop {
         // 1. The local permit, among the callers of this process.
-        let turn = match slot.enter(owner.as_ref(), terms, deadline).await {
-            Ok(Entry::Turn(turn)) => turn,
+        let permit = match local_lock.enter(owner.as_ref(), terms, deadline).await {
+            Ok(Admission::LocalPermit(permit)) => permit,
             // The lease ended before this caller received the guard.
-            Ok(Entry::Again(guard) | Entry::HandedOver(guard)) if !guard.is_held() => continue,
-            Ok(Entry::Again(guard)) => {
+            Ok(Admission::Reentered(guard) | Admission::HandedOver(guard)) if !guard.is_held() => {
+                continue;
+            }
+            Ok(Admission::Reentered(guard)) => {
                 let (key, token) = (guard.key(), guard.fencing_token());
-                engine.tell(|| LockEvent::Reentered { key, token });
+                engine.emit(|| LockEvent::Reentered { key, token });
                 return Ok(Some(guard));
             }
-            Ok(Entry::HandedOver(guard)) => {
+            Ok(Admission::HandedOver(guard)) => {
                 let (key, token) = (guard.key(), guard.fencing_token());
-                engine.tell(|| LockEvent::HandedOver { key, token });
+                engine.emit(|| LockEvent::HandedOver { key, token });
                 return Ok(Some(guard));
             }
-            Err(NoEntry::TimedOut(None)) => return Ok(gave_up(slot, began)),
+            Err(NotAdmitted::TimedOut(None)) => return Ok(timed_out(local_lock, started_at)),
             // It is unknown whether the lock is held.
-            Err(NoEntry::TimedOut(Some(error))) => {
-                return Err(trouble("acquire", slot.key().as_str(), error));
+            Err(NotAdmitted::TimedOut(Some(error))) => {
+                return Err(store_error("acquire", local_lock.key().as_str(), error));
             }
-            Err(NoEntry::PassedOn) => continue,
-            Err(NoEntry::Closed) => return Err(LockError::Closed),
+            Err(NotAdmitted::PassedOn) => continue,
+            Err(NotAdmitted::Closed) => return Err(LockError::Closed),
         };
 
         // 2. The claim in the store, among the processes. If the future is dropped, the claim is
         //    released.
-        let contest = Contest { slot, engine, terms, began, deadline };
-        match contest.win(turn, owner.clone()).await {
+        let acquisition = Acquisition { local_lock, engine, terms, started_at, deadline };
+        match acquisition.run(permit, owner.clone()).await {
             // From here on, the lease renewer renews the claim, and dropping the guard releases it.
             Ok(Some(guard)) => return Ok(Some(guard)),
-            Ok(None) => return Ok(gave_up(slot, began)),
+            Ok(None) => return Ok(timed_out(local_lock, started_at)),
             Err(Stopped::Abandoned) => {}
             Err(Stopped::Failed(error)) => return Err(error),
         }
     }
 }
 
-fn gave_up(slot: &Slot, began: Moment) -> Option<LockGuard> {
-    slot.engine().tell(|| LockEvent::GaveUp {
-        key: slot.key().as_str(),
-        waited: Moment::now().since(began),
+fn timed_out(local_lock: &LocalLock, started_at: Moment) -> Option<LockGuard> {
+    local_lock.engine().emit(|| LockEvent::GaveUp {
+        key: local_lock.key().as_str(),
+        waited: Moment::now().since(started_at),
     });
     None
 }
@@ -114,55 +116,61 @@ impl From<LockError> for Stopped {
 }
 
 /// The acquisition of one key in the store, by the caller with the local permit.
-struct Contest<'a> {
-    slot: &'a Slot,
+struct Acquisition<'a> {
+    local_lock: &'a LocalLock,
     engine: &'a Engine,
     terms: &'a Arc<Terms>,
-    began: Moment,
+    started_at: Moment,
     deadline: Option<Moment>,
 }
 
-impl Contest<'_> {
-    async fn win(self, turn: Turn, owner: Option<Owner>) -> Result<Option<LockGuard>, Stopped> {
-        let claim = self.fresh_claim(self.slot.key());
-        let mut contender = Contender::new(turn, claim, Arc::clone(self.terms));
-        let pause_end = contender.contention().and_then(|it| self.pause_end(it));
+impl Acquisition<'_> {
+    async fn run(
+        self,
+        permit: LocalPermit,
+        owner: Option<Owner>,
+    ) -> Result<Option<LockGuard>, Stopped> {
+        let claim = self.fresh_claim(self.local_lock.key());
+        let mut pending = PendingClaim::new(permit, claim, Arc::clone(self.terms));
+        let pause_end = pending.contention().and_then(|it| self.pause_end(it));
         if pause_end.is_some() {
-            return Box::pin(self.contend(contender, pause_end, None, owner)).await;
+            return Box::pin(self.retry(pending, pause_end, None, owner)).await;
         }
         self.check_open()?;
-        let mut sent = contender.send(self.engine).await;
-        if let Some(Answer::Answered(sent_at, Ok(Attempt::Granted(grant)))) = sent {
+        let mut sent = pending.send(self.engine).await;
+        if let Some(AttemptOutcome::Responded(sent_at, Ok(Attempt::Granted(grant)))) = sent {
+            self.local_lock.answered();
             let token = grant.token;
-            match contender.take(grant, sent_at) {
+            match pending.take(grant, sent_at) {
                 Ok(held) => return self.guard(held, token, owner, 1).map(Some),
-                Err(late) => contender = *late,
+                Err(late) => pending = *late,
             }
-            sent = Some(Answer::Answered(sent_at, Err(late_grant())));
+            sent = Some(AttemptOutcome::Responded(sent_at, Err(late_grant())));
         }
         // Boxed, because the futures of all waits are large, and the caller's future would contain
         // them even where the store responds at once.
-        Box::pin(self.contend(contender, None, Some(sent), owner)).await
+        Box::pin(self.retry(pending, None, Some(sent), owner)).await
     }
 
     /// Repeats the attempt until a grant, the deadline, or a store error that must be returned.
-    /// `sent` is the result of the first [`Contender::send`], if it has been called.
-    async fn contend(
+    /// `sent` is the result of the first [`PendingClaim::send`], if it has been called.
+    async fn retry(
         self,
-        mut contender: Contender,
+        mut pending: PendingClaim,
         pause_end: Option<Moment>,
-        mut sent: Option<Option<Answer>>,
+        mut sent: Option<Option<AttemptOutcome>>,
         owner: Option<Owner>,
     ) -> Result<Option<LockGuard>, Stopped> {
-        let key = self.slot.key();
-        let mut suspension = Suspension::new(self.engine.janitor.watch(), self.terms.lease.length);
+        let key = self.local_lock.key();
+        let mut suspension =
+            Suspension::new(self.engine.background.watch(), self.terms.lease.length);
         let mut attempts = 0;
         let mut failures = Failures::default();
         let mut early_wakes = EarlyWakes::new();
         let mut quiet_since = Moment::now();
         let mut last_token = None;
         if let Some(end) = pause_end {
-            (contender, ()) = suspension.during(contender, self.pause(end)).await?;
+            (pending, ()) = suspension.during(pending, self.pause(end)).await?;
         }
         // Terminates by a grant, by the deadline, or after store errors for the length of a lease.
         // With only "busy" responses and no deadline, a caller waits without limit, as requested.
@@ -172,28 +180,29 @@ impl Contest<'_> {
                 Some(sent) => sent,
                 None => {
                     self.check_open()?;
-                    contender.send(self.engine).await
+                    pending.send(self.engine).await
                 }
             };
             let answer;
-            (contender, answer) = contender.answer(sent, self.engine, &mut suspension).await?;
+            (pending, answer) = pending.answer(sent, self.engine, &mut suspension).await?;
             let error = match answer {
-                Answer::Answered(sent_at, Ok(Attempt::Granted(grant))) => {
+                AttemptOutcome::Responded(sent_at, Ok(Attempt::Granted(grant))) => {
+                    self.local_lock.answered();
                     let token = grant.token;
-                    match contender.take(grant, sent_at) {
+                    match pending.take(grant, sent_at) {
                         Ok(held) => return self.guard(held, token, owner, attempts).map(Some),
-                        Err(late) => contender = *late,
+                        Err(late) => pending = *late,
                     }
                     late_grant()
                 }
-                Answer::Answered(_, Ok(Attempt::Busy(busy))) => {
+                AttemptOutcome::Responded(_, Ok(Attempt::Busy(busy))) => {
                     failures = Failures::default();
-                    self.slot.answered();
-                    if let Some(contention) = contender.contention() {
+                    self.local_lock.answered();
+                    if let Some(contention) = pending.contention() {
                         contention.on_busy();
                     }
-                    self.engine.tell(|| LockEvent::Busy { key: key.as_str(), busy: &busy });
-                    if self.is_over(Moment::now()) {
+                    self.engine.emit(|| LockEvent::Busy { key: key.as_str(), busy: &busy });
+                    if self.deadline_passed(Moment::now()) {
                         return Ok(None);
                     }
                     let token = busy.holder.as_ref().and_then(|holder| holder.token);
@@ -202,50 +211,49 @@ impl Contest<'_> {
                         quiet_since = Moment::now();
                     }
                     last_token = token;
-                    let wait = self.wait(contender.claim().clone(), busy, quiet_since);
+                    let wait = self.wait(pending.claim().clone(), busy, quiet_since);
                     let woken;
-                    (contender, woken) = suspension.during(contender, wait).await?;
+                    (pending, woken) = suspension.during(pending, wait).await?;
                     if woken? == Woken::Early {
-                        let delay = contender.contention().map(|it| it.delay_after_wake());
+                        let delay = pending.contention().map(|it| it.delay_after_wake());
                         let pause = early_wakes.take().max(delay.unwrap_or_default());
                         if !pause.is_zero() {
                             let end = Moment::now().after(pause);
                             let end = end.min(self.deadline.unwrap_or(Moment::FUTURE));
-                            (contender, ()) = suspension.during(contender, self.pause(end)).await?;
+                            (pending, ()) = suspension.during(pending, self.pause(end)).await?;
                         }
                     }
                     continue;
                 }
-                Answer::Answered(_, Err(error)) => error,
-                Answer::Unanswered => self.engine.unanswered(),
+                AttemptOutcome::Responded(_, Err(error)) => error,
+                AttemptOutcome::Unknown => self.engine.unanswered(),
             };
-            let pause = self.endure(key, &mut failures, error);
-            let borne;
-            (contender, borne) = suspension.during(contender, pause).await?;
-            borne?;
+            let pause = self.retry_or_fail(key, &mut failures, error);
+            let outcome;
+            (pending, outcome) = suspension.during(pending, pause).await?;
+            outcome?;
             // The background releaser completes a request without a response.
-            contender.replace_unanswered(|| self.fresh_claim(key));
+            pending.replace_unresolved(|| self.fresh_claim(key));
         }
     }
 
     /// Returns the guard of a new grant.
     fn guard(
         &self,
-        held: Arc<HeldClaim>,
+        held: Arc<ActiveGrant>,
         token: Option<FencingToken>,
         owner: Option<Owner>,
         attempts: u32,
     ) -> Result<LockGuard, Stopped> {
-        self.slot.answered();
         let guard = Hold::first_guard(held, token, owner);
         // If the registry is closing, it is too late to return a guard. Dropping it releases the
         // claim.
         self.check_open()?;
-        self.slot.held_by(guard.hold());
-        self.engine.tell(|| LockEvent::Granted {
-            key: self.slot.key().as_str(),
+        self.local_lock.held_by(guard.hold());
+        self.engine.emit(|| LockEvent::Granted {
+            key: self.local_lock.key().as_str(),
             token,
-            waited: Moment::now().since(self.began),
+            waited: Moment::now().since(self.started_at),
             attempts,
         });
         Ok(guard)
@@ -264,7 +272,7 @@ impl Contest<'_> {
     /// deadline comes first.
     fn pause_end(&self, contention: &mut Contention) -> Option<Moment> {
         let end = contention.pause_end()?;
-        if self.is_over(end) {
+        if self.deadline_passed(end) {
             contention.skip_pause();
             return None;
         }
@@ -275,7 +283,7 @@ impl Contest<'_> {
     async fn pause(&self, end: Moment) {
         tokio::select! {
             biased;
-            () = self.engine.closing.given() => {}
+            () = self.engine.closing.wait() => {}
             () = self.engine.sleep_until(end) => {}
         }
     }
@@ -284,7 +292,7 @@ impl Contest<'_> {
         let engine = self.engine;
         Claim::new(key.clone(), self.terms.lease.length)
             .with_label(self.terms.label.clone())
-            .with_queue(engine.capabilities.fair && !self.is_over(self.began))
+            .with_queue(engine.capabilities.fair && !self.deadline_passed(self.started_at))
             .with_token_block(engine.defaults.handoffs.max.saturating_add(1))
     }
 
@@ -318,7 +326,7 @@ impl Contest<'_> {
                 if is_mutant { Moment::FUTURE } else { now.after(jittered(engine.defaults.poll)) };
             tokio::select! {
                 biased;
-                () = engine.closing.given() => return Err(LockError::Closed),
+                () = engine.closing.wait() => return Err(LockError::Closed),
                 () = &mut wake => return Ok(Woken::Early),
                 () = engine.sleep_until(poll.min(last_look)) => {}
             }
@@ -329,33 +337,33 @@ impl Contest<'_> {
     }
 
     /// Waits before the next attempt after a store error, or returns the error.
-    async fn endure(
+    async fn retry_or_fail(
         &self,
         key: &Key,
         failures: &mut Failures,
         error: BackendError,
     ) -> Result<(), LockError> {
         let engine = self.engine;
-        engine.tell(|| LockEvent::AttemptFailed { key: key.as_str(), error: &error });
-        self.slot.failed(&error);
+        engine.emit(|| LockEvent::AttemptFailed { key: key.as_str(), error: &error });
+        self.local_lock.failed(&error);
         let now = Moment::now();
         let since = *failures.since.get_or_insert(now);
         // Without a deadline, store errors are retried for the length of a lease. By then a
         // failover is over, or it is an outage that the caller must learn of.
         let limit = self.deadline.unwrap_or_else(|| since.after(self.terms.lease.length));
         if !error.is_retryable() || now >= limit {
-            return Err(trouble("acquire", key.as_str(), error));
+            return Err(store_error("acquire", key.as_str(), error));
         }
         let retry_at = now.after(backoff(failures.count)).min(limit);
         failures.count += 1;
         tokio::select! {
             biased;
-            () = engine.closing.given() => Err(LockError::Closed),
+            () = engine.closing.wait() => Err(LockError::Closed),
             () = engine.sleep_until(retry_at) => Ok(()),
         }
     }
 
-    fn is_over(&self, now: Moment) -> bool {
+    fn deadline_passed(&self, now: Moment) -> bool {
         self.deadline.is_some_and(|deadline| now >= deadline)
     }
 }

@@ -385,7 +385,7 @@ pub enum ClaimMode {
 
 /// A store's response to an acquisition attempt.
 #[derive(Debug, Clone, PartialEq, Eq)]
-#[expect(clippy::exhaustive_enums, reason = "a claim holds the key or somebody else does")]
+#[expect(clippy::exhaustive_enums, reason = "a claim holds the key or another claim does")]
 pub enum Attempt {
     /// The claim holds the key.
     Granted(Grant),

@@ -226,7 +226,7 @@ impl fmt::Debug for BlockingLock {
 }
 
 /// A held lock, for threads that do not run async code. See [`LockGuard`].
-#[must_use = "the lock is let go as soon as the guard is dropped"]
+#[must_use = "the lock is released as soon as the guard is dropped"]
 pub struct BlockingGuard {
     // Before `home`, so that the guard is dropped while its background releaser still runs.
     guard: LockGuard,

@@ -10,8 +10,8 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use crate::background::{BackgroundReleaser, Job};
 use crate::clock::sleep;
-use crate::janitor::{Janitor, Job};
 use crate::watch::{Parked, Suspended, Suspension};
 
 pub(crate) type CallFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;
@@ -51,33 +51,38 @@ pub(crate) struct Call<T: Send + 'static> {
     /// The call was polled just before, so the next poll is skipped.
     polled: bool,
     /// The call releases a claim.
-    gives_back: bool,
-    janitor: Janitor,
+    releases_claim: bool,
+    background: BackgroundReleaser,
 }
 
 impl<T: Send + 'static> Call<T> {
-    pub(crate) fn new(janitor: &Janitor, future: CallFuture<T>) -> Self {
-        Self { future: Some(future), polled: false, gives_back: false, janitor: janitor.clone() }
+    pub(crate) fn new(background: &BackgroundReleaser, future: CallFuture<T>) -> Self {
+        Self {
+            future: Some(future),
+            polled: false,
+            releases_claim: false,
+            background: background.clone(),
+        }
     }
 
     /// Creates a call that was not ready at its [first poll](first_poll). Its next poll must be
     /// within the same poll of the same task.
-    pub(crate) fn polled(janitor: &Janitor, future: CallFuture<T>) -> Self {
-        let mut call = Self::new(janitor, future);
+    pub(crate) fn polled(background: &BackgroundReleaser, future: CallFuture<T>) -> Self {
+        let mut call = Self::new(background, future);
         call.polled = true;
         call
     }
 
     /// Creates a call that releases a claim.
-    pub(crate) fn giving_back(janitor: &Janitor, future: CallFuture<T>) -> Self {
-        let mut call = Self::new(janitor, future);
-        call.gives_back = true;
+    pub(crate) fn releasing_claim(background: &BackgroundReleaser, future: CallFuture<T>) -> Self {
+        let mut call = Self::new(background, future);
+        call.releases_claim = true;
         call
     }
 
     /// Creates a call whose response is known but not handled yet.
-    pub(crate) fn answered(janitor: &Janitor, answer: T) -> Self {
-        Self::new(janitor, Box::pin(std::future::ready(answer)))
+    pub(crate) fn answered(background: &BackgroundReleaser, answer: T) -> Self {
+        Self::new(background, Box::pin(std::future::ready(answer)))
     }
 
     /// Takes the future of a call in flight. Returns `None` if the call is complete.
@@ -99,8 +104,8 @@ impl<T: Send + 'static> Call<T> {
         limit: Duration,
         patience: Duration,
     ) -> Option<T> {
-        let janitor = self.janitor.clone();
-        let mut suspension = Suspension::new(janitor.watch(), patience.min(limit));
+        let background = self.background.clone();
+        let mut suspension = Suspension::new(background.watch(), patience.min(limit));
         let answer = pin!(suspension.run(self, |call, cx| Pin::new(call).poll(cx)));
         within(limit, answer).await.map(|answer| match answer {
             Ok((_, answer)) | Err(answer) => answer,
@@ -114,16 +119,16 @@ impl<T: Send + 'static> Call<T> {
     }
 
     fn leave(&self, job: Job) {
-        if self.gives_back {
-            self.janitor.hand_over(job);
+        if self.releases_claim {
+            self.background.submit_release(job);
         } else {
-            self.janitor.finish(job);
+            self.background.finish(job);
         }
     }
 }
 
 impl<T: Send + 'static> Parked for Call<T> {
-    type Left = T;
+    type Replacement = T;
 
     fn abandon(self, cell: &Arc<Suspended<Self>>) {
         let cell = Arc::clone(cell);

@@ -58,14 +58,14 @@ impl Moment {
     /// Returns the current time without a check for a suspension just before, which makes it too
     /// early by that suspension. Only for times that may be too early and that are read shortly
     /// after an exact one.
-    pub(crate) fn about_now() -> Self {
+    pub(crate) fn now_coarse() -> Self {
         Self(running().0.saturating_add(SUSPENDED.load(Ordering::Relaxed)))
     }
 
     /// Returns the current time, shortly after the exact time `recent`. Checks for a suspension
     /// only if `recent` is at least 1 ms ago.
     pub(crate) fn now_after(recent: Self) -> Self {
-        let now = Self::about_now();
+        let now = Self::now_coarse();
         if now.since(recent) < Duration::from_millis(1) { now } else { Self::now() }
     }
 

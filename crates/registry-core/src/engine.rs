@@ -1,5 +1,5 @@
-//! The state that all locks of one registry share: store, local locks, lease renewer, background
-//! releaser, observers.
+//! The state that all locks of one registry share: store, terms, the schedule
+//! of the lease renewer, background releaser, observers.
 
 use std::fmt;
 use std::panic::AssertUnwindSafe;
@@ -9,7 +9,9 @@ use std::time::Duration;
 
 use futures_util::future::FutureExt as _;
 
+use crate::active_count::ActiveCount;
 use crate::backend::{Attempt, Claim, LockBackend, Release, Renewal};
+use crate::background::BackgroundReleaser;
 use crate::call::{Call, CallFuture};
 use crate::capabilities::Capabilities;
 use crate::clock::{Moment, sleep};
@@ -17,14 +19,12 @@ use crate::contained::{contain, discard};
 use crate::error::{BackendError, LockError};
 use crate::event::{LockEvent, Observers};
 use crate::fairness::Fairness;
-use crate::gauge::Gauge;
-use crate::janitor::Janitor;
-use crate::keeper::Keeper;
+use crate::invalidation::InvalidationQueue;
 use crate::key::Key;
+use crate::one_shot::OneShotEvent;
 use crate::options::{Defaults, LockOptions, Terms};
+use crate::schedule::Schedule;
 use crate::siblings::Sibling;
-use crate::signal::Signal;
-use crate::slot::SlotTable;
 
 pub(crate) struct Engine {
     pub(crate) backend: Arc<dyn LockBackend>,
@@ -34,34 +34,30 @@ pub(crate) struct Engine {
     pub(crate) default_terms: Arc<Terms>,
     pub(crate) fairness: Fairness,
     pub(crate) observers: Observers,
-    pub(crate) keeper: Keeper,
-    pub(crate) janitor: Janitor,
+    pub(crate) schedule: Arc<Schedule>,
+    pub(crate) invalidations: Arc<InvalidationQueue>,
+    pub(crate) background: BackgroundReleaser,
     /// The claims that are held now.
-    pub(crate) held: Gauge,
+    pub(crate) held: ActiveCount,
     /// The callers that have or may have a request in flight.
-    pub(crate) contending: Gauge,
+    pub(crate) pending_claims: ActiveCount,
     /// The registry is closing and starts nothing new.
-    pub(crate) closing: Signal,
+    pub(crate) closing: OneShotEvent,
     /// The time limit of closing is over: waits that would delay its end are abandoned.
-    pub(crate) out_of_time: Signal,
+    pub(crate) out_of_time: OneShotEvent,
     /// The number of lost claims.
     pub(crate) lost: AtomicUsize,
     /// The number of claims that only the end of their lease frees.
     pub(crate) left_to_lease: AtomicUsize,
     /// The number of those that their holder had released.
     pub(crate) endings_left: AtomicUsize,
-    pub(crate) slots: Arc<SlotTable>,
     pub(crate) sibling: Arc<Sibling>,
 }
 
 impl Engine {
-    pub(crate) fn slots(&self) -> &SlotTable {
-        &self.slots
-    }
-
-    pub(crate) fn tell<'a>(&self, event: impl FnOnce() -> LockEvent<'a>) {
+    pub(crate) fn emit<'a>(&self, event: impl FnOnce() -> LockEvent<'a>) {
         if !self.observers.is_empty() {
-            self.observers.tell(&event());
+            self.observers.emit(&event());
         }
     }
 
@@ -75,25 +71,19 @@ impl Engine {
         Ok(None)
     }
 
-    /// Ends all waits with [`LockError::Closed`], now and from now on. Returns true for the first
-    /// call.
-    pub(crate) fn begin_to_close(&self) -> bool {
-        let first = self.closing.give();
-        if first {
-            for slot in self.slots.all() {
-                slot.close();
-            }
-        }
-        first
+    pub(crate) fn is_closing(&self) -> bool {
+        self.closing.is_set()
     }
 
-    pub(crate) fn is_closing(&self) -> bool {
-        self.closing.is_given()
+    /// Ends the lease renewer's task.
+    pub(crate) fn stop_renewal(&self) {
+        self.invalidations.close();
+        self.schedule.stop();
     }
 
     /// Returns `Closed` if the registry is closing, or if no runtime runs its background releaser.
     pub(crate) fn check_open(&self) -> Result<(), LockError> {
-        if self.is_closing() || !self.janitor.is_alive() {
+        if self.is_closing() || !self.background.is_alive() {
             return Err(LockError::Closed);
         }
         Ok(())
@@ -110,7 +100,7 @@ impl Engine {
     /// Records that only the store's clock frees a claim now.
     pub(crate) fn leave_to_lease(&self, key: &Key) {
         self.left_to_lease.fetch_add(1, Ordering::AcqRel);
-        self.tell(|| LockEvent::LeftToLease { key: key.as_str() });
+        self.emit(|| LockEvent::LeftToLease { key: key.as_str() });
     }
 
     pub(crate) fn acquiring(&self, claim: &Claim) -> CallFuture<Result<Attempt, BackendError>> {
@@ -131,7 +121,7 @@ impl Engine {
         let backend = Arc::clone(&self.backend);
         self.call(Box::pin(async move {
             let mut answers = backend.renew(std::slice::from_ref(&claim)).await;
-            answers.pop().unwrap_or_else(|| Err(missing_answer()))
+            answers.pop().unwrap_or_else(|| Err(BackendError::missing_renewal()))
         }))
     }
 
@@ -153,7 +143,7 @@ impl Engine {
     }
 
     /// Sends a request that needs no clean-up, such as a query, under the operation time-out.
-    pub(crate) async fn ask<T: Send + 'static>(
+    pub(crate) async fn query<T: Send + 'static>(
         &self,
         operation: &'static str,
         key: &str,
@@ -163,11 +153,11 @@ impl Engine {
         let answer = self.call(future).answer_to_caller_within(limit, limit).await;
         answer
             .unwrap_or_else(|| Err(self.unanswered()))
-            .map_err(|source| trouble(operation, key, source))
+            .map_err(|source| store_error(operation, key, source))
     }
 
     fn call<T: Send + 'static>(&self, future: CallFuture<T>) -> Call<T> {
-        Call::new(&self.janitor, future)
+        Call::new(&self.background, future)
     }
 
     /// Returns the error of a call without a response.
@@ -186,7 +176,7 @@ impl Engine {
                 return;
             }
             // tokio's timers do not count suspended time. Reading the clock at this interval does.
-            sleep(left.min(LOOK_AT_CLOCK)).await;
+            sleep(left.min(CLOCK_READ_INTERVAL)).await;
         }
     }
 }
@@ -196,7 +186,6 @@ impl fmt::Debug for Engine {
         f.debug_struct("Engine")
             .field("backend", &self.backend)
             .field("defaults", &self.defaults)
-            .field("slots", &self.slots)
             .finish_non_exhaustive()
     }
 }
@@ -204,26 +193,18 @@ impl fmt::Debug for Engine {
 impl Drop for Engine {
     fn drop(&mut self) {
         // Guards keep the engine alive, so no claim is held any more and the lease renewer may end.
-        self.keeper.stop();
+        self.stop_renewal();
     }
 }
 
 /// Returns the public error for a store error.
-pub(crate) fn trouble(operation: &'static str, key: &str, source: BackendError) -> LockError {
+pub(crate) fn store_error(operation: &'static str, key: &str, source: BackendError) -> LockError {
     LockError::Backend { operation, key: key.to_owned(), source }
 }
 
 /// Returns the public error for an operation on a lost lock.
 pub(crate) fn lost(key: &Key, reason: crate::LostReason) -> LockError {
     LockError::Lost { key: key.as_str().to_owned(), reason }
-}
-
-/// Returns the error of a claim for which the backend returned no result.
-pub(crate) fn missing_answer() -> BackendError {
-    BackendError::new(
-        crate::BackendErrorKind::Protocol,
-        "the store's answer to a renewal lacks this claim",
-    )
 }
 
 /// Returns the pause before retry number `attempt` (from 0). It doubles from 10 ms to 1 s; a random
@@ -234,4 +215,4 @@ pub(crate) fn backoff(attempt: u32) -> Duration {
     Duration::from_micros(fastrand::u64(ceiling_us / 2..=ceiling_us))
 }
 
-const LOOK_AT_CLOCK: Duration = Duration::from_secs(30);
+const CLOCK_READ_INTERVAL: Duration = Duration::from_secs(30);

@@ -224,6 +224,11 @@ impl BackendError {
         self.kind
     }
 
+    /// Creates the error of a claim for which the backend's `renew` returned no result.
+    pub(crate) fn missing_renewal() -> Self {
+        Self::new(BackendErrorKind::Protocol, "the store's response to a renewal lacks this claim")
+    }
+
     /// Returns whether a retry can help.
     #[must_use]
     pub fn is_retryable(&self) -> bool {

@@ -89,7 +89,7 @@ impl Observers {
         self.0.is_empty()
     }
 
-    pub(crate) fn tell(&self, event: &LockEvent<'_>) {
+    pub(crate) fn emit(&self, event: &LockEvent<'_>) {
         for observer in &self.0 {
             // A panic in an observer must not end the lock operation that emits the event.
             contain(|| observer.on(event));

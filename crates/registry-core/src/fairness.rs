@@ -94,7 +94,7 @@ impl Fairness {
         let limits = self.limits?;
         let contention = self.released().get(key).copied().unwrap_or_default();
         // Within this time, every waiting process could acquire the key.
-        let is_valid = contention.was_released_within(limits.pause, Moment::about_now());
+        let is_valid = contention.was_released_within(limits.pause, Moment::now_coarse());
         Some(Box::new(if is_valid { contention } else { Contention::default() }))
     }
 
@@ -128,7 +128,7 @@ impl Fairness {
     /// Records the end of a turn whose claim was granted at `granted_at`.
     pub(crate) fn on_release(&self, key: &Key, mut contention: Contention, granted_at: Moment) {
         let Some(limits) = self.limits else { return };
-        let now = Moment::about_now();
+        let now = Moment::now_coarse();
         let held_for = now.since(granted_at);
         contention.held = contention.held.saturating_add(held_for);
         contention.pause = limits.pause_of(&contention, held_for);
@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_process_that_meets_nobody_any_more_stops_pausing() {
+    async fn a_process_that_meets_no_other_holder_any_more_stops_pausing() {
         let fairness = fairness(&store());
         turn(&fairness, 1, MS).await;
         let mut pauses = Vec::new();
@@ -320,7 +320,7 @@ mod tests {
     }
 
     #[tokio::test(start_paused = true)]
-    async fn a_process_that_has_met_nobody_pauses_once_for_each_100_ms_of_holding() {
+    async fn a_process_that_has_met_no_other_holder_pauses_once_per_100_ms_of_holding() {
         let fairness = fairness(&store());
         let mut pauses = Vec::new();
         for _ in 0..25 {

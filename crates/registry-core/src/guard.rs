@@ -1,8 +1,10 @@
-//! The guard of a held lock: state queries, renewal, loss notification and release.
+//! The guard of a held lock, and the hold that its guards share: queries, extension, loss
+//! notification and release. The requests of a release are in `release`.
 
 use std::fmt;
 use std::future::Future;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use tokio::sync::oneshot;
@@ -11,18 +13,18 @@ use crate::backend::{Claim, LockBackend, Release, Renewal};
 use crate::call::{Call, first_poll};
 use crate::clock::Moment;
 use crate::contained::shielded;
-use crate::engine::{Engine, backoff, lost, trouble};
+use crate::engine::{Engine, backoff, lost, store_error};
 use crate::error::{BackendError, LockError, LostReason};
 use crate::event::LockEvent;
 use crate::fencing::FencingToken;
-use crate::held::{Ending, HeldClaim};
-use crate::hold::{Fate, Hold};
-use crate::invalidation::NewsMark;
+use crate::grant::{ActiveGrant, EndingGrant};
+use crate::invalidation::Epoch;
 use crate::key::Key;
 use crate::lease::{covering, drift_margin};
 use crate::mutant::{Mutant, mutated};
 use crate::options::check_lease;
-use crate::release::{GivenBack, GivingBack, give_back};
+use crate::owner::Owner;
+use crate::release::{PendingRelease, ReleaseOutcome, release_claim};
 
 /// Proof that a lock is held, for as long as [`is_held`](Self::is_held) returns true.
 ///
@@ -39,7 +41,7 @@ use crate::release::{GivenBack, GivingBack, give_back};
 ///
 /// A leaked guard (`mem::forget`) is renewed until the registry is closed, unless the lock was
 /// acquired with [`max_hold`](crate::LockOptions::max_hold).
-#[must_use = "the lock is let go as soon as the guard is dropped"]
+#[must_use = "the lock is released as soon as the guard is dropped"]
 pub struct LockGuard {
     /// `None` only once `unlock` or `drop` has consumed the guard.
     hold: Option<Arc<Hold>>,
@@ -105,10 +107,10 @@ impl LockGuard {
                 // Enabled before the check; a loss in between would be missed otherwise.
                 hint.as_mut().enable();
                 hold.held().announce_watcher();
-                match hold.fate() {
-                    Fate::Held => {}
-                    Fate::Lost(reason) => return reason,
-                    Fate::LetGo => break,
+                match hold.hold_state() {
+                    HoldState::Held => {}
+                    HoldState::Lost(reason) => return reason,
+                    HoldState::Released => break,
                 }
                 // The lease renewer reports a loss. The deadline also holds if the renewer's
                 // runtime is gone.
@@ -180,7 +182,7 @@ impl LockGuard {
                 held.renewed(sent_at, granted);
             }
             Ok(Renewal::Gone) => _ = held.lose(LostReason::Gone),
-            Err(error) => return Err(trouble("renew", key.as_str(), error)),
+            Err(error) => return Err(store_error("renew", key.as_str(), error)),
         }
         match held.loss() {
             Some(reason) => Err(lost(key, reason)),
@@ -197,10 +199,10 @@ impl LockGuard {
         let held = self.held();
         let again = self
             .hold()
-            .enter_again()
+            .reenter()
             .ok_or_else(|| lost(held.claim().key(), held.loss().unwrap_or(LostReason::Expired)))?;
         held.engine()
-            .tell(|| LockEvent::Reentered { key: self.key(), token: self.fencing_token() });
+            .emit(|| LockEvent::Reentered { key: self.key(), token: self.fencing_token() });
         Ok(again)
     }
 
@@ -226,43 +228,14 @@ impl LockGuard {
             return Ok(());
         };
         let Some(ended) = hold.leave() else {
-            return match hold.fate() {
-                Fate::Lost(reason) => Err(lost(hold.held().claim().key(), reason)),
-                Fate::Held | Fate::LetGo => Ok(()),
+            return match hold.hold_state() {
+                HoldState::Lost(reason) => Err(lost(hold.held().claim().key(), reason)),
+                HoldState::Held | HoldState::Released => Ok(()),
             };
         };
         let ending = ended.map_err(|reason| lost(hold.held().claim().key(), reason))?;
         drop(hold);
-        let Some(mut ending) = ending.hand_over() else {
-            yield_at_times().await;
-            return Ok(());
-        };
-        let engine = ending.held().engine();
-        if !ending.held().min_hold_left().is_zero() {
-            let (engine, key) = (Arc::clone(engine), ending.held().claim().key().clone());
-            return Box::pin(keep(ending, &engine)).await.map_err(|reason| lost(&key, reason));
-        }
-        let claim = ending.claim();
-        let first = match engine.backend.release_at_once(&claim) {
-            Some(answer) => Ok(answer),
-            None => first_poll(engine.releasing(&claim)).await,
-        };
-        if let Ok(Ok(Release::Freed)) = first
-            && ending.held().stray_attempts_at_release() == 0
-        {
-            tell_released(ending.held());
-            ending.settle();
-            drop(ending);
-            yield_at_times().await;
-            return Ok(());
-        }
-        let release = match first {
-            Ok(answer) => Call::answered(&engine.janitor, answer),
-            Err(release) => Call::polled(&engine.janitor, release),
-        };
-        // Boxed, because the futures of all waits are large, and the caller's future would contain
-        // them even where the store responds at once.
-        Box::pin(release_in_flight(ending, &claim, release)).await
+        release_or_hand_over(ending).await
     }
 
     /// Returns the claim for a fenced write, which compares it inside the store, and excludes the
@@ -305,7 +278,7 @@ impl LockGuard {
         self.hold.as_ref().expect("a guard has its hold until it is consumed")
     }
 
-    fn held(&self) -> &Arc<HeldClaim> {
+    fn held(&self) -> &Arc<ActiveGrant> {
         self.hold().held()
     }
 }
@@ -330,9 +303,51 @@ impl Drop for LockGuard {
         if let Some(Ok(ending)) = hold.leave() {
             let engine = Arc::clone(hold.held().engine());
             drop(hold);
-            drop(letting_go(&engine, let_go(ending)));
+            release_later(&engine, ending);
         }
     }
+}
+
+/// Hands the claim over, or releases it and waits for the outcome.
+///
+/// # Cancel safety
+/// Dropping the future leaves the release to the background.
+async fn release_or_hand_over(ending: EndingGrant) -> Result<(), LockError> {
+    let Some(mut ending) = ending.hand_over() else {
+        yield_at_times().await;
+        return Ok(());
+    };
+    let engine = ending.held().engine();
+    if !ending.held().min_hold_left().is_zero() {
+        let (engine, key) = (Arc::clone(engine), ending.held().claim().key().clone());
+        return Box::pin(keep(ending, &engine)).await.map_err(|reason| lost(&key, reason));
+    }
+    let claim = ending.claim();
+    let first = match engine.backend.release_at_once(&claim) {
+        Some(answer) => Ok(answer),
+        None => first_poll(engine.releasing(&claim)).await,
+    };
+    if let Ok(Ok(Release::Freed)) = first
+        && ending.held().unknown_attempts_at_release() == 0
+    {
+        emit_released(ending.held());
+        ending.settle();
+        drop(ending);
+        yield_at_times().await;
+        return Ok(());
+    }
+    let release = match first {
+        Ok(answer) => Call::answered(&engine.background, answer),
+        Err(release) => Call::polled(&engine.background, release),
+    };
+    // Boxed, because the futures of all waits are large, and the caller's future would contain
+    // them even where the store responds at once.
+    Box::pin(release_in_flight(ending, &claim, release)).await
+}
+
+/// Leaves a claim to the background releaser, which hands it over or releases it.
+fn release_later(engine: &Engine, ending: EndingGrant) {
+    drop(release_call(engine, hand_over_or_release(ending)));
 }
 
 /// Yields when this task's coop budget is used up. Called after all work is done, so that dropping
@@ -343,58 +358,58 @@ async fn yield_at_times() {
 
 /// Waits for a release that was sent, and repeats it while its outcome is unknown.
 async fn release_in_flight(
-    ending: Ending,
+    ending: EndingGrant,
     claim: &Claim,
     release: Call<Result<Release, BackendError>>,
 ) -> Result<(), LockError> {
     let (engine, key) = (Arc::clone(ending.held().engine()), claim.key());
     let patience = ending.held().lease_length();
     if !claim.is_fenced() {
-        let job = letting_go(&engine, give_held_back(ending, Some(release), None, None));
+        let job = release_call(&engine, release_grant(ending, Some(release), None, None));
         return outcome(job, &engine, key, patience).await;
     }
     // The caller may have to end its own transaction before the store can free the key.
     let (blocked, refusal) = oneshot::channel();
-    let job = letting_go(&engine, give_held_back(ending, Some(release), None, Some(blocked)));
+    let job = release_call(&engine, release_grant(ending, Some(release), None, Some(blocked)));
     tokio::select! {
         biased;
         outcome = outcome(job, &engine, key, patience) => outcome,
-        Ok(error) = refusal => Err(trouble("release", key.as_str(), error)),
+        Ok(error) = refusal => Err(store_error("release", key.as_str(), error)),
     }
 }
 
 /// Wraps the release of a claim in a call. If the call is dropped, the background releaser finishes
 /// it.
-fn letting_go(
+fn release_call(
     engine: &Engine,
-    job: impl Future<Output = GivenBack> + Send + 'static,
-) -> Call<GivenBack> {
-    Call::giving_back(&engine.janitor, Box::pin(job))
+    job: impl Future<Output = ReleaseOutcome> + Send + 'static,
+) -> Call<ReleaseOutcome> {
+    Call::releasing_claim(&engine.background, Box::pin(job))
 }
 
 /// Waits for the outcome for at most the operation time-out.
 async fn outcome(
-    job: Call<GivenBack>,
+    job: Call<ReleaseOutcome>,
     engine: &Engine,
     key: &Key,
     patience: Duration,
 ) -> Result<(), LockError> {
     let limit = engine.defaults.answer_limit;
     match job.answer_to_caller_within(limit, patience).await {
-        Some(GivenBack::Freed) => Ok(()),
+        Some(ReleaseOutcome::Freed) => Ok(()),
         _ if mutated(Mutant::ReleaseErrorSwallowed) => Ok(()),
-        Some(GivenBack::NotHeld) => Err(lost(key, LostReason::Gone)),
-        Some(GivenBack::Unknown(error)) => Err(trouble("release", key.as_str(), error)),
-        None => Err(trouble("release", key.as_str(), engine.unanswered())),
+        Some(ReleaseOutcome::NotHeld) => Err(lost(key, LostReason::Gone)),
+        Some(ReleaseOutcome::Unknown(error)) => Err(store_error("release", key.as_str(), error)),
+        None => Err(store_error("release", key.as_str(), engine.unanswered())),
     }
 }
 
 /// Leaves the claim to the background until its `min_hold` is over. Waits for the first renewal
 /// that this needs, because the key must stay locked even if this process ends right after.
-async fn keep(ending: Ending, engine: &Engine) -> Result<(), LostReason> {
+async fn keep(ending: EndingGrant, engine: &Engine) -> Result<(), LostReason> {
     let (secured, is_secured) = oneshot::channel();
     let (limit, patience) = (engine.defaults.answer_limit, ending.held().lease_length());
-    let job = letting_go(engine, give_held_back(ending, None, Some(secured), None));
+    let job = release_call(engine, release_grant(ending, None, Some(secured), None));
     tokio::select! {
         biased;
         _ = job.answer_to_caller_within(limit, patience) => Ok(()),
@@ -405,53 +420,53 @@ async fn keep(ending: Ending, engine: &Engine) -> Result<(), LostReason> {
 }
 
 /// Hands the claim over to the next local caller, or releases it.
-async fn let_go(ending: Ending) -> GivenBack {
+async fn hand_over_or_release(ending: EndingGrant) -> ReleaseOutcome {
     match ending.hand_over() {
-        None => GivenBack::Freed,
-        Some(ending) => give_held_back(ending, None, None, None).await,
+        None => ReleaseOutcome::Freed,
+        Some(ending) => release_grant(ending, None, None, None).await,
     }
 }
 
 /// Releases the claim in the store once its `min_hold` is over.
-async fn give_held_back(
-    mut ending: Ending,
-    under_way: Option<Call<Result<Release, BackendError>>>,
+async fn release_grant(
+    mut ending: EndingGrant,
+    in_flight: Option<Call<Result<Release, BackendError>>>,
     secured: Option<Secured>,
     blocked: Option<oneshot::Sender<BackendError>>,
-) -> GivenBack {
+) -> ReleaseOutcome {
     let held = Arc::clone(ending.held());
     let engine = Arc::clone(held.engine());
     let min_hold_left = held.min_hold_left();
     if !min_hold_left.is_zero() && !keep_for(&held, &engine, min_hold_left, secured).await {
         ending.left_to_lease();
         engine.leave_to_lease(held.claim().key());
-        return GivenBack::Unknown(BackendError::transient(
+        return ReleaseOutcome::Unknown(BackendError::transient(
             "the registry was closed before the end of min_hold",
         ));
     }
-    let outcome = give_back(GivingBack {
+    let outcome = release_claim(PendingRelease {
         engine: Arc::clone(&engine),
         claim: ending.claim(),
-        turn: ending.take_turn(),
+        permit: ending.take_permit(),
         lease: held.lease_length(),
-        stray_attempts: held.stray_attempts_at_release(),
-        under_way,
+        unknown_attempts: held.unknown_attempts_at_release(),
+        in_flight,
         blocked,
     })
     .await;
     match &outcome {
-        GivenBack::Freed => {
-            tell_released(&held);
+        ReleaseOutcome::Freed => {
+            emit_released(&held);
             ending.settle();
         }
-        GivenBack::NotHeld => ending.settle(),
-        GivenBack::Unknown(_) => ending.left_to_lease(),
+        ReleaseOutcome::NotHeld => ending.settle(),
+        ReleaseOutcome::Unknown(_) => ending.left_to_lease(),
     }
     outcome
 }
 
-fn tell_released(held: &HeldClaim) {
-    held.engine().tell(|| LockEvent::Released {
+fn emit_released(held: &ActiveGrant) {
+    held.engine().emit(|| LockEvent::Released {
         key: held.claim().key().as_str(),
         held_for: Moment::now().since(held.granted_at()),
     });
@@ -464,7 +479,7 @@ type Secured = oneshot::Sender<Result<(), LostReason>>;
 /// Keeps a claim without a guard until its `min_hold` is over. Returns false if closing the
 /// registry ended the wait.
 async fn keep_for(
-    held: &HeldClaim,
+    held: &ActiveGrant,
     engine: &Engine,
     left: Duration,
     secured: Option<Secured>,
@@ -473,25 +488,25 @@ async fn keep_for(
     tokio::select! {
         biased;
         () = keep_until(held, engine, end, secured) => true,
-        () = engine.out_of_time.given() => false,
+        () = engine.out_of_time.wait() => false,
     }
 }
 
 /// Waits until `end`, and renews the lease as long as it is valid. Returns early if the claim is
 /// lost. Also renews after an invalidation of the key, because local callers must not wait for a
 /// key whose release was forced.
-async fn keep_until(held: &HeldClaim, engine: &Engine, end: Moment, secured: Option<Secured>) {
+async fn keep_until(held: &ActiveGrant, engine: &Engine, end: Moment, secured: Option<Secured>) {
     let store = &engine.capabilities;
     let mut secured = secured;
-    let mut tell = |outcome| secured.take().map(|secured| secured.send(outcome));
+    let mut emit = |outcome| secured.take().map(|secured| secured.send(outcome));
     let mut until = held.valid_until();
     let mut failures = 0;
-    let mut news = held.slot().news();
+    let mut epoch = held.local_lock().epoch();
     let mut renews = until < end;
     loop {
         let mut again_at = end;
         if renews {
-            news = held.slot().news();
+            epoch = held.local_lock().epoch();
             let now = Moment::now();
             // The store limits the length of a lease, so one renewal may not be enough.
             let lease = covering(end.since(now)).clamp(store.lease_min, store.lease_max);
@@ -504,7 +519,7 @@ async fn keep_until(held: &HeldClaim, engine: &Engine, end: Moment, secured: Opt
                     granted / 3
                 }
                 Some(Ok(Renewal::Gone)) => {
-                    tell(Err(LostReason::Gone));
+                    emit(Err(LostReason::Gone));
                     return;
                 }
                 Some(Err(error)) if !error.is_retryable() => {
@@ -523,8 +538,8 @@ async fn keep_until(held: &HeldClaim, engine: &Engine, end: Moment, secured: Opt
                 again_at = next.min(end);
             }
         }
-        tell(Ok(()));
-        if hears_until(held, engine, news, again_at).await {
+        emit(Ok(()));
+        if invalidated_before(held, engine, epoch, again_at).await {
             renews = true;
         } else if again_at >= end {
             return;
@@ -534,15 +549,148 @@ async fn keep_until(held: &HeldClaim, engine: &Engine, end: Moment, secured: Opt
 
 /// Waits until `at`, or until the epoch of the key differs from `before`. Returns true in the
 /// latter case.
-async fn hears_until(held: &HeldClaim, engine: &Engine, before: NewsMark, at: Moment) -> bool {
+async fn invalidated_before(
+    held: &ActiveGrant,
+    engine: &Engine,
+    before: Epoch,
+    at: Moment,
+) -> bool {
     loop {
         // Not checked at once: a renewal may itself cause an invalidation.
         engine.sleep_until(Moment::now().after(engine.defaults.poll).min(at)).await;
         if Moment::now() >= at {
             return false;
         }
-        if held.slot().news() != before {
+        if held.local_lock().epoch() != before {
             return true;
+        }
+    }
+}
+
+/// One holder's use of a grant: its token, its owner, its guards. A grant has one hold at a time, and
+/// each hand-over begins a new one.
+#[derive(Debug)]
+pub(crate) struct Hold {
+    held: Arc<ActiveGrant>,
+    token: Option<FencingToken>,
+    owner: Option<Owner>,
+    /// The number of live guards. Never increases again from zero.
+    guards: AtomicUsize,
+    /// A [`HoldState`], set when the last guard is gone.
+    hold_state: AtomicU8,
+}
+
+/// The state of a lock under one hold.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum HoldState {
+    /// Held, or the release has just begun.
+    Held,
+    /// Released by the holder while it was held.
+    Released,
+    Lost(LostReason),
+}
+
+impl Hold {
+    /// Starts a hold with its first guard.
+    pub(crate) fn first_guard(
+        held: Arc<ActiveGrant>,
+        token: Option<FencingToken>,
+        owner: Option<Owner>,
+    ) -> LockGuard {
+        LockGuard::new(Arc::new(Self {
+            held,
+            token,
+            owner,
+            guards: AtomicUsize::new(1),
+            hold_state: AtomicU8::new(HoldState::Held.code()),
+        }))
+    }
+
+    pub(crate) fn held(&self) -> &Arc<ActiveGrant> {
+        &self.held
+    }
+
+    pub(crate) fn token(&self) -> Option<FencingToken> {
+        self.token
+    }
+
+    pub(crate) fn owner(&self) -> Option<&Owner> {
+        self.owner.as_ref()
+    }
+
+    /// Returns another guard, unless the last one is gone or the lock is lost.
+    pub(crate) fn reenter(self: &Arc<Self>) -> Option<LockGuard> {
+        if self.held.valid_until() <= Moment::now() {
+            return None;
+        }
+        self.guards
+            .fetch_update(Ordering::AcqRel, Ordering::Acquire, |guards| {
+                if guards == 0 { None } else { guards.checked_add(1) }
+            })
+            .ok()?;
+        Some(LockGuard::new(Arc::clone(self)))
+    }
+
+    /// Removes one guard. The last one ends the hold: as released, unless the lock was lost before.
+    pub(crate) fn leave(&self) -> Option<Result<EndingGrant, LostReason>> {
+        if self.guards.fetch_sub(1, Ordering::AcqRel) != 1 {
+            return None;
+        }
+        let ended = self.held.end();
+        // Before a hand-over, because a later loss of the claim belongs to the next hold.
+        let hold_state =
+            ended.as_ref().map_or_else(|reason| HoldState::Lost(*reason), |_| HoldState::Released);
+        self.hold_state.store(hold_state.code(), Ordering::Release);
+        self.held.hint_loss();
+        Some(ended)
+    }
+
+    /// Returns the state of the lock under this hold.
+    pub(crate) fn hold_state(&self) -> HoldState {
+        // The loss is read first: a loss seen before the end of this hold is a loss of this hold.
+        let loss = self.held.loss();
+        match HoldState::of_code(self.hold_state.load(Ordering::Acquire)) {
+            HoldState::Held => loss.map_or(HoldState::Held, HoldState::Lost),
+            settled => settled,
+        }
+    }
+}
+
+impl HoldState {
+    const ALL: [Self; 6] = [
+        Self::Held,
+        Self::Released,
+        Self::Lost(LostReason::Expired),
+        Self::Lost(LostReason::Gone),
+        Self::Lost(LostReason::MaxHold),
+        Self::Lost(LostReason::Closed),
+    ];
+
+    /// Returns the index in [`ALL`](Self::ALL), for an atomic.
+    const fn code(self) -> u8 {
+        match self {
+            Self::Held => 0,
+            Self::Released => 1,
+            Self::Lost(LostReason::Expired) => 2,
+            Self::Lost(LostReason::Gone) => 3,
+            Self::Lost(LostReason::MaxHold) => 4,
+            Self::Lost(LostReason::Closed) => 5,
+        }
+    }
+
+    fn of_code(code: u8) -> Self {
+        Self::ALL.get(usize::from(code)).copied().unwrap_or(Self::Held)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_hold_state_is_read_as_it_was_written() {
+        for hold_state in HoldState::ALL {
+            assert_eq!(HoldState::of_code(hold_state.code()), hold_state);
         }
     }
 }

@@ -5,9 +5,11 @@
 
 use std::collections::BTreeSet;
 use std::fmt;
-use std::sync::{Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
-use crate::keeper::Shared;
+use tokio::sync::Notify;
+
 use crate::key::Key;
 
 /// The handle by which a backend notifies one registry that the record of a key may have changed.
@@ -47,13 +49,13 @@ use crate::key::Key;
 ///         all.push(hints);
 ///     }
 ///
-///     // Called when the store tells that somebody has deleted the record of `key`.
+///     // Called when the store reports that another client has deleted the record of `key`.
 ///     fn deleted(&self, key: &Key) {
 ///         let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
 ///         all.iter().for_each(|hints| hints.notify(key));
 ///     }
 ///
-///     // Called when the store may have told something that did not arrive.
+///     // Called when reports of the store may have been lost.
 ///     fn connected_again(&self) {
 ///         let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
 ///         all.iter().for_each(Invalidations::notify_all);
@@ -61,27 +63,27 @@ use crate::key::Key;
 /// }
 /// ```
 #[derive(Clone)]
-pub struct Invalidations(Weak<Shared>);
+pub struct Invalidations(Weak<InvalidationQueue>);
 
 impl Invalidations {
-    // Upgrades to the lease renewer's part only, never to the engine. Dropping the last reference
+    // Upgrades to the queue only, never to the engine. Dropping the last reference
     // to the engine would drop the backend, possibly while it executes this call.
-    pub(crate) fn new(keeper: Weak<Shared>) -> Self {
-        Self(keeper)
+    pub(crate) fn new(queue: &Arc<InvalidationQueue>) -> Self {
+        Self(Arc::downgrade(queue))
     }
 
     /// Makes the registry verify its claim on `key`, if it has one.
     pub fn notify(&self, key: &Key) {
-        if let Some(keeper) = self.0.upgrade() {
-            keeper.hear_of(key);
+        if let Some(queue) = self.0.upgrade() {
+            queue.push(key);
         }
     }
 
     /// Makes the registry verify all its claims. For a backend that does not know what has changed,
     /// for example after a reconnect.
     pub fn notify_all(&self) {
-        if let Some(keeper) = self.0.upgrade() {
-            keeper.hear_of_all();
+        if let Some(queue) = self.0.upgrade() {
+            queue.push_all();
         }
     }
 
@@ -94,7 +96,7 @@ impl Invalidations {
     /// or its runtime is closed or gone, and this handle can be dropped.
     #[must_use]
     pub fn is_live(&self) -> bool {
-        self.0.upgrade().is_some_and(|keeper| keeper.listens())
+        self.0.upgrade().is_some_and(|queue| queue.is_open())
     }
 }
 
@@ -105,19 +107,26 @@ impl fmt::Debug for Invalidations {
 }
 
 /// The queue of invalidations that the lease renewer has not handled yet.
-#[derive(Debug, Default)]
-pub(crate) struct Inbox(Mutex<Letters>);
+pub(crate) struct InvalidationQueue {
+    state: Mutex<QueueState>,
+    /// Wakes the lease renewer's task.
+    pub(crate) changed: Notify,
+    /// The invalidation epoch of all keys, for reports that may have been missed.
+    epoch_of_all: AtomicU32,
+    /// Whether the registry has a local lock for a key. Others need no verification.
+    is_known: Box<dyn Fn(&Key) -> bool + Send + Sync>,
+}
 
 #[derive(Debug, Default)]
-struct Letters {
-    news: News,
+struct QueueState {
+    invalidated: Invalidated,
     /// The lease renewer has ended.
     closed: bool,
 }
 
 /// The keys that a store has reported as changed.
 #[derive(Debug, Default)]
-pub(crate) enum News {
+pub(crate) enum Invalidated {
     #[default]
     None,
     /// Ordered, so that a simulation is reproducible.
@@ -125,57 +134,83 @@ pub(crate) enum News {
     OfAll,
 }
 
-impl Inbox {
-    /// Adds `key`. Returns true if the lease renewer must be woken, because the queue was empty.
-    pub(crate) fn put(&self, key: &Key) -> bool {
-        let mut letters = self.letters();
-        if letters.closed {
-            return false;
+impl InvalidationQueue {
+    pub(crate) fn new(is_known: impl Fn(&Key) -> bool + Send + Sync + 'static) -> Self {
+        Self {
+            state: Mutex::default(),
+            changed: Notify::new(),
+            epoch_of_all: 0.into(),
+            is_known: Box::new(is_known),
         }
-        match &mut letters.news {
-            news @ News::None => {
-                *news = News::Of(BTreeSet::from([key.clone()]));
-                true
+    }
+
+    /// Makes the lease renewer verify the claim on `key`, if there is one.
+    fn push(&self, key: &Key) {
+        if !(self.is_known)(key) {
+            return;
+        }
+        let mut state = self.state();
+        if state.closed {
+            return;
+        }
+        match &mut state.invalidated {
+            invalidated @ Invalidated::None => {
+                *invalidated = Invalidated::Of(BTreeSet::from([key.clone()]));
+                drop(state);
+                self.changed.notify_one();
             }
-            News::Of(keys) => {
+            Invalidated::Of(keys) => {
                 if !keys.contains(key) {
                     keys.insert(key.clone());
                 }
                 if keys.len() > KEYS_MAX {
-                    letters.news = News::OfAll;
+                    state.invalidated = Invalidated::OfAll;
                 }
-                false
             }
-            News::OfAll => false,
+            Invalidated::OfAll => {}
         }
     }
 
-    /// Adds all keys. Returns true if the lease renewer must be woken.
-    pub(crate) fn put_all(&self) -> bool {
-        let mut letters = self.letters();
-        !letters.closed && matches!(std::mem::replace(&mut letters.news, News::OfAll), News::None)
+    /// Makes the lease renewer verify all held claims.
+    fn push_all(&self) {
+        let mut state = self.state();
+        if !state.closed {
+            state.invalidated = Invalidated::OfAll;
+            drop(state);
+            self.changed.notify_one();
+        }
     }
 
-    pub(crate) fn take(&self) -> News {
-        std::mem::take(&mut self.letters().news)
+    pub(crate) fn take(&self) -> Invalidated {
+        std::mem::take(&mut self.state().invalidated)
+    }
+
+    /// Returns the invalidation epoch of all keys.
+    pub(crate) fn epoch_of_all(&self) -> u32 {
+        self.epoch_of_all.load(Ordering::Relaxed)
+    }
+
+    /// Begins the next invalidation epoch of all keys.
+    pub(crate) fn invalidate_all(&self) {
+        self.epoch_of_all.fetch_add(1, Ordering::Relaxed);
     }
 
     pub(crate) fn close(&self) {
-        *self.letters() = Letters { news: News::None, closed: true };
+        *self.state() = QueueState { invalidated: Invalidated::None, closed: true };
     }
 
-    pub(crate) fn is_open(&self) -> bool {
-        !self.letters().closed
+    fn is_open(&self) -> bool {
+        !self.state().closed
     }
 
-    fn letters(&self) -> MutexGuard<'_, Letters> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    fn state(&self) -> MutexGuard<'_, QueueState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// The invalidation epoch of one key. Two epochs differ if an invalidation arrived between them.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct NewsMark {
+pub(crate) struct Epoch {
     pub(crate) of_key: u32,
     pub(crate) of_all: u32,
 }

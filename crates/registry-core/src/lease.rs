@@ -32,7 +32,7 @@ pub(crate) enum Due {
     /// Request a lease of this length.
     Renew(Duration),
     /// Request a lease of this length, to verify that the claim is still held.
-    Look(Duration),
+    Verify(Duration),
     /// The lease is over.
     Over(LostReason),
 }
@@ -52,15 +52,15 @@ pub(crate) struct Lease {
     unanswered: u32,
     /// The number of consecutive verifications without a response. Counted separately:
     /// invalidations must not use up the tries of renewals.
-    unanswered_looks: u32,
+    unanswered_verifications: u32,
     /// The number of consecutive verifications caused by invalidations without a quiet interval in
     /// between.
-    restless: u32,
-    doubt: Doubt,
+    consecutive_invalidations: u32,
+    suspect: Suspect,
     /// When to verify the claim for the first time, until it is confirmed; then in the
     /// [future](Moment::FUTURE).
-    first_look_at: Moment,
-    last_is_look: bool,
+    first_verification_at: Moment,
+    last_is_verification: bool,
     /// The last response was an error, and `quiet` is the pause after it.
     last_failed: bool,
     /// When the lease renewer sent its last request.
@@ -71,13 +71,13 @@ pub(crate) struct Lease {
 
 /// Whether an invalidation suggests that the claim has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Doubt {
+enum Suspect {
     /// No invalidation is open.
     None,
     /// An invalidation arrived after the last request was sent.
-    Heard,
+    Invalidated,
     /// A request was sent after the invalidation and has no response yet.
-    Asked,
+    Sent,
 }
 
 /// A duration in half the size of a [`Duration`].
@@ -132,11 +132,11 @@ impl Lease {
             renew_at: Moment::PAST,
             cap: terms.max_hold.map_or(Moment::FUTURE, |max| sent_at.after(max)),
             unanswered: 0,
-            unanswered_looks: 0,
-            restless: 0,
-            doubt: Doubt::None,
-            first_look_at: Moment::FUTURE,
-            last_is_look: false,
+            unanswered_verifications: 0,
+            consecutive_invalidations: 0,
+            suspect: Suspect::None,
+            first_verification_at: Moment::FUTURE,
+            last_is_verification: false,
             last_failed: false,
             last_sent_at: Moment::PAST,
             quiet: Pause::NONE,
@@ -146,8 +146,8 @@ impl Lease {
     }
 
     /// Schedules a verification at `at`, unless the claim is confirmed before.
-    pub(crate) fn look_first_at(&mut self, at: Moment) {
-        self.first_look_at = at;
+    pub(crate) fn verify_first_at(&mut self, at: Moment) {
+        self.first_verification_at = at;
     }
 
     /// Returns the time from which this lease must not be trusted any more.
@@ -178,15 +178,15 @@ impl Lease {
         let mut next = self.valid_until;
         if self.can_be_renewed() {
             if now.after(TOGETHER) >= self.renew_at && !quiet {
-                return Due::Renew(self.asks(now));
+                return Due::Renew(self.requested_lease(now));
             }
             next = next.min(self.renew_at.max(self.quiet.until));
         }
-        if let Some(look_at) = self.look_at(now) {
-            if now.after(TOGETHER) >= look_at && !quiet {
-                return Due::Look(self.look_asks(now));
+        if let Some(verification_due) = self.verification_due(now) {
+            if now.after(TOGETHER) >= verification_due && !quiet {
+                return Due::Verify(self.verification_lease(now));
             }
-            next = next.min(look_at.max(self.quiet.until));
+            next = next.min(verification_due.max(self.quiet.until));
         }
         Due::At(next)
     }
@@ -202,7 +202,7 @@ impl Lease {
             && self.can_be_renewed()
             && self.unanswered == 0
             && !self.quiet.lasts(now);
-        (is_soon && may_join).then(|| self.asks(now))
+        (is_soon && may_join).then(|| self.requested_lease(now))
     }
 
     /// Returns false if the lease already reaches its cap, which no renewal can extend.
@@ -211,12 +211,12 @@ impl Lease {
     }
 
     /// Returns when to verify the claim, if there is a reason to.
-    fn look_at(&self, now: Moment) -> Option<Moment> {
-        let at = if self.doubt == Doubt::None { self.first_look_at } else { now };
+    fn verification_due(&self, now: Moment) -> Option<Moment> {
+        let at = if self.suspect == Suspect::None { self.first_verification_at } else { now };
         if at == Moment::FUTURE {
             return None;
         }
-        let may_look = self.unanswered_looks < UNANSWERED_MAX
+        let may_look = self.unanswered_verifications < UNANSWERED_MAX
             // A verification requests the shortest lease, which would extend one that ends before
             // that.
             && (self.can_be_renewed() || self.valid_until.since(now) > self.shortest.get());
@@ -226,12 +226,12 @@ impl Lease {
     /// Returns the lease that a verification at `now` requests: that of a renewal if the claim can
     /// be renewed, otherwise the shortest that the store accepts. The latter does not change the
     /// end of the lease, because a renewal never shortens it.
-    fn look_asks(&self, now: Moment) -> Duration {
-        if self.can_be_renewed() { self.asks(now) } else { self.shortest.get() }
+    fn verification_lease(&self, now: Moment) -> Duration {
+        if self.can_be_renewed() { self.requested_lease(now) } else { self.shortest.get() }
     }
 
     /// Returns the lease that a renewal at `now` requests.
-    pub(crate) fn asks(&self, now: Moment) -> Duration {
+    pub(crate) fn requested_lease(&self, now: Moment) -> Duration {
         if self.cap == Moment::FUTURE {
             return self.length();
         }
@@ -250,64 +250,64 @@ impl Lease {
 
     /// Records a verification sent at `now`, as [`renewal_sent`](Self::renewal_sent) does for a
     /// renewal. The next renewal is due as before.
-    pub(crate) fn look_sent(&mut self, now: Moment, answer_limit: Duration) -> bool {
-        self.unanswered_looks += 1;
+    pub(crate) fn verification_sent(&mut self, now: Moment, answer_limit: Duration) -> bool {
+        self.unanswered_verifications += 1;
         self.request_sent(now, answer_limit, true);
-        self.unanswered_looks > 1
+        self.unanswered_verifications > 1
     }
 
-    fn request_sent(&mut self, now: Moment, answer_limit: Duration, is_look: bool) {
-        if self.doubt == Doubt::Heard {
-            self.doubt = Doubt::Asked;
+    fn request_sent(&mut self, now: Moment, answer_limit: Duration, is_verification: bool) {
+        if self.suspect == Suspect::Invalidated {
+            self.suspect = Suspect::Sent;
         }
-        self.last_is_look = is_look;
+        self.last_is_verification = is_verification;
         self.last_failed = false;
         self.last_sent_at = now;
         self.quiet = Pause::starting(now, answer_limit);
     }
 
     /// Records an invalidation. Returns true if the claim must be rescheduled.
-    pub(crate) fn heard(&mut self, now: Moment) -> bool {
-        if self.doubt == Doubt::None && !self.quiet.lasts(now) {
-            self.restless = 0;
+    pub(crate) fn invalidated(&mut self, now: Moment) -> bool {
+        if self.suspect == Suspect::None && !self.quiet.lasts(now) {
+            self.consecutive_invalidations = 0;
         }
         let is_sooner = self.last_failed && self.shorten_pause(now);
-        let before = std::mem::replace(&mut self.doubt, Doubt::Heard);
-        before != Doubt::Heard || is_sooner
+        let before = std::mem::replace(&mut self.suspect, Suspect::Invalidated);
+        before != Suspect::Invalidated || is_sooner
     }
 
     /// Shortens the pause after a failure, because the invalidation may mean that the store is
     /// reachable again. If invalidations continue while the store fails, they shorten it less and
     /// less.
     fn shorten_pause(&mut self, now: Moment) -> bool {
-        let pause = Pause::starting(now, self.looks_apart());
+        let pause = Pause::starting(now, self.verifications_apart());
         let is_shorter = pause.until < self.quiet.until;
         if is_shorter {
             self.quiet = pause;
-            self.restless = self.restless.saturating_add(1);
+            self.consecutive_invalidations = self.consecutive_invalidations.saturating_add(1);
         }
         is_shorter
     }
 
     /// Returns whether an invalidation arrived and the claim has not been confirmed since.
-    pub(crate) fn is_in_doubt(&self) -> bool {
-        self.doubt != Doubt::None
+    pub(crate) fn is_suspect(&self) -> bool {
+        self.suspect != Suspect::None
     }
 
     /// Records that the response to the lease renewer's request of `sent_at` confirmed the claim.
     /// Returns true if this extends the lease, and false if the claim is only verified and never
     /// renewed.
     pub(crate) fn confirmed(&mut self, sent_at: Moment) -> bool {
-        self.unanswered_looks = 0;
+        self.unanswered_verifications = 0;
         // The response to an older request does not settle a later invalidation.
         if sent_at == self.last_sent_at {
-            self.quiet = Pause::starting(sent_at, self.looks_apart());
-            self.first_look_at = Moment::FUTURE;
-            if self.doubt != Doubt::None {
-                self.restless = self.restless.saturating_add(1);
+            self.quiet = Pause::starting(sent_at, self.verifications_apart());
+            self.first_verification_at = Moment::FUTURE;
+            if self.suspect != Suspect::None {
+                self.consecutive_invalidations = self.consecutive_invalidations.saturating_add(1);
             }
-            if self.doubt == Doubt::Asked {
-                self.doubt = Doubt::None;
+            if self.suspect == Suspect::Sent {
+                self.suspect = Suspect::None;
             }
         }
         self.renews
@@ -315,9 +315,9 @@ impl Lease {
 
     /// Returns the minimum time between verifications. It doubles with each superfluous one, up to
     /// a limit.
-    fn looks_apart(&self) -> Duration {
-        let longest = self.retry_pause().max(LOOKS_APART);
-        LOOKS_APART.saturating_mul(1 << self.restless.min(6)).min(longest)
+    fn verifications_apart(&self) -> Duration {
+        let longest = self.retry_pause().max(VERIFICATIONS_APART);
+        VERIFICATIONS_APART.saturating_mul(1 << self.consecutive_invalidations.min(6)).min(longest)
     }
 
     /// Returns the pause after a failed request. About a dozen tries fit into the remaining two
@@ -338,11 +338,11 @@ impl Lease {
     /// renewed, not only verified.
     pub(crate) fn request_failed(&mut self, sent_at: Moment, now: Moment, pause: Duration) -> bool {
         self.unanswered = 0;
-        self.unanswered_looks = 0;
+        self.unanswered_verifications = 0;
         self.last_failed = true;
         self.quiet = Pause::starting(now, pause);
         // A verification that fails does not make the next renewal due earlier.
-        if !self.last_is_look || sent_at != self.last_sent_at {
+        if !self.last_is_verification || sent_at != self.last_sent_at {
             self.renew_at = self.quiet.until;
         }
         self.renews
@@ -376,7 +376,7 @@ pub(crate) const TOGETHER: Duration = Duration::from_millis(10);
 /// The minimum time between two verifications of a claim, less [`TOGETHER`]. It grows while
 /// invalidations continue: a store that reports our own renewals as changes must not cause an
 /// endless loop.
-const LOOKS_APART: Duration = Duration::from_millis(20);
+const VERIFICATIONS_APART: Duration = Duration::from_millis(20);
 
 /// After this many consecutive renewals without a response, no more are sent until one of them is
 /// answered.
@@ -399,38 +399,38 @@ mod tests {
     }
 
     #[test]
-    fn a_hint_after_a_failed_look_brings_the_next_one_forward_and_a_storm_of_hints_does_not() {
+    fn an_invalidation_after_a_failed_verification_shortens_the_pause_once() {
         let began = Moment::PAST.after(secs(1_000));
         let mut lease = Lease::granted(TERMS, began, TERMS.length, began);
         let mut now = began.after(secs(1));
-        lease.heard(now);
+        lease.invalidated(now);
         let mut looks = 0;
         // The store is unreachable, and invalidations arrive all the time.
         while now < began.after(secs(20)) {
-            if matches!(lease.due(now), Due::Look(_) | Due::Renew(_)) {
+            if matches!(lease.due(now), Due::Verify(_) | Due::Renew(_)) {
                 looks += 1;
-                lease.look_sent(now, secs(3));
+                lease.verification_sent(now, secs(3));
                 lease.request_failed(now, now, secs(1));
             }
             now = now.after(Duration::from_millis(5));
-            lease.heard(now);
+            lease.invalidated(now);
         }
         assert!((19..40).contains(&looks), "{looks} looks in 19 s");
 
         let mut lease = Lease::granted(TERMS, began, TERMS.length, began);
         let now = began.after(secs(1));
-        lease.heard(now);
-        lease.look_sent(now, secs(3));
+        lease.invalidated(now);
+        lease.verification_sent(now, secs(3));
         lease.request_failed(now, now, secs(1));
         let later = now.after(Duration::from_millis(100));
         assert!(matches!(lease.due(later), Due::At(_)), "the pause after the failure lasts");
-        assert!(lease.heard(later), "the keeper has to look at its schedule again");
+        assert!(lease.invalidated(later), "the lease renewer must check its schedule again");
         let soon = later.after(Duration::from_millis(25));
-        assert!(matches!(lease.due(soon), Due::Look(_)), "the store may be back");
+        assert!(matches!(lease.due(soon), Due::Verify(_)), "the store may be back");
     }
 
     #[test]
-    fn a_renewal_joins_others_unless_there_was_one_a_moment_ago() {
+    fn a_renewal_joins_a_batch_unless_one_has_just_been_sent() {
         let sent = Moment::from_bits(0);
         let mut lease = Lease::granted(TERMS, sent, secs(30), sent);
         assert_eq!(lease.joins(sent.after(secs(7)), false), None, "it is due at 10");
@@ -459,7 +459,7 @@ mod tests {
     }
 
     #[test]
-    fn a_late_old_reply_takes_nothing_back() {
+    fn a_late_reply_to_an_old_request_never_shortens_the_lease() {
         let sent = Moment::from_bits(0);
         let mut lease = Lease::granted(TERMS, sent, secs(30), sent);
         lease.renewed(sent.after(secs(10)), secs(30));
@@ -469,7 +469,7 @@ mod tests {
     }
 
     #[test]
-    fn renewals_never_pass_max_hold_and_its_end_says_so() {
+    fn renewals_never_exceed_max_hold_whose_end_is_the_reason_of_the_loss() {
         let terms = LeaseTerms { max_hold: Some(secs(40)), ..TERMS };
         let sent = Moment::from_bits(0);
         let mut lease = Lease::granted(terms, sent, secs(30), sent);
@@ -481,7 +481,7 @@ mod tests {
     }
 
     #[test]
-    fn an_unrenewed_lease_is_never_renewed() {
+    fn a_lease_without_renewal_is_never_renewed() {
         let terms = LeaseTerms { renews: false, ..TERMS };
         let sent = Moment::from_bits(0);
         let lease = Lease::granted(terms, sent, secs(30), sent);
@@ -489,22 +489,22 @@ mod tests {
     }
 
     #[test]
-    fn a_silent_store_is_asked_a_bounded_number_of_times() {
+    fn a_store_that_does_not_respond_receives_a_bounded_number_of_renewals() {
         let sent = Moment::from_bits(0);
         let mut lease = Lease::granted(TERMS, sent, secs(30), sent);
         let mut now = sent.after(secs(10));
-        let mut asked = 0;
+        let mut requests = 0;
         while let Due::Renew(_) = lease.due(now) {
             lease.renewal_sent(now, secs(1));
             now = now.after(secs(1));
-            asked += 1;
+            requests += 1;
         }
-        assert_eq!(asked, UNANSWERED_MAX);
+        assert_eq!(requests, UNANSWERED_MAX);
         assert_eq!(lease.due(now), Due::At(lease.valid_until()));
     }
 
     #[test]
-    fn a_failed_request_is_not_repeated_at_once_however_short_the_lease() {
+    fn a_failed_request_is_repeated_after_a_pause_however_short_the_lease() {
         let length = Duration::from_millis(100);
         let terms = LeaseTerms { length, ..TERMS };
         let sent = Moment::from_bits(0);
@@ -518,47 +518,47 @@ mod tests {
     }
 
     #[test]
-    fn news_is_looked_into_at_once_and_renewals_go_on_as_before() {
+    fn invalidations_are_verified_at_once_and_renewals_continue() {
         let sent = Moment::from_bits(0);
         let mut lease = Lease::granted(TERMS, sent, secs(30), sent);
         let now = sent.after(secs(1));
-        assert!(lease.heard(now) && !lease.heard(now));
-        assert_eq!(lease.due(now), Due::Look(secs(30)));
-        lease.look_sent(now, secs(3));
+        assert!(lease.invalidated(now) && !lease.invalidated(now));
+        assert_eq!(lease.due(now), Due::Verify(secs(30)));
+        lease.verification_sent(now, secs(3));
         assert_eq!(lease.due(now), Due::At(now.after(secs(3))), "the answer is waited for");
         let failed_at = now.after(secs(2));
         lease.request_failed(now, failed_at, secs(1));
         assert_eq!(lease.due(failed_at), Due::At(failed_at.after(secs(1))));
         let now = failed_at.after(secs(1));
-        assert_eq!(lease.due(now), Due::Look(secs(30)), "it is asked until it is answered");
-        lease.look_sent(now, secs(3));
-        assert!(lease.confirmed(now) && !lease.is_in_doubt());
-        assert_eq!(lease.due(now), Due::At(sent.after(secs(10))), "a look is no renewal");
+        assert_eq!(lease.due(now), Due::Verify(secs(30)), "it is sent until there is a response");
+        lease.verification_sent(now, secs(3));
+        assert!(lease.confirmed(now) && !lease.is_suspect());
+        assert_eq!(lease.due(now), Due::At(sent.after(secs(10))), "a verification is no renewal");
     }
 
     #[test]
-    fn a_first_look_is_taken_once_and_leaves_the_claim_free_to_be_handed_over() {
+    fn a_first_verification_is_sent_once_and_does_not_exclude_hand_over() {
         let sent = Moment::from_bits(0);
         let mut lease = Lease::granted(TERMS, sent, secs(30), sent);
-        lease.look_first_at(sent.after(secs(1)));
+        lease.verify_first_at(sent.after(secs(1)));
         assert_eq!(lease.due(sent), Due::At(sent.after(secs(1))));
         let now = sent.after(secs(1));
-        assert_eq!(lease.due(now), Due::Look(secs(30)));
-        lease.look_sent(now, secs(3));
-        assert!(!lease.is_in_doubt());
+        assert_eq!(lease.due(now), Due::Verify(secs(30)));
+        lease.verification_sent(now, secs(3));
+        assert!(!lease.is_suspect());
         lease.request_failed(now, now, secs(1));
         let now = now.after(secs(1));
-        assert_eq!(lease.due(now), Due::Look(secs(30)), "it is asked until it is answered");
-        lease.look_sent(now, secs(3));
+        assert_eq!(lease.due(now), Due::Verify(secs(30)), "it is sent until there is a response");
+        lease.verification_sent(now, secs(3));
         lease.confirmed(now);
         assert_eq!(lease.due(now.after(secs(4))), Due::At(sent.after(secs(10))));
     }
 
     #[test]
-    fn a_renewal_is_as_good_as_a_first_look() {
+    fn a_renewal_replaces_the_first_verification() {
         let sent = Moment::from_bits(0);
         let mut lease = Lease::granted(TERMS, sent, secs(30), sent);
-        lease.look_first_at(sent.after(secs(12)));
+        lease.verify_first_at(sent.after(secs(12)));
         let now = sent.after(secs(10));
         assert_eq!(lease.due(now), Due::Renew(secs(30)));
         lease.renewal_sent(now, secs(3));
@@ -568,31 +568,35 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_to_an_older_request_settles_no_doubt() {
+    fn a_response_to_an_older_request_does_not_verify_the_claim() {
         let sent = Moment::from_bits(0);
         let mut lease = Lease::granted(TERMS, sent, secs(30), sent);
         lease.renewal_sent(sent.after(secs(10)), secs(3));
         lease.renewal_sent(sent.after(secs(13)), secs(3));
-        lease.heard(sent.after(secs(14)));
+        lease.invalidated(sent.after(secs(14)));
         lease.renewal_sent(sent.after(secs(16)), secs(3));
         lease.confirmed(sent.after(secs(13)));
-        assert!(lease.is_in_doubt());
+        assert!(lease.is_suspect());
         lease.confirmed(sent.after(secs(16)));
-        assert!(!lease.is_in_doubt());
+        assert!(!lease.is_suspect());
     }
 
     #[test]
-    fn what_is_not_renewed_is_looked_after_without_being_made_longer() {
+    fn a_lease_without_renewal_is_verified_without_extension() {
         let sent = Moment::from_bits(0);
         let fixed = LeaseTerms { renews: false, ..TERMS };
         let capped = LeaseTerms { max_hold: Some(secs(20)), ..TERMS };
         for terms in [fixed, capped] {
             let mut lease = Lease::granted(terms, sent, secs(30), sent);
-            lease.heard(sent);
-            assert_eq!(lease.due(sent), Due::Look(SHORTEST));
+            lease.invalidated(sent);
+            assert_eq!(lease.due(sent), Due::Verify(SHORTEST));
             let end = lease.valid_until();
             let near = Moment::from_bits(end.to_bits() - 50_000_000);
-            assert_eq!(lease.due(near), Due::At(end), "the look would reach beyond the end");
+            assert_eq!(
+                lease.due(near),
+                Due::At(end),
+                "the verification would reach beyond the end"
+            );
         }
     }
 }

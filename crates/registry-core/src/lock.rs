@@ -9,8 +9,8 @@ use crate::backend::Holder;
 use crate::error::LockError;
 use crate::guard::LockGuard;
 use crate::key::InvalidKey;
+use crate::local_lock::LocalLock;
 use crate::options::LockOptions;
-use crate::slot::Slot;
 
 /// A lock: one key of a registry.
 ///
@@ -24,30 +24,30 @@ use crate::slot::Slot;
 /// leases. Then the registry releases the future's claim and local permit, and the future starts
 /// over at its next poll.
 #[derive(Clone)]
-pub struct DistributedLock(Target);
+pub struct DistributedLock(LockTarget);
 
 #[derive(Clone)]
-enum Target {
-    Slot(Arc<Slot>),
+enum LockTarget {
+    LocalLock(Arc<LocalLock>),
     /// The key is invalid. `obtain` cannot fail, so each operation on the lock returns the error.
     Invalid(Arc<str>, InvalidKey),
 }
 
 impl DistributedLock {
-    pub(crate) fn new(slot: Arc<Slot>) -> Self {
-        Self(Target::Slot(slot))
+    pub(crate) fn new(local_lock: Arc<LocalLock>) -> Self {
+        Self(LockTarget::LocalLock(local_lock))
     }
 
     pub(crate) fn invalid(key: &str, reason: InvalidKey) -> Self {
-        Self(Target::Invalid(key.into(), reason))
+        Self(LockTarget::Invalid(key.into(), reason))
     }
 
     /// Returns the key of the lock.
     #[must_use]
     pub fn key(&self) -> &str {
         match &self.0 {
-            Target::Slot(slot) => slot.key().as_str(),
-            Target::Invalid(key, _) => key,
+            LockTarget::LocalLock(local_lock) => local_lock.key().as_str(),
+            LockTarget::Invalid(key, _) => key,
         }
     }
 
@@ -77,7 +77,7 @@ impl DistributedLock {
     /// ```
     pub async fn lock(&self) -> Result<LockGuard, LockError> {
         // Without a deadline, the wait ends only with a guard or an error.
-        acquire(self.slot()?, &LockOptions::new()).await?.ok_or(LockError::Closed)
+        acquire(self.local_lock()?, &LockOptions::new()).await?.ok_or(LockError::Closed)
     }
 
     /// Acquires this lock if it is free. Returns `Ok(None)` if it is held.
@@ -132,7 +132,7 @@ impl DistributedLock {
     /// # Panics
     /// As [`lock`](Self::lock).
     pub async fn lock_with(&self, options: LockOptions) -> Result<Option<LockGuard>, LockError> {
-        acquire(self.slot()?, &options).await
+        acquire(self.local_lock()?, &options).await
     }
 
     /// Returns the holder of this lock, with the times of its grant. Returns `None` if the lock is
@@ -148,19 +148,19 @@ impl DistributedLock {
     /// # Panics
     /// As [`lock`](Self::lock).
     pub async fn holder(&self) -> Result<Option<Holder>, LockError> {
-        let slot = self.slot()?;
-        let engine = slot.engine();
+        let local_lock = self.local_lock()?;
+        let engine = local_lock.engine();
         engine.require_inspect()?;
-        engine.backend.check_key(slot.key())?;
-        let (backend, key) = (Arc::clone(&engine.backend), slot.key().clone());
-        let asked = Box::pin(async move { backend.inspect(&key).await });
-        engine.ask("inspect", slot.key().as_str(), asked).await
+        engine.backend.check_key(local_lock.key())?;
+        let (backend, key) = (Arc::clone(&engine.backend), local_lock.key().clone());
+        let inspected = Box::pin(async move { backend.inspect(&key).await });
+        engine.query("inspect", local_lock.key().as_str(), inspected).await
     }
 
-    fn slot(&self) -> Result<&Arc<Slot>, LockError> {
+    fn local_lock(&self) -> Result<&Arc<LocalLock>, LockError> {
         match &self.0 {
-            Target::Slot(slot) => Ok(slot),
-            Target::Invalid(_, reason) => Err((*reason).into()),
+            LockTarget::LocalLock(local_lock) => Ok(local_lock),
+            LockTarget::Invalid(_, reason) => Err((*reason).into()),
         }
     }
 }

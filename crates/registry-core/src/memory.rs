@@ -25,11 +25,11 @@ use crate::mutant::{Mutant, mutated};
 /// Registries over clones of one store compete for locks as separate processes do, which suits
 /// tests of code that locks. A free key uses no memory.
 #[derive(Clone, Default)]
-pub struct MemoryBackend(Arc<Store>);
+pub struct MemoryBackend(Arc<Records>);
 
 #[derive(Default)]
-struct Store {
-    held: DashMap<Key, Record>,
+struct Records {
+    held: DashMap<Key, MemoryRecord>,
     /// The largest token of all keys that was granted, or used by a grant that has ended. It grows
     /// over all keys, and therefore for each key.
     last_token: AtomicU64,
@@ -43,7 +43,7 @@ struct Store {
     listeners: Mutex<Vec<Invalidations>>,
 }
 
-struct Record {
+struct MemoryRecord {
     claim: ClaimId,
     token: FencingToken,
     /// The number of tokens that its holders may use, including `token`.
@@ -69,7 +69,7 @@ impl MemoryBackend {
     }
 }
 
-impl Store {
+impl Records {
     /// Returns the token of the next grant.
     ///
     /// The count starts at the microseconds since 1970. A resource that remembers tokens of an
@@ -95,7 +95,7 @@ impl Store {
 
     /// Makes the next token larger than the first `used` tokens of a record that ends. No
     /// reservation is needed before: until the record ends, its key has no other grant.
-    fn cover(&self, record: &Record, used: u32) {
+    fn cover(&self, record: &MemoryRecord, used: u32) {
         if used > 1 {
             let last = record.token.get().saturating_add(u64::from(used) - 1);
             self.last_token.fetch_max(last, Ordering::AcqRel);
@@ -125,7 +125,7 @@ impl Store {
     }
 }
 
-impl Record {
+impl MemoryRecord {
     fn is_live(&self, now: Moment) -> bool {
         now < self.until
     }
@@ -138,7 +138,7 @@ impl Record {
     }
 }
 
-impl Drop for Record {
+impl Drop for MemoryRecord {
     fn drop(&mut self) {
         if let Some(ended) = &self.ended {
             ended.notify_waiters();
@@ -250,9 +250,9 @@ impl LockBackend for MemoryBackend {
     }
 }
 
-impl Store {
+impl Records {
     fn acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
-        let now = Moment::about_now();
+        let now = Moment::now_coarse();
         let (granted, ended) = match self.held.entry(claim.key().clone()) {
             Entry::Occupied(mut entry) => {
                 let record = entry.get();
@@ -288,12 +288,13 @@ impl Store {
     }
 
     fn release(&self, claim: &Claim) -> Release {
-        // Exact, because the result tells the holder whether its lease had ended.
+        // Exact, because the result is the evidence whether its lease had ended.
         let now = Moment::now();
-        let ours =
-            |record: &Record| record.claim == claim.id() || mutated(Mutant::ReleaseWithoutOwner);
+        let ours = |record: &MemoryRecord| {
+            record.claim == claim.id() || mutated(Mutant::ReleaseWithoutOwner)
+        };
         // An expired record of this claim is removed too, but it had ended before.
-        let end = |record: &Record| {
+        let end = |record: &MemoryRecord| {
             let ours = ours(record);
             if ours {
                 // Before the key is free, so that its next grant has a larger token.
@@ -311,14 +312,14 @@ impl Store {
         self.listeners.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn record(&self, claim: &Claim, now: Moment) -> Result<Record, BackendError> {
+    fn record(&self, claim: &Claim, now: Moment) -> Result<MemoryRecord, BackendError> {
         let token = self.next_token().ok_or_else(|| {
             BackendError::new(
                 crate::BackendErrorKind::Protocol,
                 "the memory store has run out of fencing tokens",
             )
         })?;
-        Ok(Record {
+        Ok(MemoryRecord {
             claim: claim.id(),
             token,
             block: claim.token_block(),

@@ -11,7 +11,9 @@ use futures_util::future::{BoxFuture, FutureExt as _, Shared};
 use tokio::runtime::Handle;
 use tokio::task::JoinHandle;
 
+use crate::active_count::ActiveCount;
 use crate::backend::{Finding, Holder, LockBackend, Release};
+use crate::background::BackgroundReleaser;
 use crate::call::{Call, within};
 use crate::capabilities::Capabilities;
 use crate::contained::shielded;
@@ -19,17 +21,17 @@ use crate::engine::Engine;
 use crate::error::{ConfigError, InvalidOption, LockError, LostReason};
 use crate::event::{LockEvent, Observer, Observers};
 use crate::fairness::Fairness;
-use crate::gauge::Gauge;
-use crate::janitor::Janitor;
-use crate::keeper::Keeper;
+use crate::invalidation::{InvalidationQueue, Invalidations};
 use crate::key::Key;
+use crate::local_lock::{LocalLock, LocalLocks};
 use crate::lock::DistributedLock;
 use crate::memory::MemoryBackend;
 use crate::mutant::{Mutant, mutated};
+use crate::one_shot::OneShotEvent;
 use crate::options::{Defaults, Handoffs, LockOptions, Terms};
+use crate::renewer::LeaseRenewer;
+use crate::schedule::Schedule;
 use crate::siblings::Sibling;
-use crate::signal::Signal;
-use crate::slot::{Slot, SlotTable};
 
 /// Provides locks by key, independent of the store. Framework code holds an
 /// `Arc<dyn LockRegistry>`.
@@ -116,16 +118,17 @@ impl CloseReport {
 #[derive(Clone)]
 pub struct Registry {
     engine: Arc<Engine>,
+    local_locks: Arc<LocalLocks>,
     closing: Arc<Closing>,
 }
 
 struct Closing {
     /// The lease renewer's task, until `close` takes it to wait for it.
-    keeper: Mutex<Option<JoinHandle<()>>>,
+    renewer: Mutex<Option<JoinHandle<()>>>,
     /// The last step of closing, once it has begun.
     finish: OnceLock<Shared<BoxFuture<'static, ()>>>,
     /// The background releaser's task. Ends when the registry is gone and no job is left.
-    _janitor: JoinHandle<()>,
+    _background: JoinHandle<()>,
     /// The task that checks futures that are not polled. Ends like the background releaser's.
     _watch: JoinHandle<()>,
     start: OnceLock<Start>,
@@ -181,13 +184,13 @@ impl Registry {
     /// # Cancel safety
     /// Dropping the future has no effect.
     pub async fn idle(&self) {
-        self.engine.janitor.idle().await;
+        self.engine.background.drained().await;
     }
 
     /// Returns the number of keys with a handle, guard or waiter in this registry.
     #[must_use]
-    pub fn slots(&self) -> usize {
-        self.engine.slots.len()
+    pub fn local_locks(&self) -> usize {
+        self.local_locks.len()
     }
 
     /// Returns the number of locks that this registry holds now.
@@ -207,7 +210,7 @@ impl Registry {
         self.engine.require_inspect()?;
         let backend = Arc::clone(&self.engine.backend);
         let mut holders =
-            self.engine.ask("list", "*", Box::pin(async move { backend.list().await })).await?;
+            self.engine.query("list", "*", Box::pin(async move { backend.list().await })).await?;
         holders.sort_by(|a, b| a.key.cmp(&b.key));
         Ok(holders)
     }
@@ -231,17 +234,17 @@ impl Registry {
         self.engine.backend.check_key(&key)?;
         let (backend, sibling) =
             (Arc::clone(&self.engine.backend), Arc::clone(&self.engine.sibling));
-        let asked = key.clone();
+        let broken = key.clone();
         let freed = Box::pin(async move {
-            let freed = backend.force_release(&asked).await;
+            let freed = backend.force_release(&broken).await;
             // After an error too, because the key may be free. A store need not report a change to
             // the client that made it.
             if !mutated(Mutant::BrokenLockUnverified) {
-                sibling.verify(&asked);
+                sibling.verify(&broken);
             }
             freed
         });
-        Ok(self.engine.ask("break", key.as_str(), freed).await? == Release::Freed)
+        Ok(self.engine.query("break", key.as_str(), freed).await? == Release::Freed)
     }
 
     /// Checks the store for problems in its configuration or state, present or soon to come.
@@ -253,7 +256,7 @@ impl Registry {
     /// Dropping the future has no effect.
     pub async fn diagnose(&self) -> Result<Vec<Finding>, LockError> {
         let backend = Arc::clone(&self.engine.backend);
-        self.engine.ask("diagnose", "*", Box::pin(async move { backend.diagnose().await })).await
+        self.engine.query("diagnose", "*", Box::pin(async move { backend.diagnose().await })).await
     }
 
     /// Returns the backend if it is a `B`.
@@ -272,9 +275,11 @@ impl Registry {
     }
 
     /// Returns the local lock of `key`, which all callers in this registry share.
-    pub(crate) fn slot(&self, key: Key) -> Arc<Slot> {
-        let engine = &self.engine;
-        engine.slots.get_or_insert(key, |key| Arc::new(Slot::new(key, Arc::clone(engine))))
+    pub(crate) fn local_lock(&self, key: Key) -> Arc<LocalLock> {
+        self.local_locks.get_or_insert(key, |key| {
+            let (engine, table) = (Arc::clone(&self.engine), Arc::clone(&self.local_locks));
+            Arc::new(LocalLock::new(key, engine, table))
+        })
     }
 
     /// Notifies all holders that their lock is lost, and releases their claims.
@@ -282,8 +287,8 @@ impl Registry {
         let engine = &self.engine;
         // Repeated, because a pending acquisition may still become a held claim.
         loop {
-            let all = engine.keeper.all();
-            if all.is_empty() && engine.contending.alive() == 0 {
+            let all = engine.schedule.all();
+            if all.is_empty() && engine.pending_claims.alive() == 0 {
                 break;
             }
             for held in all {
@@ -293,19 +298,18 @@ impl Registry {
         }
         // A claim that is still counted here is being released by its own caller.
         engine.held.none_left().await;
-        engine.janitor.idle().await;
+        engine.background.drained().await;
     }
 }
 
 #[async_trait]
 impl LockRegistry for Registry {
     fn obtain(&self, key: &str) -> DistributedLock {
-        let engine = &self.engine;
-        if let Some(slot) = engine.slots.get(key) {
-            return DistributedLock::new(slot);
+        if let Some(local_lock) = self.local_locks.get(key) {
+            return DistributedLock::new(local_lock);
         }
         match Key::new(key) {
-            Ok(key) => DistributedLock::new(self.slot(key)),
+            Ok(key) => DistributedLock::new(self.local_lock(key)),
             Err(reason) => DistributedLock::invalid(key, reason),
         }
     }
@@ -323,20 +327,20 @@ impl LockRegistry for Registry {
             left_to_lease: engine.left_to_lease.load(Ordering::Acquire),
             endings_left: engine.endings_left.load(Ordering::Acquire),
         });
-        if engine.begin_to_close() {
-            engine.tell(|| LockEvent::Closing);
+        if begin_to_close(engine, &self.local_locks) {
+            engine.emit(|| LockEvent::Closing);
         }
         let orderly = async {
             // The order matters: an acquisition may become a held claim, and a holder may leave a
             // job to the background releaser.
-            engine.contending.none_left().await;
+            engine.pending_claims.none_left().await;
             engine.held.none_left().await;
-            engine.janitor.idle().await;
+            engine.background.drained().await;
         };
         let in_order = tokio::time::timeout(limit, orderly).await.is_ok();
         if !in_order {
             // The holders' time is over. The store still gets the operation time-out to respond.
-            engine.out_of_time.give();
+            engine.out_of_time.set();
             let _ = tokio::time::timeout(engine.defaults.answer_limit, self.lose_all()).await;
         }
         let lost = engine.lost.load(Ordering::Acquire) - start.lost;
@@ -344,26 +348,26 @@ impl LockRegistry for Registry {
         // `max`. A caller that gets its local permit only now is counted briefly but sends no
         // request.
         let held = engine.held.alive();
-        let under_way = if in_order {
+        let in_flight = if in_order {
             0
         } else {
-            held.max(engine.janitor.claims()) + engine.contending.alive()
+            held.max(engine.background.claims()) + engine.pending_claims.alive()
         };
         let left = engine.left_to_lease.load(Ordering::Acquire) - start.left_to_lease;
         let endings_left = engine.endings_left.load(Ordering::Acquire) - start.endings_left;
         let report = CloseReport {
             released: start.held.saturating_sub(lost + held + endings_left),
             lost,
-            abandoned: under_way + left,
+            abandoned: in_flight + left,
         };
-        engine.keeper.stop();
+        engine.stop_renewal();
         // One future for all calls of `close`: any of them that is polled drives it for the others.
         // If a call is dropped, the background releaser drives it.
         let finish = closing.finish.get_or_init(|| {
-            let keeper = closing.keeper.lock().unwrap_or_else(PoisonError::into_inner).take();
-            finish(Arc::clone(engine), keeper).boxed().shared()
+            let renewer = closing.renewer.lock().unwrap_or_else(PoisonError::into_inner).take();
+            finish(Arc::clone(engine), renewer).boxed().shared()
         });
-        Call::new(&engine.janitor, shielded(finish.clone()).boxed()).await;
+        Call::new(&engine.background, shielded(finish.clone()).boxed()).await;
         report
     }
 }
@@ -373,7 +377,7 @@ impl fmt::Debug for Registry {
         f.debug_struct("Registry")
             .field("backend", &self.engine.backend)
             .field("held", &self.held())
-            .field("slots", &self.slots())
+            .field("local_locks", &self.local_locks())
             .finish_non_exhaustive()
     }
 }
@@ -473,12 +477,19 @@ impl RegistryBuilder {
         }
         let default_terms = Terms::resolve(&LockOptions::new(), &defaults, &capabilities)
             .map_err(|error| ConfigError::Invalid(error.to_string()))?;
-        let (janitor, janitor_work) = Janitor::new();
-        let watch_work = janitor.watch().work();
-        let slots = Arc::new(SlotTable::new());
-        let keeper = Keeper::new(Arc::clone(&slots));
-        let keeper_work = keeper.work(Arc::clone(&backend));
-        let sibling = Arc::new(Sibling::new(&backend, keeper.invalidations()));
+        let (background, background_work) = BackgroundReleaser::new();
+        let watch_work = background.watch().work();
+        let local_locks = Arc::new(LocalLocks::new());
+        let schedule = Arc::new(Schedule::default());
+        let known = Arc::clone(&local_locks);
+        let invalidations = Arc::new(InvalidationQueue::new(move |key| known.has(key)));
+        let renewer = LeaseRenewer {
+            backend: Arc::clone(&backend),
+            schedule: Arc::clone(&schedule),
+            invalidations: Arc::clone(&invalidations),
+            local_locks: Arc::clone(&local_locks),
+        };
+        let sibling = Arc::new(Sibling::new(&backend, Invalidations::new(&invalidations)));
         let engine = Arc::new(Engine {
             fairness: Fairness::new(&capabilities, defaults.poll),
             backend,
@@ -486,45 +497,56 @@ impl RegistryBuilder {
             defaults,
             default_terms: Arc::new(default_terms),
             observers,
-            keeper,
-            janitor,
-            held: Gauge::default(),
-            contending: Gauge::default(),
-            closing: Signal::default(),
-            out_of_time: Signal::default(),
+            schedule,
+            invalidations,
+            background,
+            held: ActiveCount::default(),
+            pending_claims: ActiveCount::default(),
+            closing: OneShotEvent::default(),
+            out_of_time: OneShotEvent::default(),
             lost: 0.into(),
             left_to_lease: 0.into(),
             endings_left: 0.into(),
-            slots,
             sibling,
         });
-        engine.backend.subscribe_invalidations(engine.keeper.invalidations());
+        engine.backend.subscribe_invalidations(Invalidations::new(&engine.invalidations));
         let closing = Closing {
-            keeper: Mutex::new(Some(runtime.spawn(keeper_work))),
+            renewer: Mutex::new(Some(runtime.spawn(renewer.run()))),
             finish: OnceLock::new(),
-            _janitor: runtime.spawn({
-                let home = Home(Arc::downgrade(&engine));
+            _background: runtime.spawn({
+                let home = HomeRuntime(Arc::downgrade(&engine), Arc::clone(&local_locks));
                 async move {
-                    janitor_work.await;
+                    background_work.await;
                     drop(home);
                 }
             }),
             _watch: runtime.spawn(watch_work),
             start: OnceLock::new(),
         };
-        Ok(Registry { engine, closing: Arc::new(closing) })
+        Ok(Registry { engine, local_locks, closing: Arc::new(closing) })
     }
 }
 
+/// Ends all waits with [`LockError::Closed`], now and from now on. Returns true for the first call.
+fn begin_to_close(engine: &Engine, local_locks: &LocalLocks) -> bool {
+    let is_first = engine.closing.set();
+    if is_first {
+        for local_lock in local_locks.all() {
+            local_lock.close();
+        }
+    }
+    is_first
+}
+
 /// Waits for the lease renewer's task, closes the backend, and emits the last event.
-async fn finish(engine: Arc<Engine>, keeper: Option<JoinHandle<()>>) {
+async fn finish(engine: Arc<Engine>, renewer: Option<JoinHandle<()>>) {
     let limit = engine.defaults.answer_limit;
-    if let Some(keeper) = keeper {
+    if let Some(renewer) = renewer {
         // Renewals in flight complete first, so that the backend is not closed during a call.
-        let _ = within(limit, keeper).await;
+        let _ = within(limit, renewer).await;
     }
     engine.close_backend().answer_within(limit).await;
-    engine.tell(|| LockEvent::Closed);
+    engine.emit(|| LockEvent::Closed);
 }
 
 /// Returns the current runtime if a registry can run in it.
@@ -537,14 +559,14 @@ fn runtime() -> Result<Handle, ConfigError> {
 }
 
 /// Exists as long as the runtime runs the registry's background tasks.
-struct Home(Weak<Engine>);
+struct HomeRuntime(Weak<Engine>, Arc<LocalLocks>);
 
-impl Drop for Home {
+impl Drop for HomeRuntime {
     fn drop(&mut self) {
         // The runtime has shut down before the registry. No task would ever wake waiters in other
         // runtimes.
         if let Some(engine) = self.0.upgrade() {
-            engine.begin_to_close();
+            begin_to_close(&engine, &self.1);
         }
     }
 }
@@ -567,14 +589,14 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn many_dropped_handles_keep_no_room() {
+    async fn many_dropped_handles_leave_no_memory() {
         let registry = Registry::in_memory().unwrap();
         let kept: Vec<_> = (0..100).map(|n| registry.obtain(&format!("kept/{n}"))).collect();
         let dropped: Vec<_> = (0..200_000).map(|n| registry.obtain(&n.to_string())).collect();
-        assert!(registry.engine.slots.room() >= 200_000);
+        assert!(registry.local_locks.capacity() >= 200_000);
         drop(dropped);
-        assert_eq!(registry.slots(), kept.len());
-        let room = registry.engine.slots.room();
-        assert!(room <= 50_000, "room for {room} slots is left");
+        assert_eq!(registry.local_locks(), kept.len());
+        let capacity = registry.local_locks.capacity();
+        assert!(capacity <= 50_000, "capacity for {capacity} keys is left");
     }
 }

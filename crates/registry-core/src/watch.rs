@@ -27,24 +27,24 @@ pub(crate) trait Watched: Send + Sync {
 
 /// The objects that the task checks.
 #[derive(Clone, Default)]
-pub(crate) struct Watch(Arc<Shared>);
+pub(crate) struct Watch(Arc<WatchShared>);
 
 #[derive(Default)]
-struct Shared {
-    entries: Mutex<Entries>,
+struct WatchShared {
+    registrations: Mutex<Registrations>,
     changed: Notify,
 }
 
 #[derive(Default)]
-struct Entries {
-    by_ticket: BTreeMap<u64, Entry>,
+struct Registrations {
+    by_ticket: BTreeMap<u64, Registration>,
     next_ticket: u64,
     /// The time between two rounds of checks; `None` while the task waits for an entry.
     round: Option<Duration>,
     stopped: bool,
 }
 
-struct Entry {
+struct Registration {
     watched: Weak<dyn Watched>,
     every: Duration,
     next_at: Moment,
@@ -55,17 +55,19 @@ impl Watch {
     /// [`deregister`](Self::deregister).
     pub(crate) fn register(&self, watched: Weak<dyn Watched>, patience: Duration) -> u64 {
         let every = patience / 4;
-        let mut entries = self.entries();
-        let ticket = entries.next_ticket;
-        entries.next_ticket += 1;
+        let mut registrations = self.registrations();
+        let ticket = registrations.next_ticket;
+        registrations.next_ticket += 1;
         // The first round sets the time of the next check, so that the caller need not read the
         // clock.
-        entries.by_ticket.insert(ticket, Entry { watched, every, next_at: Moment::PAST });
-        let is_news = entries.round.is_none_or(|round| every < round);
+        registrations
+            .by_ticket
+            .insert(ticket, Registration { watched, every, next_at: Moment::PAST });
+        let is_news = registrations.round.is_none_or(|round| every < round);
         if is_news {
-            entries.round = Some(every);
+            registrations.round = Some(every);
         }
-        drop(entries);
+        drop(registrations);
         if is_news {
             self.0.changed.notify_one();
         }
@@ -73,13 +75,13 @@ impl Watch {
     }
 
     pub(crate) fn deregister(&self, ticket: u64) {
-        let entry = self.entries().by_ticket.remove(&ticket);
+        let entry = self.registrations().by_ticket.remove(&ticket);
         drop(entry);
     }
 
     /// Makes the task end.
     pub(crate) fn stop(&self) {
-        self.entries().stopped = true;
+        self.registrations().stopped = true;
         self.0.changed.notify_one();
     }
 
@@ -91,18 +93,18 @@ impl Watch {
     /// Returns the time until the next round: `Some(None)` if nothing is registered, `None` after
     /// [`stop`](Self::stop).
     fn next_round(&self) -> Option<Option<Duration>> {
-        let mut entries = self.entries();
-        if entries.stopped {
+        let mut registrations = self.registrations();
+        if registrations.stopped {
             return None;
         }
-        entries.round = entries.by_ticket.values().map(|entry| entry.every).min();
-        Some(entries.round)
+        registrations.round = registrations.by_ticket.values().map(|entry| entry.every).min();
+        Some(registrations.round)
     }
 
     fn due(&self, now: Moment) -> Vec<(u64, Weak<dyn Watched>)> {
-        let mut entries = self.entries();
+        let mut registrations = self.registrations();
         let mut due = Vec::new();
-        for (ticket, entry) in &mut entries.by_ticket {
+        for (ticket, entry) in &mut registrations.by_ticket {
             if entry.next_at <= now {
                 // Slightly less than `every`, so that a round of the same length does not skip the
                 // entry.
@@ -113,8 +115,8 @@ impl Watch {
         due
     }
 
-    fn entries(&self) -> MutexGuard<'_, Entries> {
-        self.0.entries.lock().unwrap_or_else(PoisonError::into_inner)
+    fn registrations(&self) -> MutexGuard<'_, Registrations> {
+        self.0.registrations.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -145,7 +147,7 @@ async fn work(watch: Watch) {
 /// The state of a future between two polls.
 pub(crate) trait Parked: Send + Sized + 'static {
     /// What the future gets instead of its state when it is polled after the state was taken.
-    type Left: Send + 'static;
+    type Replacement: Send + 'static;
 
     /// Abandons or finishes the future's work, because the future was not polled for its patience.
     /// The implementation passes a value for the future to [`Suspended::leave`] of `cell`.
@@ -155,10 +157,10 @@ pub(crate) trait Parked: Send + Sized + 'static {
 /// The cell in which a future stores its state between two polls.
 pub(crate) struct Suspended<P: Parked> {
     patience: Duration,
-    state: Mutex<State<P>>,
+    state: Mutex<SuspendedState<P>>,
 }
 
-struct State<P: Parked> {
+struct SuspendedState<P: Parked> {
     content: Content<P>,
     /// The waker of the task that polls the future.
     waker: Option<Waker>,
@@ -175,14 +177,14 @@ enum Content<P: Parked> {
     Taken,
     Here(P),
     /// The watch has taken the state. `Some` once there is a value for the future.
-    Abandoned(Option<P::Left>),
+    Abandoned(Option<P::Replacement>),
 }
 
 impl<P: Parked> Suspended<P> {
     /// Stores a value for the future whose state was taken, and wakes the future.
-    pub(crate) fn leave(&self, left: P::Left) {
+    pub(crate) fn leave(&self, replacement: P::Replacement) {
         let mut state = self.state();
-        state.content = Content::Abandoned(Some(left));
+        state.content = Content::Abandoned(Some(replacement));
         let waker = state.waker.take();
         drop(state);
         if let Some(waker) = waker {
@@ -211,7 +213,7 @@ impl<P: Parked> Suspended<P> {
         }
     }
 
-    fn state(&self) -> MutexGuard<'_, State<P>> {
+    fn state(&self) -> MutexGuard<'_, SuspendedState<P>> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -290,7 +292,7 @@ impl<'a, P: Parked> Suspension<'a, P> {
         &mut self,
         parked: P,
         mut step: impl FnMut(&mut P, &mut Context<'_>) -> Poll<T>,
-    ) -> Result<(P, T), P::Left> {
+    ) -> Result<(P, T), P::Replacement> {
         let cell = Arc::clone(self.cell());
         let mut first = Some(parked);
         poll_fn(|cx| {
@@ -299,7 +301,7 @@ impl<'a, P: Parked> Suspension<'a, P> {
                 Some(parked) => parked,
                 None => match cell.take() {
                     Content::Here(parked) => parked,
-                    Content::Abandoned(Some(left)) => return Poll::Ready(Err(left)),
+                    Content::Abandoned(Some(replacement)) => return Poll::Ready(Err(replacement)),
                     Content::Abandoned(None) | Content::Taken => return Poll::Pending,
                 },
             };
@@ -319,7 +321,7 @@ impl<'a, P: Parked> Suspension<'a, P> {
         &mut self,
         parked: P,
         future: F,
-    ) -> Result<(P, F::Output), P::Left> {
+    ) -> Result<(P, F::Output), P::Replacement> {
         let mut future = std::pin::pin!(future);
         self.run(parked, |_, cx| future.as_mut().poll(cx)).await
     }
@@ -329,7 +331,7 @@ impl<'a, P: Parked> Suspension<'a, P> {
         let (cell, _) = self.cell.get_or_insert_with(|| {
             let cell = Arc::new(Suspended {
                 patience,
-                state: Mutex::new(State {
+                state: Mutex::new(SuspendedState {
                     content: Content::Taken,
                     waker: None,
                     polled: true,

@@ -40,7 +40,7 @@ async fn a_lock_excludes_and_is_free_again_after_unlock() {
     let next = theirs.obtain("k").try_lock().await.unwrap().unwrap();
     assert!(next.fencing_token() > token);
     next.unlock().await.unwrap();
-    assert_eq!((ours.slots(), theirs.slots()), (0, 0));
+    assert_eq!((ours.local_locks(), theirs.local_locks()), (0, 0));
 }
 
 #[tokio::test(start_paused = true)]
@@ -54,7 +54,7 @@ async fn a_held_lock_is_renewed_for_as_long_as_it_is_held() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn without_renewal_the_holder_is_told_before_anybody_else_gets_the_lock() {
+async fn without_renewal_the_holder_is_notified_before_another_client_acquires_the_lock() {
     let (ours, theirs) = two_processes();
     let options = LockOptions::new().renew(false).lease(secs(10));
     let guard = ours.obtain("k").lock_with(options).await.unwrap().unwrap();
@@ -80,7 +80,7 @@ async fn a_dropped_guard_frees_the_key_in_the_background() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn an_owner_enters_again_and_others_wait_for_the_last_guard() {
+async fn an_owner_reenters_and_others_wait_for_the_last_guard() {
     let (ours, theirs) = two_processes();
     let owner = Owner::new();
     let options = LockOptions::new().owner(&owner);
@@ -119,11 +119,11 @@ async fn local_callers_pass_the_claim_on_with_growing_tokens() {
     drop(lock);
     let after = theirs.obtain("k").try_lock().await.unwrap().unwrap();
     assert!(after.fencing_token() > token);
-    assert_eq!(ours.slots(), 0);
+    assert_eq!(ours.local_locks(), 0);
 }
 
 #[tokio::test(start_paused = true)]
-async fn close_tells_the_holders_before_their_keys_are_free() {
+async fn close_notifies_the_holders_before_their_keys_are_free() {
     let (ours, theirs) = two_processes();
     let guard = ours.obtain("k").lock().await.unwrap();
     let waiter = tokio::spawn({
@@ -150,7 +150,7 @@ async fn the_work_is_stopped_when_its_lock_is_lost() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn execute_locked_can_be_spawned_and_tells_both_results() {
+async fn execute_locked_can_be_spawned_and_returns_both_results() {
     let (ours, _) = two_processes();
     let registry: Arc<dyn LockRegistry> = Arc::new(ours);
     let done = tokio::spawn(async move {
@@ -161,7 +161,7 @@ async fn execute_locked_can_be_spawned_and_tells_both_results() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lock_kept_for_its_min_hold_is_free_after_it() {
+async fn a_key_is_free_after_the_min_hold_of_its_released_lock() {
     let (ours, theirs) = two_processes();
     let options = LockOptions::new().min_hold(secs(60));
     ours.obtain("k").lock_with(options).await.unwrap().unwrap().unlock().await.unwrap();
@@ -240,7 +240,7 @@ async fn serving_takes(owned: bool) -> Duration {
 }
 
 #[tokio::test]
-async fn a_grant_takes_no_longer_however_many_owners_wait() {
+async fn the_time_of_a_grant_does_not_depend_on_the_number_of_waiting_owners() {
     // The best of several rounds, because other processes of the machine may slow one of them down.
     let mut bests = [Duration::MAX; 2];
     for _ in 0..5 {
@@ -248,8 +248,11 @@ async fn a_grant_takes_no_longer_however_many_owners_wait() {
             *best = serving_takes(owned).await.min(*best);
         }
     }
-    let [anybody, owners] = bests;
-    assert!(owners < anybody * 5, "{owners:?} with owners, {anybody:?} without");
+    let [without_owner, with_owners] = bests;
+    assert!(
+        with_owners < without_owner * 5,
+        "{with_owners:?} with owners, {without_owner:?} without"
+    );
 }
 
 #[tokio::test(start_paused = true)]
@@ -312,7 +315,7 @@ async fn tokens_grow_by_what_was_used_and_not_by_what_hand_overs_could_have_used
 }
 
 #[tokio::test]
-async fn a_number_of_hand_overs_that_would_outrun_the_clock_is_refused_with_the_limit() {
+async fn too_many_hand_overs_are_refused_with_the_limit() {
     let too_many = RegistryBuilder::HANDOFF_MAX + 1;
     let built = Registry::builder(Arc::new(MemoryBackend::new())).handoff(too_many).build();
     let error = built.unwrap_err().to_string();

@@ -140,7 +140,7 @@ fn fixed() -> LockOptions {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_hint_tells_the_holder_of_a_loss_at_once() {
+async fn an_invalidation_notifies_the_holder_of_a_loss_at_once() {
     let store = Store::new();
     let guard = store.registry().obtain("k").lock().await.unwrap();
     store.breaks("k").await;
@@ -153,7 +153,7 @@ async fn a_hint_tells_the_holder_of_a_loss_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_hint_for_nothing_costs_a_renewal_and_nothing_else() {
+async fn a_superfluous_invalidation_costs_one_renewal_and_nothing_else() {
     let store = Store::new();
     let registry = store.registry();
     let guard = registry.obtain("k").lock().await.unwrap();
@@ -162,7 +162,7 @@ async fn a_hint_for_nothing_costs_a_renewal_and_nothing_else() {
     sleep(ms(1)).await;
     assert!(guard.is_held());
     assert_eq!(store.renewals(), 1);
-    assert_eq!(registry.slots(), 1);
+    assert_eq!(registry.local_locks(), 1);
     // The next renewal is a third of the lease after the verification, as after any renewal.
     sleep(ms(9_900)).await;
     assert_eq!(store.renewals(), 1);
@@ -176,7 +176,7 @@ async fn a_hint_for_nothing_costs_a_renewal_and_nothing_else() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_hint_during_a_renewal_is_followed_by_another_look() {
+async fn an_invalidation_during_a_renewal_causes_a_further_verification() {
     let store = Store::new();
     let guard = store.registry().obtain("k").lock().await.unwrap();
     Store::hold_back(&store.renew_answers);
@@ -190,7 +190,7 @@ async fn a_hint_during_a_renewal_is_followed_by_another_look() {
         sleep(ms(1)).await;
         assert_eq!(store.renewals(), 1, "one at a time");
     }
-    assert!(guard.is_held(), "nobody can know");
+    assert!(guard.is_held(), "the loss cannot be known yet");
     store.renew_answers.add_permits(2);
     assert_eq!(timeout(ms(20), guard.lost()).await, Ok(LostReason::Gone));
     assert_eq!(store.renewals(), 2);
@@ -219,7 +219,7 @@ async fn a_verification_does_not_extend_a_lease_that_is_not_renewed() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_hint_tells_the_holder_of_a_fixed_lease_of_a_loss() {
+async fn an_invalidation_notifies_the_holder_of_a_fixed_lease_of_a_loss() {
     let store = Store::new();
     let guard = store.registry().obtain("k").lock_with(fixed()).await.unwrap().unwrap();
     store.breaks("k").await;
@@ -228,7 +228,7 @@ async fn a_hint_tells_the_holder_of_a_fixed_lease_of_a_loss() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_look_moves_no_max_hold() {
+async fn a_verification_does_not_change_max_hold() {
     let store = Store::new();
     let options = LockOptions::new().max_hold(ms(10_000));
     let guard = store.registry().obtain("k").lock_with(options).await.unwrap().unwrap();
@@ -240,12 +240,12 @@ async fn a_look_moves_no_max_hold() {
     assert_eq!(guard.valid_until(), until);
     assert_eq!(guard.lost().await, LostReason::MaxHold);
     assert_eq!(granted_at.elapsed(), ms(10_000));
-    let asked = store.renewals.lock().unwrap().concat();
-    assert_eq!(asked, vec![Capabilities::LEASE_MIN; 9]);
+    let requested = store.renewals.lock().unwrap().concat();
+    assert_eq!(requested, vec![Capabilities::LEASE_MIN; 9]);
 }
 
 #[tokio::test(start_paused = true)]
-async fn hints_without_end_lead_to_few_renewals() {
+async fn continuous_invalidations_cause_few_renewals() {
     let store = Store::new();
     let registry = store.registry();
     let guards = [
@@ -271,7 +271,7 @@ async fn hints_without_end_lead_to_few_renewals() {
 
 /// A store that reports our own renewals as changes must not cause an endless loop.
 #[tokio::test(start_paused = true)]
-async fn a_store_that_takes_our_renewals_for_news_is_asked_now_and_then() {
+async fn a_store_that_reports_our_own_renewals_causes_few_renewals() {
     #[derive(Debug)]
     struct Echo(Arc<Store>);
 
@@ -308,7 +308,7 @@ async fn a_store_that_takes_our_renewals_for_news_is_asked_now_and_then() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_store_that_fails_is_not_stormed_by_hints() {
+async fn a_store_that_fails_receives_few_verifications() {
     let store = Store::new();
     let registry = store.registry();
     let guard = registry.obtain("k").lock().await.unwrap();
@@ -330,7 +330,7 @@ async fn a_store_that_fails_is_not_stormed_by_hints() {
 
 /// Verifications without a response use up no tries of renewals.
 #[tokio::test(start_paused = true)]
-async fn looks_that_stay_unanswered_cost_no_lock() {
+async fn verifications_without_a_response_lose_no_lock() {
     for hinted in [false, true] {
         let store = Store::new();
         let guard = store.registry().obtain("k").lock().await.unwrap();
@@ -349,7 +349,7 @@ async fn looks_that_stay_unanswered_cost_no_lock() {
 
 /// The number of verifications without a response is limited too.
 #[tokio::test(start_paused = true)]
-async fn a_silent_store_is_looked_into_a_bounded_number_of_times() {
+async fn a_store_that_does_not_respond_receives_a_bounded_number_of_verifications() {
     let store = Store::new();
     let guard = store.registry().obtain("k").lock_with(fixed()).await.unwrap().unwrap();
     store.is_mute.store(true, Ordering::Relaxed);
@@ -362,7 +362,7 @@ async fn a_silent_store_is_looked_into_a_bounded_number_of_times() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn after_a_gap_everything_is_looked_after_in_one_call() {
+async fn an_invalidation_of_all_keys_is_verified_in_one_call() {
     let store = Store::new();
     let registry = store.registry();
     let mut guards = Vec::new();
@@ -380,7 +380,7 @@ async fn after_a_gap_everything_is_looked_after_in_one_call() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_hint_for_a_grant_on_its_way_is_remembered() {
+async fn an_invalidation_during_an_acquisition_is_verified_after_the_grant() {
     for all in [false, true] {
         let store = Store::new();
         let registry = store.registry();
@@ -411,7 +411,7 @@ async fn a_hint_for_a_grant_on_its_way_is_remembered() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_lock_in_doubt_is_not_handed_over() {
+async fn a_suspect_lock_is_not_handed_over() {
     let store = Store::new();
     let registry = store.registry();
     let first = registry.obtain("k").lock().await.unwrap();
@@ -433,7 +433,7 @@ async fn a_lock_in_doubt_is_not_handed_over() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_hint_that_comes_while_letting_go_does_no_harm() {
+async fn an_invalidation_during_a_release_has_no_effect() {
     let store = Store::new();
     let registry = store.registry();
     for _ in 0..100 {
@@ -444,11 +444,11 @@ async fn a_hint_that_comes_while_letting_go_does_no_harm() {
     }
     registry.idle().await;
     sleep(ms(1)).await;
-    assert_eq!((registry.held(), registry.slots(), store.inner.records()), (0, 0, 0));
+    assert_eq!((registry.held(), registry.local_locks(), store.inner.records()), (0, 0, 0));
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_closed_registry_does_not_listen() {
+async fn a_closed_registry_ignores_invalidations() {
     let store = Store::new();
     let registry = store.registry();
     let guard = registry.obtain("k").lock().await.unwrap();
@@ -466,7 +466,7 @@ async fn a_closed_registry_does_not_listen() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_handle_keeps_no_registry_alive() {
+async fn an_invalidation_handle_keeps_no_registry_alive() {
     let store = Store::new();
     let registry = store.registry();
     let hints = store.hints();
@@ -483,7 +483,7 @@ async fn a_handle_keeps_no_registry_alive() {
 }
 
 #[test]
-fn a_registry_whose_runtime_is_gone_does_not_listen() {
+fn a_registry_whose_runtime_is_gone_ignores_invalidations() {
     let store = Store::new();
     let runtime = tokio::runtime::Runtime::new().unwrap();
     let registry = {
@@ -501,7 +501,7 @@ fn a_registry_whose_runtime_is_gone_does_not_listen() {
 
 /// Real time, real threads: hints arrive faster than they can be handled.
 #[test]
-fn hints_from_another_thread_without_a_runtime_hold_nobody_up() {
+fn invalidations_from_another_thread_without_a_runtime_do_not_block() {
     let store = Store::new();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
     let done = Arc::new(AtomicBool::new(false));
@@ -534,7 +534,7 @@ fn hints_from_another_thread_without_a_runtime_hold_nobody_up() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn the_in_process_store_tells_of_locks_that_are_broken() {
+async fn the_in_process_store_reports_forced_releases() {
     let store = MemoryBackend::new();
     let open = || Registry::builder(Arc::new(store.clone())).build().unwrap();
     let (ours, theirs) = (open(), open());

@@ -73,7 +73,7 @@ async fn take(registry: &Registry, count: u32, apart: Duration) -> Vec<LockGuard
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_call_takes_along_what_is_due_soon_and_leaves_the_rest() {
+async fn a_renewal_call_contains_the_claims_that_are_due_soon_and_no_others() {
     let store = Store::new(100);
     let registry = store.registry();
     // The first five are due within a second of the first one, and the sixth later.
@@ -86,7 +86,7 @@ async fn a_call_takes_along_what_is_due_soon_and_leaves_the_rest() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn no_call_is_larger_than_the_store_takes_and_few_are_smaller() {
+async fn renewal_calls_are_as_large_as_the_store_accepts() {
     let store = Store::new(50);
     let registry = store.registry();
     let guards = take(&registry, 200, Duration::from_millis(10)).await;

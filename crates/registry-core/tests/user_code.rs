@@ -89,7 +89,7 @@ async fn a_waker_that_panics_at_a_loss_does_not_end_renewal() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_waker_that_panics_in_a_hand_over_sends_nobody_else_away() {
+async fn a_waker_that_panics_in_a_hand_over_closes_no_other_waiter() {
     let registry = Registry::in_memory().unwrap();
     let owner = Owner::new();
     let own = || LockOptions::new().owner(&owner);

@@ -108,7 +108,7 @@ async fn a_waiter(
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_waiter_whose_wake_ups_are_confirmed_asks_the_store_seldom() {
+async fn a_waiter_whose_wake_ups_are_confirmed_polls_seldom() {
     let (guard, waiting, store) = a_waiter(Store::new(true)).await;
     tokio::time::sleep(secs(600)).await;
     let attempts = store.attempts();
@@ -120,7 +120,7 @@ async fn a_waiter_whose_wake_ups_are_confirmed_asks_the_store_seldom() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_wake_up_that_is_lost_though_confirmed_at_most_doubles_the_wait() {
+async fn a_lost_wake_up_that_was_confirmed_at_most_doubles_the_wait() {
     for held_for in [Duration::from_millis(100), secs(2), secs(7)] {
         let store = Store { loses_wakes: true, ..Store::new(true) };
         let (guard, waiting, _store) = a_waiter(store).await;
@@ -147,7 +147,7 @@ async fn a_waiter_whose_wake_ups_stop_being_confirmed_polls_again_at_once() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_dead_holders_lock_is_had_at_the_end_of_its_lease_though_wake_ups_are_confirmed() {
+async fn a_dead_holders_lock_is_acquired_at_the_end_of_its_lease_although_wake_ups_are_confirmed() {
     let store = Store::new(true);
     let dead = Claim::new(registry_core::Key::new("k").unwrap(), secs(30));
     store.inner.try_acquire(&dead).await.unwrap();
@@ -170,7 +170,7 @@ async fn a_store_that_wakes_without_end_cannot_make_a_waiter_spin() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_deadline_is_kept_though_wake_ups_are_confirmed() {
+async fn a_deadline_is_met_although_wake_ups_are_confirmed() {
     let store = Store::new(true);
     let holder = Registry::builder(Arc::new(store.inner.clone())).build().unwrap();
     let _guard = holder.obtain("k").lock().await.unwrap();

@@ -1,6 +1,6 @@
 //! One active grant: its lease, its local holder, and its end.
 //!
-//! It ends exactly once: by the last guard ([`HeldClaim::end`]) or by loss ([`HeldClaim::lose`]),
+//! It ends exactly once: by the last guard ([`ActiveGrant::end`]) or by loss ([`ActiveGrant::lose`]),
 //! whichever comes first. A hand-over reverts the end and passes the claim to the next local
 //! caller.
 
@@ -12,49 +12,51 @@ use std::time::Duration;
 use tokio::sync::Notify;
 
 use crate::backend::{Claim, Grant};
-use crate::claim::Parts;
 use crate::clock::Moment;
 use crate::engine::Engine;
 use crate::error::{BackendError, LostReason};
 use crate::event::LockEvent;
 use crate::fencing::FencingToken;
+use crate::guard::Hold;
 use crate::guard::LockGuard;
-use crate::hold::Hold;
-use crate::invalidation::NewsMark;
-use crate::keeper::Seat;
+use crate::invalidation::Epoch;
 use crate::lease::{Due, Lease};
+use crate::local_lock::{LocalLock, LocalPermit};
 use crate::mutant::{Mutant, mutated};
 use crate::options::Terms;
 use crate::owner::Owner;
-use crate::release::{GivingBack, give_back_in_background};
-use crate::slot::{Slot, Turn};
+use crate::release::{PassedOnAfterRelease, PendingRelease, release_in_background};
+use crate::schedule::{LastTimerKey, Renewable, RenewerAction, TimerKey};
 
-pub(crate) struct HeldClaim {
+/// The state of an acquisition that passes to the active grant.
+pub(crate) type ClaimParts = (LocalPermit, Claim, Arc<Terms>);
+
+pub(crate) struct ActiveGrant {
     claim: Claim,
     terms: Arc<Terms>,
-    slot: Arc<Slot>,
+    local_lock: Arc<LocalLock>,
     first_token: Option<FencingToken>,
     granted_at: Moment,
     /// Other processes want the key.
     contended: bool,
     /// The number of attempts of this claim with an unknown outcome. One of them may still reach
     /// the store after the release.
-    stray_attempts: u32,
+    unknown_attempts: u32,
     /// The end of the lease, for readers that must not lock `state`. `PAST` once the lease has
     /// ended.
     valid_until: AtomicI64,
     lost: Notify,
     /// A future waits for the loss.
     watched: AtomicBool,
-    state: Mutex<State>,
+    state: Mutex<GrantState>,
 }
 
-struct State {
-    phase: Phase,
+struct GrantState {
+    phase: GrantPhase,
     lease: Lease,
     /// Present while the claim is held. Ending the claim takes it.
-    turn: Option<Turn>,
-    seat: Option<Seat>,
+    permit: Option<LocalPermit>,
+    timer: Option<TimerKey>,
     handovers: u32,
     /// A fenced write may be open. The store cannot distinguish it from a write of the next local
     /// holder.
@@ -64,74 +66,61 @@ struct State {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Phase {
+enum GrantPhase {
     Held,
     Ending,
     Lost(LostReason),
 }
 
-/// What the lease renewer must do for a claim.
-pub(crate) enum Tick {
-    Nothing,
-    Renew {
-        ask: Duration,
-        /// Not because of the time, but to verify that the claim is still held.
-        is_look: bool,
-        /// The previous renewal had no response.
-        unanswered: bool,
-    },
-    Lose(LostReason),
-}
-
-impl HeldClaim {
+impl ActiveGrant {
     /// Creates the active grant. Returns the local permit and the claim if the lease was over
     /// before the grant arrived.
     pub(crate) fn take(
-        mut turn: Turn,
+        mut permit: LocalPermit,
         claim: Claim,
         terms: Arc<Terms>,
         grant: Grant,
         sent_at: Moment,
-        news_then: NewsMark,
-        stray_attempts: u32,
-    ) -> Result<Arc<Self>, Box<Parts>> {
+        epoch_at_send: Epoch,
+        unknown_attempts: u32,
+    ) -> Result<Arc<Self>, Box<ClaimParts>> {
         let now = Moment::now_after(sent_at);
         let mut lease = Lease::granted(terms.lease, sent_at, grant.lease, now);
         if matches!(lease.due(now), Due::Over(_)) {
-            return Err(Box::new((turn, claim, terms)));
+            return Err(Box::new((permit, claim, terms)));
         }
-        if let Some(after) = turn.slot().engine().verify_after() {
-            lease.look_first_at(now.after(after));
+        if let Some(after) = permit.local_lock().engine().verify_after() {
+            lease.verify_first_at(now.after(after));
         }
-        turn.taken(now);
-        let slot = Arc::clone(turn.slot());
+        permit.taken(now);
+        let local_lock = Arc::clone(permit.local_lock());
         let held = Arc::new(Self {
             claim,
             terms,
             first_token: grant.token,
             granted_at: now,
-            contended: turn.contention.as_ref().is_some_and(|it| it.is_contended()),
-            stray_attempts,
+            contended: permit.contention.as_ref().is_some_and(|it| it.is_contended()),
+            unknown_attempts,
             valid_until: AtomicI64::new(lease.valid_until().to_bits()),
             lost: Notify::new(),
             watched: false.into(),
-            state: Mutex::new(State {
-                phase: Phase::Held,
+            state: Mutex::new(GrantState {
+                phase: GrantPhase::Held,
                 lease,
-                turn: Some(turn),
-                seat: None,
+                permit: Some(permit),
+                timer: None,
                 handovers: 0,
                 fenced: false,
                 gone: false,
             }),
-            slot,
+            local_lock,
         });
         held.engine().held.enter();
-        held.seat(&mut held.state(), now);
+        held.set_timer(&mut held.state(), now);
         // After scheduling: an invalidation that arrives from here on finds the claim in the
         // schedule.
-        if held.slot.news() != news_then {
-            held.hear(now);
+        if held.local_lock.epoch() != epoch_at_send {
+            Arc::clone(&held).invalidate(now);
         }
         Ok(held)
     }
@@ -146,12 +135,12 @@ impl HeldClaim {
         self.claim.clone().with_token_block(used)
     }
 
-    pub(crate) fn slot(&self) -> &Arc<Slot> {
-        &self.slot
+    pub(crate) fn local_lock(&self) -> &Arc<LocalLock> {
+        &self.local_lock
     }
 
     pub(crate) fn engine(&self) -> &Arc<Engine> {
-        self.slot.engine()
+        self.local_lock.engine()
     }
 
     pub(crate) fn granted_at(&self) -> Moment {
@@ -164,8 +153,8 @@ impl HeldClaim {
 
     /// Returns how many attempts of this claim the release may have to free, including the granted
     /// one. Zero if the granted one is the only one.
-    pub(crate) fn stray_attempts_at_release(&self) -> u32 {
-        if self.stray_attempts == 0 { 0 } else { self.stray_attempts + 1 }
+    pub(crate) fn unknown_attempts_at_release(&self) -> u32 {
+        if self.unknown_attempts == 0 { 0 } else { self.unknown_attempts + 1 }
     }
 
     /// Returns the reason of the loss. Also detects a lease that has run out unnoticed.
@@ -180,9 +169,9 @@ impl HeldClaim {
         let due = {
             let state = self.state();
             match state.phase {
-                Phase::Lost(reason) => return Some(reason),
-                Phase::Ending => return None,
-                Phase::Held => state.lease.due(now),
+                GrantPhase::Lost(reason) => return Some(reason),
+                GrantPhase::Ending => return None,
+                GrantPhase::Held => state.lease.due(now),
             }
         };
         if let Due::Over(reason) = due
@@ -191,8 +180,8 @@ impl HeldClaim {
             return Some(reason);
         }
         match self.state().phase {
-            Phase::Lost(reason) => Some(reason),
-            Phase::Held | Phase::Ending => None,
+            GrantPhase::Lost(reason) => Some(reason),
+            GrantPhase::Held | GrantPhase::Ending => None,
         }
     }
 
@@ -218,45 +207,45 @@ impl HeldClaim {
     /// Ends the claim by loss. Notifies the holder first, and only then lets other callers acquire
     /// the key. Returns false if the claim had ended.
     pub(crate) fn lose(self: &Arc<Self>, reason: LostReason) -> bool {
-        let (turn, lease_length, fenced) = {
+        let (permit, lease_length, fenced) = {
             let mut state = self.state();
-            if state.phase != Phase::Held {
+            if state.phase != GrantPhase::Held {
                 // The claim is ending, but a hand-over could still revert that.
                 state.gone |= reason == LostReason::Gone;
                 return false;
             }
-            state.phase = Phase::Lost(reason);
+            state.phase = GrantPhase::Lost(reason);
             self.valid_until.store(Moment::PAST.to_bits(), Ordering::Release);
-            self.unseat(&mut state);
-            (state.turn.take(), state.lease.length(), state.fenced)
+            self.cancel_timer(&mut state);
+            (state.permit.take(), state.lease.length(), state.fenced)
         };
         self.hint_loss();
         let engine = self.engine();
         engine.lost.fetch_add(1, Ordering::AcqRel);
-        engine.tell(|| LockEvent::Lost {
+        engine.emit(|| LockEvent::Lost {
             key: self.claim.key().as_str(),
             token: self.first_token,
             reason,
         });
-        let (turn_now, turn_after) = match reason {
+        let (permit_now, permit_after) = match reason {
             // The store may be unreachable. The next local caller must learn this from its own
             // request, instead of waiting behind a record that cannot be removed.
-            LostReason::Expired | LostReason::Gone => (turn, None),
-            LostReason::MaxHold | LostReason::Closed => (None, turn),
+            LostReason::Expired | LostReason::Gone => (permit, None),
+            LostReason::MaxHold | LostReason::Closed => (None, permit),
         };
-        drop(turn_now);
+        drop(permit_now);
         // Counts acquire attempts only. An unanswered renewal needs no clean-up, because it never
         // restores a released grant.
-        let stray_attempts = self.stray_attempts_at_release();
-        if reason != LostReason::Gone || stray_attempts > 0 {
-            give_back_in_background(GivingBack {
+        let unknown_attempts = self.unknown_attempts_at_release();
+        if reason != LostReason::Gone || unknown_attempts > 0 {
+            release_in_background(PendingRelease {
                 engine: Arc::clone(engine),
                 claim: self.claim_to_release().with_fenced(fenced),
-                turn: turn_after,
+                permit: permit_after.map(LocalPermit::for_release),
                 // An unanswered renewal may have just extended the lease to its full length.
                 lease: lease_length,
-                stray_attempts,
-                under_way: None,
+                unknown_attempts,
+                in_flight: None,
                 blocked: None,
             });
         }
@@ -268,23 +257,29 @@ impl HeldClaim {
 
     /// Ends the claim because its holder releases it. The lease renewer starts no renewal from here
     /// on.
-    pub(crate) fn end(self: &Arc<Self>) -> Result<Ending, LostReason> {
+    pub(crate) fn end(self: &Arc<Self>) -> Result<EndingGrant, LostReason> {
         // An inexact time is enough: the response to the release says whether the grant still
         // existed, and the receiver of a hand-over checks the lease itself.
-        let now = Moment::about_now();
+        let now = Moment::now_coarse();
         if let Some(reason) = self.loss_at(now) {
             return Err(reason);
         }
         let mut state = self.state();
-        if let Phase::Lost(reason) = state.phase {
+        if let GrantPhase::Lost(reason) = state.phase {
             return Err(reason);
         }
         if !mutated(Mutant::RenewAfterRelease) {
-            state.phase = Phase::Ending;
+            state.phase = GrantPhase::Ending;
         }
-        let (turn, fenced) = (state.turn.take(), state.fenced);
+        let (permit, fenced) = (state.permit.take(), state.fenced);
         drop(state);
-        Ok(Ending { held: Some(Arc::clone(self)), turn, fenced, seated: true, settled: false })
+        Ok(EndingGrant {
+            held: Some(Arc::clone(self)),
+            permit,
+            fenced,
+            has_timer: true,
+            settled: false,
+        })
     }
 
     /// Excludes the claim from hand-over until it ends. Fails if the claim has ended or is ending.
@@ -295,22 +290,22 @@ impl HeldClaim {
         }
         let mut state = self.state();
         match state.phase {
-            Phase::Held => state.fenced = true,
-            Phase::Lost(reason) => return Err(reason),
+            GrantPhase::Held => state.fenced = true,
+            GrantPhase::Lost(reason) => return Err(reason),
             // A guard keeps its hold from ending, so only a guard of an earlier hold could reach
             // this.
-            Phase::Ending => return Err(LostReason::Gone),
+            GrantPhase::Ending => return Err(LostReason::Gone),
         }
         Ok(())
     }
 
     /// Returns whether this claim may be handed over to another local caller.
-    fn may_be_handed_over(&self, now: Moment, state: &State) -> bool {
+    fn may_hand_over(&self, now: Moment, state: &GrantState) -> bool {
         let engine = self.engine();
         let held_for = now.since(self.granted_at);
         !state.gone
             && !state.fenced
-            && !state.lease.is_in_doubt()
+            && !state.lease.is_suspect()
             && engine.defaults.handoffs.allow_another(state.handovers, held_for, self.contended)
             && !engine.capabilities.fair
             && self.terms.lease.max_hold.is_none()
@@ -323,23 +318,23 @@ impl HeldClaim {
     }
 
     /// Reverts the end, for a hold of `owner`.
-    fn begin_again(
+    fn resume(
         self: &Arc<Self>,
-        turn: &mut Option<Turn>,
+        permit: &mut Option<LocalPermit>,
         owner: Option<Owner>,
     ) -> Option<LockGuard> {
         // Read again, because the claim may have been ending for a while. Inexact, because the
         // receiver of the claim checks the exact time.
-        let now = Moment::about_now();
+        let now = Moment::now_coarse();
         let mut state = self.state();
-        if !self.may_be_handed_over(now, &state) {
+        if !self.may_hand_over(now, &state) {
             return None;
         }
-        state.phase = Phase::Held;
-        state.turn = turn.take();
+        state.phase = GrantPhase::Held;
+        state.permit = permit.take();
         state.handovers += 1;
-        if state.seat.is_none() {
-            self.seat(&mut state, now);
+        if state.timer.is_none() {
+            self.set_timer(&mut state, now);
         }
         let steps = u64::from(state.handovers);
         let token = self.first_token.and_then(|first| first.checked_add(steps));
@@ -348,9 +343,9 @@ impl HeldClaim {
     }
 
     /// Removes the claim from the lease renewer's schedule.
-    fn unseat_for_good(&self) {
+    fn cancel_timer_for_good(&self) {
         if !mutated(Mutant::RenewAfterRelease) {
-            self.unseat(&mut self.state());
+            self.cancel_timer(&mut self.state());
         }
     }
 
@@ -372,86 +367,12 @@ impl HeldClaim {
         self.state().lease.set_length(length);
     }
 
-    /// Records an invalidation of the key, and schedules a verification of the claim.
-    pub(crate) fn hear(self: &Arc<Self>, now: Moment) {
-        let mut state = self.state();
-        // A claim that is ending only records it: `may_be_handed_over` then refuses a hand-over.
-        if state.lease.heard(now) && state.phase == Phase::Held {
-            self.unseat(&mut state);
-            self.seat(&mut state, now);
-        }
-    }
-
-    /// Returns what the lease renewer must do for this claim, which is due at `seat`.
-    pub(crate) fn tick(self: &Arc<Self>, seat: Seat, now: Moment) -> Tick {
-        let mut state = self.state();
-        if state.seat != Some(seat) {
-            // The claim was rescheduled in the meantime.
-            return Tick::Nothing;
-        }
-        self.unseat(&mut state);
-        if state.phase != Phase::Held {
-            return Tick::Nothing;
-        }
-        match state.lease.due(now) {
-            Due::Over(reason) => Tick::Lose(reason),
-            Due::At(_) => {
-                self.seat(&mut state, now);
-                Tick::Nothing
-            }
-            due @ (Due::Renew(ask) | Due::Look(ask)) => {
-                // Several tries must fit between the first renewal and the end of the lease.
-                let answer_limit =
-                    self.engine().defaults.answer_limit.min(state.lease.length() / 6);
-                let unanswered = if matches!(due, Due::Renew(_)) {
-                    state.lease.renewal_sent(now, answer_limit)
-                } else {
-                    state.lease.look_sent(now, answer_limit)
-                };
-                self.seat(&mut state, now);
-                Tick::Renew { ask, is_look: matches!(due, Due::Look(_)), unanswered }
-            }
-        }
-    }
-
-    /// Returns the lease to request now, in a call that renews other claims. `together` means that
-    /// one more claim costs nothing. Returns `None` if this claim is not to be renewed now.
-    pub(crate) fn join(self: &Arc<Self>, now: Moment, together: bool) -> Option<Duration> {
-        let mut state = self.state();
-        if state.phase != Phase::Held {
-            return None;
-        }
-        let ask = state.lease.joins(now, together)?;
-        let answer_limit = self.engine().defaults.answer_limit.min(state.lease.length() / 6);
-        state.lease.renewal_sent(now, answer_limit);
-        self.unseat(&mut state);
-        self.seat(&mut state, now);
-        Some(ask)
-    }
-
-    /// Records the response to the lease renewer's request of `sent_at`: the claim is still held.
-    pub(crate) fn confirmed(self: &Arc<Self>, sent_at: Moment, granted: Duration) {
-        let is_renewal = {
-            let mut state = self.state();
-            let is_renewal = state.lease.confirmed(sent_at);
-            if !is_renewal && state.phase == Phase::Held {
-                self.unseat(&mut state);
-                self.seat(&mut state, Moment::now());
-            }
-            is_renewal
-        };
-        // A claim that is verified but not renewed keeps the end of its lease.
-        if is_renewal {
-            self.renewed(sent_at, granted);
-        }
-    }
-
     /// Records that a renewal sent at `sent_at` was granted.
     pub(crate) fn renewed(self: &Arc<Self>, sent_at: Moment, granted: Duration) {
         let now = Moment::now();
         let valid_for = {
             let mut state = self.state();
-            if state.phase != Phase::Held {
+            if state.phase != GrantPhase::Held {
                 return;
             }
             // A lease that was over before the response stays over: its holder may have been
@@ -461,101 +382,186 @@ impl HeldClaim {
             } else {
                 state.lease.renewed(sent_at, granted);
                 self.valid_until.store(state.lease.valid_until().to_bits(), Ordering::Release);
-                self.unseat(&mut state);
-                self.seat(&mut state, now);
+                self.cancel_timer(&mut state);
+                self.set_timer(&mut state, now);
                 Some(state.lease.valid_until().since(now))
             }
         };
         match valid_for {
             Some(valid_for) => self
                 .engine()
-                .tell(|| LockEvent::Renewed { key: self.claim.key().as_str(), valid_for }),
+                .emit(|| LockEvent::Renewed { key: self.claim.key().as_str(), valid_for }),
             None => {
                 self.loss();
             }
         }
     }
 
-    /// Records that a renewal failed with an unknown outcome. It is retried soon, as long as the
-    /// lease lasts.
-    pub(crate) fn renewal_failed(self: &Arc<Self>, sent_at: Moment, error: &BackendError) {
+    fn emit_renew_failed(&self, error: &BackendError, valid_for: Duration) {
+        let key = self.claim.key().as_str();
+        self.engine().emit(|| LockEvent::RenewFailed { key, error, valid_for });
+    }
+
+    fn set_timer(self: &Arc<Self>, state: &mut GrantState, now: Moment) {
+        let (at, renewal) = match state.lease.due(now) {
+            Due::At(at) => (at, at < state.lease.valid_until()),
+            Due::Renew(_) | Due::Verify(_) => (now, true),
+            Due::Over(_) => (now, false),
+        };
+        let this: Arc<dyn Renewable> = Arc::<Self>::clone(self);
+        state.timer = Some(self.engine().schedule.set(at, renewal, this, now));
+    }
+
+    fn cancel_timer(&self, state: &mut GrantState) {
+        if let Some(timer) = state.timer.take() {
+            self.engine().schedule.cancel(timer);
+        }
+    }
+
+    fn state(&self) -> MutexGuard<'_, GrantState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Renewable for ActiveGrant {
+    fn claim(&self) -> &Claim {
+        &self.claim
+    }
+
+    fn last_timer(&self) -> &LastTimerKey {
+        &self.local_lock.timer
+    }
+
+    fn lose(self: Arc<Self>, reason: LostReason) -> bool {
+        Self::lose(&self, reason)
+    }
+
+    fn invalidate(self: Arc<Self>, now: Moment) {
+        let mut state = self.state();
+        // A claim that is ending only records it: `may_hand_over` then refuses a hand-over.
+        if state.lease.invalidated(now) && state.phase == GrantPhase::Held {
+            self.cancel_timer(&mut state);
+            self.set_timer(&mut state, now);
+        }
+    }
+
+    fn next_action(self: Arc<Self>, timer: TimerKey, now: Moment) -> RenewerAction {
+        let mut state = self.state();
+        if state.timer != Some(timer) {
+            // The claim was rescheduled in the meantime.
+            return RenewerAction::Nothing;
+        }
+        self.cancel_timer(&mut state);
+        if state.phase != GrantPhase::Held {
+            return RenewerAction::Nothing;
+        }
+        match state.lease.due(now) {
+            Due::Over(reason) => RenewerAction::Lose(reason),
+            Due::At(_) => {
+                self.set_timer(&mut state, now);
+                RenewerAction::Nothing
+            }
+            due @ (Due::Renew(requested) | Due::Verify(requested)) => {
+                // Several tries must fit between the first renewal and the end of the lease.
+                let answer_limit =
+                    self.engine().defaults.answer_limit.min(state.lease.length() / 6);
+                let unanswered = if matches!(due, Due::Renew(_)) {
+                    state.lease.renewal_sent(now, answer_limit)
+                } else {
+                    state.lease.verification_sent(now, answer_limit)
+                };
+                self.set_timer(&mut state, now);
+                RenewerAction::Renew {
+                    requested,
+                    is_verification: matches!(due, Due::Verify(_)),
+                    unanswered,
+                }
+            }
+        }
+    }
+
+    fn join(self: Arc<Self>, now: Moment, together: bool) -> Option<Duration> {
+        let mut state = self.state();
+        if state.phase != GrantPhase::Held {
+            return None;
+        }
+        let requested = state.lease.joins(now, together)?;
+        let answer_limit = self.engine().defaults.answer_limit.min(state.lease.length() / 6);
+        state.lease.renewal_sent(now, answer_limit);
+        self.cancel_timer(&mut state);
+        self.set_timer(&mut state, now);
+        Some(requested)
+    }
+
+    fn confirmed(self: Arc<Self>, sent_at: Moment, granted: Duration) {
+        let is_renewal = {
+            let mut state = self.state();
+            let is_renewal = state.lease.confirmed(sent_at);
+            if !is_renewal && state.phase == GrantPhase::Held {
+                self.cancel_timer(&mut state);
+                self.set_timer(&mut state, Moment::now());
+            }
+            is_renewal
+        };
+        // A claim that is verified but not renewed keeps the end of its lease.
+        if is_renewal {
+            self.renewed(sent_at, granted);
+        }
+    }
+
+    fn renewal_failed(self: Arc<Self>, sent_at: Moment, error: &BackendError) {
         let now = Moment::now();
         let (is_renewal, valid_for) = {
             let mut state = self.state();
-            if state.phase != Phase::Held {
+            if state.phase != GrantPhase::Held {
                 return;
             }
             // Jittered, so that clients do not all retry at once when a store is back.
             let pause = state.lease.retry_pause().mul_f64(0.5 + fastrand::f64() / 2.0);
             let is_renewal = state.lease.request_failed(sent_at, now, pause);
-            self.unseat(&mut state);
-            self.seat(&mut state, now);
+            self.cancel_timer(&mut state);
+            self.set_timer(&mut state, now);
             (is_renewal, state.lease.valid_until().since(now))
         };
         if is_renewal {
-            self.tell_renew_failed(error, valid_for);
+            self.emit_renew_failed(error, valid_for);
         }
     }
 
-    /// Emits an event for a renewal that had no response until its retry.
-    pub(crate) fn renewal_unanswered(&self, now: Moment) {
+    fn renewal_unanswered(&self, now: Moment) {
         if self.terms.lease.renews && !self.engine().observers.is_empty() {
             let left = self.valid_until().since(now);
-            self.tell_renew_failed(&self.engine().unanswered(), left);
+            self.emit_renew_failed(&self.engine().unanswered(), left);
         }
-    }
-
-    fn tell_renew_failed(&self, error: &BackendError, valid_for: Duration) {
-        let key = self.claim.key().as_str();
-        self.engine().tell(|| LockEvent::RenewFailed { key, error, valid_for });
-    }
-
-    fn seat(self: &Arc<Self>, state: &mut State, now: Moment) {
-        let (at, renewal) = match state.lease.due(now) {
-            Due::At(at) => (at, at < state.lease.valid_until()),
-            Due::Renew(_) | Due::Look(_) => (now, true),
-            Due::Over(_) => (now, false),
-        };
-        state.seat = Some(self.engine().keeper.seat(at, renewal, Arc::clone(self), now));
-    }
-
-    fn unseat(&self, state: &mut State) {
-        if let Some(seat) = state.seat.take() {
-            self.engine().keeper.unseat(seat);
-        }
-    }
-
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// A pending release: a claim that its holder has released, with its local permit. The claim counts
 /// as held until this is dropped, so that closing waits for it.
 #[derive(Debug)]
-pub(crate) struct Ending {
-    held: Option<Arc<HeldClaim>>,
-    turn: Option<Turn>,
+pub(crate) struct EndingGrant {
+    held: Option<Arc<ActiveGrant>>,
+    permit: Option<LocalPermit>,
     fenced: bool,
     /// The claim may still be in the lease renewer's schedule.
-    seated: bool,
+    has_timer: bool,
     /// The outcome is known and counted.
     settled: bool,
 }
 
-impl Ending {
+impl EndingGrant {
     /// Hands the claim over to the next local caller, without a request to the store, if that is
     /// allowed and a caller waits. Otherwise removes the claim from the lease renewer's schedule
     /// and returns it.
     pub(crate) fn hand_over(mut self) -> Option<Self> {
         let held = self.held.take()?;
         let handed_over =
-            held.slot.hand_over(&held.terms, |owner| held.begin_again(&mut self.turn, owner));
+            held.local_lock.hand_over(&held.terms, |owner| held.resume(&mut self.permit, owner));
         if handed_over {
             return None;
         }
-        held.unseat_for_good();
-        self.seated = false;
+        held.cancel_timer_for_good();
+        self.has_timer = false;
         self.held = Some(held);
         Some(self)
     }
@@ -566,8 +572,8 @@ impl Ending {
     }
 
     /// Takes the local permit, to be passed on after the store's response.
-    pub(crate) fn take_turn(&mut self) -> Option<Turn> {
-        self.turn.take()
+    pub(crate) fn take_permit(&mut self) -> Option<Box<dyn PassedOnAfterRelease>> {
+        self.permit.take().map(LocalPermit::for_release)
     }
 
     /// Records that the claim holds nothing any more.
@@ -582,18 +588,18 @@ impl Ending {
         self.held().engine().endings_left.fetch_add(1, Ordering::AcqRel);
     }
 
-    pub(crate) fn held(&self) -> &Arc<HeldClaim> {
+    pub(crate) fn held(&self) -> &Arc<ActiveGrant> {
         self.held.as_ref().expect("the claim is here unless it was handed over")
     }
 }
 
-impl Drop for Ending {
+impl Drop for EndingGrant {
     fn drop(&mut self) {
         // Reached unless the claim was handed over. Usually it has been released; without a
         // runtime, only its lease frees it.
         if let Some(held) = self.held.take() {
-            if self.seated {
-                held.unseat_for_good();
+            if self.has_timer {
+                held.cancel_timer_for_good();
             }
             let engine = held.engine();
             if !self.settled {
@@ -606,9 +612,9 @@ impl Drop for Ending {
     }
 }
 
-impl fmt::Debug for HeldClaim {
+impl fmt::Debug for ActiveGrant {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("HeldClaim")
+        f.debug_struct("ActiveGrant")
             .field("key", self.claim.key())
             .field("token", &self.first_token)
             .finish_non_exhaustive()

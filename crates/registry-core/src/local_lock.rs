@@ -1,7 +1,7 @@
 //! The local half of a lock: one local lock per key and registry, with one local permit and a FIFO
 //! wait queue.
 //!
-//! Nothing here sends a request to a store. The caller that has the local permit ([`Turn`]) may
+//! Nothing here sends a request to a store. The caller that has the local permit ([`LocalPermit`]) may
 //! compete for the key in the store; dropping the permit passes it to the next caller in the queue.
 //! A local lock lives as long as a handle, guard or waiter of its key, so none is evicted while it
 //! is in use. [`acquire`](crate::acquire) enters it; releases and hand-overs end here.
@@ -19,83 +19,92 @@ use crate::contained::wake;
 use crate::engine::Engine;
 use crate::error::BackendError;
 use crate::fairness::Contention;
+use crate::guard::Hold;
 use crate::guard::LockGuard;
-use crate::hold::Hold;
 use crate::interleave::{Mutex, MutexGuard, point};
-use crate::invalidation::NewsMark;
-use crate::keeper::LastSeat;
+use crate::invalidation::Epoch;
 use crate::key::Key;
 use crate::mutant::{Mutant, mutated};
 use crate::options::Terms;
 use crate::owner::Owner;
+use crate::release::PassedOnAfterRelease;
+use crate::schedule::LastTimerKey;
 use crate::watch::Watched;
 use dashmap::DashMap;
 use dashmap::mapref::entry::Entry as MapEntry;
 
 /// The local locks of one registry, by key.
-pub(crate) struct SlotTable {
-    slots: DashMap<Key, Weak<Slot>>,
+pub(crate) struct LocalLocks {
+    local_locks: DashMap<Key, Weak<LocalLock>>,
     /// The number of local locks removed since the size of the table was last checked.
-    left: AtomicUsize,
+    removed: AtomicUsize,
     /// The number of removals that triggers the next check.
-    left_max: AtomicUsize,
+    removed_max: AtomicUsize,
 }
 
-impl SlotTable {
+impl LocalLocks {
     pub(crate) fn new() -> Self {
-        let left_max = AtomicUsize::new(SHRINK_AFTER_MIN);
-        Self { slots: DashMap::new(), left: AtomicUsize::new(0), left_max }
+        let removed_max = AtomicUsize::new(SHRINK_AFTER_MIN);
+        Self { local_locks: DashMap::new(), removed: AtomicUsize::new(0), removed_max }
     }
 
     /// Returns the number of entries.
     pub(crate) fn len(&self) -> usize {
-        self.slots.len()
+        self.local_locks.len()
     }
 
     /// Returns all local locks that are alive now.
-    pub(crate) fn all(&self) -> Vec<Arc<Slot>> {
-        self.slots.iter().filter_map(|entry| entry.value().upgrade()).collect()
+    pub(crate) fn all(&self) -> Vec<Arc<LocalLock>> {
+        self.local_locks.iter().filter_map(|entry| entry.value().upgrade()).collect()
     }
 
     /// Returns whether this registry has a local lock for `key`. Does not upgrade the reference,
     /// because dropping the last one might end the registry.
     pub(crate) fn has(&self, key: &Key) -> bool {
-        self.slots.contains_key(key)
+        self.local_locks.contains_key(key)
     }
 
     /// Returns the local lock of `key`, or `None` if there is none yet.
-    pub(crate) fn get(&self, key: &str) -> Option<Arc<Slot>> {
+    pub(crate) fn get(&self, key: &str) -> Option<Arc<LocalLock>> {
         point();
-        self.slots.get(key)?.upgrade()
+        self.local_locks.get(key)?.upgrade()
     }
 
     /// Returns the local lock of `key`. If there is none, `make` creates it.
-    pub(crate) fn get_or_insert(&self, key: Key, make: impl FnOnce(Key) -> Arc<Slot>) -> Arc<Slot> {
+    pub(crate) fn get_or_insert(
+        &self,
+        key: Key,
+        make: impl FnOnce(Key) -> Arc<LocalLock>,
+    ) -> Arc<LocalLock> {
         point();
-        match self.slots.entry(key) {
+        match self.local_locks.entry(key) {
             MapEntry::Occupied(mut entry) => match entry.get().upgrade() {
-                Some(slot) => slot,
+                Some(local_lock) => local_lock,
                 // The old local lock is dead but its `Drop` has not removed the entry yet. It is
                 // unreachable, so a new one may replace it; `remove_dead` then leaves the new entry
                 // in place.
                 None => {
-                    let slot = make(entry.key().clone());
-                    entry.insert(Arc::downgrade(&slot));
-                    slot
+                    let local_lock = make(entry.key().clone());
+                    entry.insert(Arc::downgrade(&local_lock));
+                    local_lock
                 }
             },
             MapEntry::Vacant(entry) => {
-                let slot = make(entry.key().clone());
-                entry.insert(Arc::downgrade(&slot));
-                slot
+                let local_lock = make(entry.key().clone());
+                entry.insert(Arc::downgrade(&local_lock));
+                local_lock
             }
         }
     }
 
     fn remove_dead(&self, key: &Key) {
-        let gone = self.slots.remove_if(key, |_, slot| slot.strong_count() == 0).is_some();
+        let gone = self
+            .local_locks
+            .remove_if(key, |_, local_lock| local_lock.strong_count() == 0)
+            .is_some();
         if gone
-            && self.left.fetch_add(1, Ordering::Relaxed) >= self.left_max.load(Ordering::Relaxed)
+            && self.removed.fetch_add(1, Ordering::Relaxed)
+                >= self.removed_max.load(Ordering::Relaxed)
         {
             self.shrink();
         }
@@ -104,28 +113,28 @@ impl SlotTable {
     /// Frees memory if less than a quarter of the table is used. Moves about one entry per removal
     /// since the last check.
     fn shrink(&self) {
-        self.left.store(0, Ordering::Relaxed);
-        let (alive, room) = (self.slots.len(), self.slots.capacity());
-        if alive.saturating_mul(4) < room {
-            self.slots.shrink_to_fit();
+        self.removed.store(0, Ordering::Relaxed);
+        let (alive, capacity) = (self.local_locks.len(), self.local_locks.capacity());
+        if alive.saturating_mul(4) < capacity {
+            self.local_locks.shrink_to_fit();
         }
-        self.left_max.store((alive / 2).max(SHRINK_AFTER_MIN), Ordering::Relaxed);
+        self.removed_max.store((alive / 2).max(SHRINK_AFTER_MIN), Ordering::Relaxed);
     }
 
     #[cfg(test)]
-    pub(crate) fn room(&self) -> usize {
-        self.slots.capacity()
+    pub(crate) fn capacity(&self) -> usize {
+        self.local_locks.capacity()
     }
 
     /// Removes a local lock that is still in use: the bug [`Mutant::HeldSlotEvicted`].
     fn evict(&self, key: &Key) {
-        self.slots.remove(key);
+        self.local_locks.remove(key);
     }
 }
 
-impl fmt::Debug for SlotTable {
+impl fmt::Debug for LocalLocks {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("SlotTable").field("len", &self.len()).finish()
+        f.debug_struct("LocalLocks").field("len", &self.len()).finish()
     }
 }
 
@@ -133,27 +142,29 @@ impl fmt::Debug for SlotTable {
 const SHRINK_AFTER_MIN: usize = 16_384;
 
 /// A local lock: the state that all callers of one key in one registry share.
-pub(crate) struct Slot {
+pub(crate) struct LocalLock {
     key: Key,
     engine: Arc<Engine>,
-    line: Mutex<Line>,
+    /// The table that this local lock is in.
+    table: Arc<LocalLocks>,
+    wait_queue: Mutex<WaitQueue>,
     /// False only if no caller waits, or one has only just joined the queue.
-    wanted: AtomicBool,
-    /// False only if [`Line::trouble`] is `None`. Written by the caller that has the local permit.
-    troubled: AtomicBool,
+    has_waiters: AtomicBool,
+    /// False only if [`WaitQueue::store_error`] is `None`. Written by the caller that has the local permit.
+    has_store_error: AtomicBool,
     /// The invalidation epoch of this key.
-    news: AtomicU32,
+    epoch: AtomicU32,
     /// The schedule entry by which the lease renewer finds the claim that is held on this key.
-    pub(crate) seat: LastSeat,
+    pub(crate) timer: LastTimerKey,
 }
 
 #[derive(Default)]
-struct Line {
+struct WaitQueue {
     /// A caller has the local permit.
     taken: bool,
     /// The store error of the last request by the caller with the local permit. If the store does
     /// not respond, the callers behind must get this error, not the result "held".
-    trouble: Option<BackendError>,
+    store_error: Option<BackendError>,
     /// The current hold, if its owner may re-enter.
     reentrant: Weak<Hold>,
     next_ticket: u64,
@@ -162,10 +173,10 @@ struct Line {
     /// The waiters that have an owner, so that those of one owner are found without a scan.
     by_owner: BTreeSet<(Owner, u64)>,
     /// The last local permit or claim sent to a waiter, which may have received it already.
-    given: Option<Given>,
+    last_sent: Option<Sent>,
     /// The re-entrant guards sent to waiters of the current owner, which may have received them
     /// already.
-    given_again: Vec<Given>,
+    last_reentered: Vec<Sent>,
     /// The ticket and the patience with which the registry's watch checks this local lock, while a
     /// caller waits.
     watched: Option<(u64, Duration)>,
@@ -181,14 +192,14 @@ struct Waiter {
 }
 
 /// An entry that was sent to a waiter.
-struct Given {
+struct Sent {
     delivery: Arc<Delivery>,
     patience: Duration,
     /// When a check first found it not received.
     since: Option<Moment>,
 }
 
-impl Given {
+impl Sent {
     /// Returns whether the waiter has not received its entry within its patience.
     fn is_overdue(&mut self, now: Moment) -> bool {
         let since = *self.since.get_or_insert(now);
@@ -197,11 +208,11 @@ impl Given {
 }
 
 /// The one-value channel through which a waiter receives its entry.
-struct Delivery(Mutex<Delivered>);
+struct Delivery(Mutex<DeliveryState>);
 
-enum Delivered {
+enum DeliveryState {
     NotYet(Option<Waker>),
-    Entry(Entry),
+    Admission(Admission),
     /// The waiter did not receive its entry in time, and the next waiter got it.
     PassedOn,
     Closed,
@@ -211,22 +222,22 @@ enum Delivered {
 
 impl Delivery {
     fn new() -> Arc<Self> {
-        Arc::new(Self(Mutex::new(Delivered::NotYet(None))))
+        Arc::new(Self(Mutex::new(DeliveryState::NotYet(None))))
     }
 
     /// Sends the waiter its entry. Must not be called while the wait queue is locked: a waker may
     /// drop the task that it wakes, and the task's `Drop` locks the queue.
-    fn deliver(&self, entry: Entry) {
-        self.put(Delivered::Entry(entry));
+    fn deliver(&self, entry: Admission) {
+        self.put(DeliveryState::Admission(entry));
     }
 
     fn close(&self) {
-        self.put(Delivered::Closed);
+        self.put(DeliveryState::Closed);
     }
 
-    fn put(&self, delivered: Delivered) {
+    fn put(&self, delivered: DeliveryState) {
         let mut state = self.state();
-        let Delivered::NotYet(waker) = &mut *state else {
+        let DeliveryState::NotYet(waker) = &mut *state else {
             drop(state);
             // The waiter is gone. The drop of an entry passes it to the next waiter.
             drop(delivered);
@@ -240,10 +251,10 @@ impl Delivery {
         }
     }
 
-    fn poll(&self, cx: &mut Context<'_>) -> Poll<Result<Entry, NoEntry>> {
+    fn poll(&self, cx: &mut Context<'_>) -> Poll<Result<Admission, NotAdmitted>> {
         let mut state = self.state();
         match &mut *state {
-            Delivered::NotYet(waker) => {
+            DeliveryState::NotYet(waker) => {
                 if !waker.as_ref().is_some_and(|waker| waker.will_wake(cx.waker())) {
                     let before = waker.replace(cx.waker().clone());
                     // Dropped after the unlock: a waker may own the task whose destructor drops
@@ -253,20 +264,22 @@ impl Delivery {
                 }
                 Poll::Pending
             }
-            Delivered::PassedOn => Poll::Ready(Err(NoEntry::PassedOn)),
-            Delivered::Entry(_) => match std::mem::replace(&mut *state, Delivered::Over) {
-                Delivered::Entry(entry) => Poll::Ready(Ok(entry)),
-                _ => Poll::Ready(Err(NoEntry::Closed)),
-            },
-            Delivered::Closed | Delivered::Over => Poll::Ready(Err(NoEntry::Closed)),
+            DeliveryState::PassedOn => Poll::Ready(Err(NotAdmitted::PassedOn)),
+            DeliveryState::Admission(_) => {
+                match std::mem::replace(&mut *state, DeliveryState::Over) {
+                    DeliveryState::Admission(entry) => Poll::Ready(Ok(entry)),
+                    _ => Poll::Ready(Err(NotAdmitted::Closed)),
+                }
+            }
+            DeliveryState::Closed | DeliveryState::Over => Poll::Ready(Err(NotAdmitted::Closed)),
         }
     }
 
     /// Takes back an entry that the waiter has not received, and passes it to the next waiter.
     fn pass_on(&self) {
         let mut state = self.state();
-        if matches!(*state, Delivered::Entry(_)) {
-            let entry = std::mem::replace(&mut *state, Delivered::PassedOn);
+        if matches!(*state, DeliveryState::Admission(_)) {
+            let entry = std::mem::replace(&mut *state, DeliveryState::PassedOn);
             drop(state);
             drop(entry);
         }
@@ -275,34 +288,34 @@ impl Delivery {
     /// Records that the waiter is gone. An entry that it has not received passes to the next
     /// waiter.
     fn leave(&self) {
-        let before = std::mem::replace(&mut *self.state(), Delivered::Over);
+        let before = std::mem::replace(&mut *self.state(), DeliveryState::Over);
         drop(before);
     }
 
     /// Returns whether the waiter may still receive an entry.
     fn is_open(&self) -> bool {
-        matches!(*self.state(), Delivered::NotYet(_) | Delivered::Entry(_))
+        matches!(*self.state(), DeliveryState::NotYet(_) | DeliveryState::Admission(_))
     }
 
-    fn state(&self) -> MutexGuard<'_, Delivered> {
+    fn state(&self) -> MutexGuard<'_, DeliveryState> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// What a caller receives at the front of the queue.
 #[derive(Debug)]
-pub(crate) enum Entry {
+pub(crate) enum Admission {
     /// The local permit, with which the caller may compete for the key in the store.
-    Turn(Turn),
+    LocalPermit(LocalPermit),
     /// Another guard of a lock that this owner already holds.
-    Again(LockGuard),
+    Reentered(LockGuard),
     /// The claim of the previous local holder, by hand-over.
     HandedOver(LockGuard),
 }
 
 /// The reason why a caller received no entry.
 #[derive(Debug)]
-pub(crate) enum NoEntry {
+pub(crate) enum NotAdmitted {
     /// The deadline passed. Contains the last store error of the caller in front, if its last
     /// request failed.
     TimedOut(Option<BackendError>),
@@ -312,16 +325,17 @@ pub(crate) enum NoEntry {
     Closed,
 }
 
-impl Slot {
-    pub(crate) fn new(key: Key, engine: Arc<Engine>) -> Self {
+impl LocalLock {
+    pub(crate) fn new(key: Key, engine: Arc<Engine>, table: Arc<LocalLocks>) -> Self {
         Self {
             key,
             engine,
-            line: Mutex::default(),
-            wanted: false.into(),
-            troubled: false.into(),
-            news: 0.into(),
-            seat: LastSeat::default(),
+            table,
+            wait_queue: Mutex::default(),
+            has_waiters: false.into(),
+            has_store_error: false.into(),
+            epoch: 0.into(),
+            timer: LastTimerKey::default(),
         }
     }
 
@@ -334,13 +348,16 @@ impl Slot {
     }
 
     /// Returns the current invalidation epoch of this key.
-    pub(crate) fn news(&self) -> NewsMark {
-        NewsMark { of_key: self.news.load(Ordering::Relaxed), of_all: self.engine.keeper.gaps() }
+    pub(crate) fn epoch(&self) -> Epoch {
+        Epoch {
+            of_key: self.epoch.load(Ordering::Relaxed),
+            of_all: self.engine.invalidations.epoch_of_all(),
+        }
     }
 
     /// Records an invalidation of this key, for acquisitions in flight.
-    pub(crate) fn hear(&self) {
-        self.news.fetch_add(1, Ordering::Relaxed);
+    pub(crate) fn invalidate(&self) {
+        self.epoch.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Waits for the local permit or a hand-over. Re-enters at once if `owner` already holds the
@@ -350,35 +367,35 @@ impl Slot {
         owner: Option<&Owner>,
         terms: &Arc<Terms>,
         deadline: Option<Moment>,
-    ) -> Result<Entry, NoEntry> {
+    ) -> Result<Admission, NotAdmitted> {
         let mut waiting = {
-            let mut line = self.line();
-            if line.closed {
-                return Err(NoEntry::Closed);
+            let mut wait_queue = self.wait_queue();
+            if wait_queue.closed {
+                return Err(NotAdmitted::Closed);
             }
-            if let Some(again) = line.enter_again(owner) {
-                return Ok(Entry::Again(again));
+            if let Some(guard) = wait_queue.reenter(owner) {
+                return Ok(Admission::Reentered(guard));
             }
-            if !line.taken {
-                line.taken = true;
-                return Ok(Entry::Turn(Turn::new(Arc::clone(self))));
+            if !wait_queue.taken {
+                wait_queue.taken = true;
+                return Ok(Admission::LocalPermit(LocalPermit::new(Arc::clone(self))));
             }
             if deadline.is_some_and(|deadline| deadline <= Moment::now()) {
-                return Err(NoEntry::TimedOut(line.trouble.clone()));
+                return Err(NotAdmitted::TimedOut(wait_queue.store_error.clone()));
             }
-            let ticket = line.next_ticket;
-            line.next_ticket += 1;
+            let ticket = wait_queue.next_ticket;
+            wait_queue.next_ticket += 1;
             let delivery = Delivery::new();
             let own = Arc::ptr_eq(terms, &self.engine.default_terms);
             let own_terms = if own { None } else { Some(Arc::clone(terms)) };
             let waiter =
                 Waiter { owner: owner.cloned(), terms: own_terms, delivery: Arc::clone(&delivery) };
-            line.push(ticket, waiter);
-            self.wanted.store(true, Ordering::Relaxed);
-            self.watch_line(&mut line, terms.lease.length);
-            Waiting { slot: self, ticket: Some(ticket), delivery }
+            wait_queue.push(ticket, waiter);
+            self.has_waiters.store(true, Ordering::Relaxed);
+            self.watch_queue(&mut wait_queue, terms.lease.length);
+            WaiterGuard { local_lock: self, ticket: Some(ticket), delivery }
         };
-        self.engine.tell(|| crate::LockEvent::Waiting { key: self.key.as_str() });
+        self.engine.emit(|| crate::LockEvent::Waiting { key: self.key.as_str() });
         let delivery = Arc::clone(&waiting.delivery);
         let entry = poll_fn(|cx| delivery.poll(cx));
         let entered = match deadline {
@@ -387,8 +404,8 @@ impl Slot {
                 biased;
                 entered = entry => entered,
                 () = self.engine.sleep_until(deadline) => {
-                    let trouble = self.line().trouble.clone();
-                    return Err(NoEntry::TimedOut(trouble));
+                    let store_error = self.wait_queue().store_error.clone();
+                    return Err(NotAdmitted::TimedOut(store_error));
                 }
             },
         };
@@ -399,29 +416,29 @@ impl Slot {
 
     /// Registers this local lock with the registry's watch, so that a waiter of this `patience` is
     /// checked in time.
-    fn watch_line(self: &Arc<Self>, line: &mut Line, patience: Duration) {
-        if line.watched.is_some_and(|(_, watched)| watched <= patience) {
+    fn watch_queue(self: &Arc<Self>, wait_queue: &mut WaitQueue, patience: Duration) {
+        if wait_queue.watched.is_some_and(|(_, watched)| watched <= patience) {
             return;
         }
-        let watch = self.engine.janitor.watch();
-        if let Some((ticket, _)) = line.watched {
+        let watch = self.engine.background.watch();
+        if let Some((ticket, _)) = wait_queue.watched {
             watch.deregister(ticket);
         }
-        let slot: Weak<Self> = Arc::downgrade(self);
-        line.watched = Some((watch.register(slot, patience), patience));
+        let local_lock: Weak<Self> = Arc::downgrade(self);
+        wait_queue.watched = Some((watch.register(local_lock, patience), patience));
     }
 
     /// Records a store error of the caller with the local permit.
     pub(crate) fn failed(&self, error: &BackendError) {
-        let mut line = self.line();
-        line.trouble = Some(error.clone());
-        self.troubled.store(true, Ordering::Relaxed);
+        let mut wait_queue = self.wait_queue();
+        wait_queue.store_error = Some(error.clone());
+        self.has_store_error.store(true, Ordering::Relaxed);
     }
 
     /// Records that the store responded to the caller with the local permit.
     pub(crate) fn answered(&self) {
-        if self.troubled.load(Ordering::Relaxed) {
-            self.line().forget_trouble(&self.troubled);
+        if self.has_store_error.load(Ordering::Relaxed) {
+            self.wait_queue().clear_store_error(&self.has_store_error);
         }
     }
 
@@ -431,10 +448,10 @@ impl Slot {
         if hold.owner().is_none() {
             return;
         }
-        let mut line = self.line();
-        let friends = line.begin_hold(hold);
-        drop(line);
-        for (delivery, entry) in friends {
+        let mut wait_queue = self.wait_queue();
+        let same_owner = wait_queue.begin_hold(hold);
+        drop(wait_queue);
+        for (delivery, entry) in same_owner {
             delivery.deliver(entry);
         }
     }
@@ -448,91 +465,92 @@ impl Slot {
         make: impl FnOnce(Option<Owner>) -> Option<LockGuard>,
     ) -> bool {
         // A caller that joins the queue only now gets the local permit instead.
-        if !self.wanted.load(Ordering::Relaxed) {
+        if !self.has_waiters.load(Ordering::Relaxed) {
             return false;
         }
-        let mut line = self.line();
-        if line.closed {
+        let mut wait_queue = self.wait_queue();
+        if wait_queue.closed {
             return false;
         }
         // Only the first in the queue: skipping it would break the order.
-        let Some(first) = line.waiters.first_entry() else {
+        let Some(first) = wait_queue.waiters.first_entry() else {
             return false;
         };
-        let wanted = first.get().terms.as_ref().unwrap_or(&self.engine.default_terms);
-        if **wanted != *terms {
+        let requested_terms = first.get().terms.as_ref().unwrap_or(&self.engine.default_terms);
+        if **requested_terms != *terms {
             return false;
         }
         let Some(guard) = make(first.get().owner.clone()) else {
             return false;
         };
         let (ticket, waiter) = first.remove_entry();
-        let delivery = line.give(ticket, waiter, &self.engine);
+        let delivery = wait_queue.give(ticket, waiter, &self.engine);
         // Before the unlock: afterwards the receiver may already be done, and the next hold begun.
-        let friends = line.begin_hold(guard.hold());
-        drop(line);
-        delivery.deliver(Entry::HandedOver(guard));
-        for (delivery, entry) in friends {
+        let same_owner = wait_queue.begin_hold(guard.hold());
+        drop(wait_queue);
+        delivery.deliver(Admission::HandedOver(guard));
+        for (delivery, entry) in same_owner {
             delivery.deliver(entry);
         }
         true
     }
 
-    /// Ends all waits with [`NoEntry::Closed`], now and from now on.
+    /// Ends all waits with [`NotAdmitted::Closed`], now and from now on.
     pub(crate) fn close(&self) {
-        let mut line = self.line();
-        line.closed = true;
-        let waiters = std::mem::take(&mut line.waiters);
-        line.by_owner.clear();
-        drop(line);
+        let mut wait_queue = self.wait_queue();
+        wait_queue.closed = true;
+        let waiters = std::mem::take(&mut wait_queue.waiters);
+        wait_queue.by_owner.clear();
+        drop(wait_queue);
         for waiter in waiters.into_values() {
             waiter.delivery.close();
         }
     }
 
     fn pass_on(self: &Arc<Self>) {
-        let mut line = self.line();
-        line.reentrant = Weak::new();
+        let mut wait_queue = self.wait_queue();
+        wait_queue.reentrant = Weak::new();
         // The next caller sends its own request to the store.
-        line.forget_trouble(&self.troubled);
-        let next = line.waiters.pop_first();
-        let next = next.map(|(ticket, waiter)| line.give(ticket, waiter, &self.engine));
-        line.taken = next.is_some();
-        if line.waiters.is_empty() {
-            self.wanted.store(false, Ordering::Relaxed);
+        wait_queue.clear_store_error(&self.has_store_error);
+        let next = wait_queue.waiters.pop_first();
+        let next = next.map(|(ticket, waiter)| wait_queue.give(ticket, waiter, &self.engine));
+        wait_queue.taken = next.is_some();
+        if wait_queue.waiters.is_empty() {
+            self.has_waiters.store(false, Ordering::Relaxed);
         }
-        drop(line);
+        drop(wait_queue);
         if let Some(delivery) = next {
-            delivery.deliver(Entry::Turn(Turn::new(Arc::clone(self))));
+            delivery.deliver(Admission::LocalPermit(LocalPermit::new(Arc::clone(self))));
         }
     }
 
-    fn line(&self) -> MutexGuard<'_, Line> {
+    fn wait_queue(&self) -> MutexGuard<'_, WaitQueue> {
         // No code panics between two assignments to these fields, so a poisoned queue is
         // consistent.
-        self.line.lock().unwrap_or_else(PoisonError::into_inner)
+        self.wait_queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Watched for Slot {
+impl Watched for LocalLock {
     fn check(self: Arc<Self>, now: Moment) -> bool {
-        let mut line = self.line();
+        let mut wait_queue = self.wait_queue();
         let mut overdue = Vec::new();
-        line.given.take_if(|given| !given.delivery.is_open());
-        line.given_again.retain(|given| given.delivery.is_open());
-        let Line { given, given_again, .. } = &mut *line;
-        for given in given.iter_mut().chain(given_again) {
-            if given.is_overdue(now) && !mutated(Mutant::UnpolledCallerKept) {
-                overdue.push(Arc::clone(&given.delivery));
+        wait_queue.last_sent.take_if(|sent| !sent.delivery.is_open());
+        wait_queue.last_reentered.retain(|sent| sent.delivery.is_open());
+        let WaitQueue { last_sent, last_reentered, .. } = &mut *wait_queue;
+        for sent in last_sent.iter_mut().chain(last_reentered) {
+            if sent.is_overdue(now) && !mutated(Mutant::UnpolledCallerKept) {
+                overdue.push(Arc::clone(&sent.delivery));
             }
         }
-        let goes_on =
-            line.given.is_some() || !line.given_again.is_empty() || !line.waiters.is_empty();
+        let goes_on = wait_queue.last_sent.is_some()
+            || !wait_queue.last_reentered.is_empty()
+            || !wait_queue.waiters.is_empty();
         if !goes_on {
-            line.watched = None;
-            line.given_again = Vec::new();
+            wait_queue.watched = None;
+            wait_queue.last_reentered = Vec::new();
         }
-        drop(line);
+        drop(wait_queue);
         for delivery in overdue {
             delivery.pass_on();
         }
@@ -540,15 +558,15 @@ impl Watched for Slot {
     }
 }
 
-impl Line {
-    fn forget_trouble(&mut self, troubled: &AtomicBool) {
-        self.trouble = None;
-        troubled.store(false, Ordering::Relaxed);
+impl WaitQueue {
+    fn clear_store_error(&mut self, has_store_error: &AtomicBool) {
+        self.store_error = None;
+        has_store_error.store(false, Ordering::Relaxed);
     }
 
     /// Removes the waiters with the owner of `hold` from the queue, and returns them with their
     /// guards.
-    fn begin_hold(&mut self, hold: &Arc<Hold>) -> Vec<(Arc<Delivery>, Entry)> {
+    fn begin_hold(&mut self, hold: &Arc<Hold>) -> Vec<(Arc<Delivery>, Admission)> {
         let mut entries = Vec::new();
         let Some(owner) = hold.owner() else {
             self.reentrant = Weak::new();
@@ -556,21 +574,21 @@ impl Line {
         };
         // If the hold is already lost, another caller may have the local permit and be the current
         // hold.
-        if hold.held().valid_until() <= Moment::about_now() {
+        if hold.held().valid_until() <= Moment::now_coarse() {
             return entries;
         }
         self.reentrant = Arc::downgrade(hold);
         let own = (owner.clone(), 0)..=(owner.clone(), u64::MAX);
-        let friends: Vec<u64> = self.by_owner.range(own).map(|(_, ticket)| *ticket).collect();
-        if !friends.is_empty() {
-            self.given_again.retain(|given| given.delivery.is_open());
+        let same_owner: Vec<u64> = self.by_owner.range(own).map(|(_, ticket)| *ticket).collect();
+        if !same_owner.is_empty() {
+            self.last_reentered.retain(|sent| sent.delivery.is_open());
         }
-        for ticket in friends {
+        for ticket in same_owner {
             // If the hold has ended, the remaining waiters stay in the queue for a local permit.
-            let Some(guard) = hold.enter_again() else { break };
+            let Some(guard) = hold.reenter() else { break };
             let Some(waiter) = self.remove(ticket) else { break };
-            self.given_again.push(waiter.given(hold.held().slot().engine()));
-            entries.push((waiter.delivery, Entry::Again(guard)));
+            self.last_reentered.push(waiter.sent(hold.held().local_lock().engine()));
+            entries.push((waiter.delivery, Admission::Reentered(guard)));
         }
         entries
     }
@@ -584,11 +602,11 @@ impl Line {
 
     fn remove(&mut self, ticket: u64) -> Option<Waiter> {
         let waiter = self.waiters.remove(&ticket)?;
-        self.forget_owner(ticket, &waiter);
+        self.clear_owner(ticket, &waiter);
         Some(waiter)
     }
 
-    fn forget_owner(&mut self, ticket: u64, waiter: &Waiter) {
+    fn clear_owner(&mut self, ticket: u64, waiter: &Waiter) {
         if let Some(owner) = &waiter.owner {
             self.by_owner.remove(&(owner.clone(), ticket));
         }
@@ -597,99 +615,109 @@ impl Line {
     /// Records that `waiter`, just removed from the queue, gets the local permit or the claim. Only
     /// one waiter has it at a time.
     fn give(&mut self, ticket: u64, waiter: Waiter, engine: &Engine) -> Arc<Delivery> {
-        self.forget_owner(ticket, &waiter);
-        self.given = Some(waiter.given(engine));
+        self.clear_owner(ticket, &waiter);
+        self.last_sent = Some(waiter.sent(engine));
         waiter.delivery
     }
 
-    fn enter_again(&self, owner: Option<&Owner>) -> Option<LockGuard> {
+    fn reenter(&self, owner: Option<&Owner>) -> Option<LockGuard> {
         let owner = owner?;
         let hold = self.reentrant.upgrade()?;
-        if hold.owner() == Some(owner) { hold.enter_again() } else { None }
+        if hold.owner() == Some(owner) { hold.reenter() } else { None }
     }
 }
 
 impl Waiter {
-    fn given(&self, engine: &Engine) -> Given {
+    fn sent(&self, engine: &Engine) -> Sent {
         let terms = self.terms.as_ref().unwrap_or(&engine.default_terms);
-        Given { delivery: Arc::clone(&self.delivery), patience: terms.lease.length, since: None }
+        Sent { delivery: Arc::clone(&self.delivery), patience: terms.lease.length, since: None }
     }
 }
 
-impl fmt::Debug for Slot {
+impl fmt::Debug for LocalLock {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Slot").field("key", &self.key).finish_non_exhaustive()
+        f.debug_struct("LocalLock").field("key", &self.key).finish_non_exhaustive()
     }
 }
 
-impl Drop for Slot {
+impl Drop for LocalLock {
     fn drop(&mut self) {
-        let line = self.line.get_mut().unwrap_or_else(PoisonError::into_inner);
-        if let Some((ticket, _)) = line.watched {
-            self.engine.janitor.watch().deregister(ticket);
+        let wait_queue = self.wait_queue.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if let Some((ticket, _)) = wait_queue.watched {
+            self.engine.background.watch().deregister(ticket);
         }
         // At this point the local lock is dead but still in the table.
         point();
-        self.engine.slots().remove_dead(&self.key);
+        self.table.remove_dead(&self.key);
     }
 }
 
 /// The local permit: the right of one caller of this process to compete for the key in the store.
 /// Dropping it passes it to the next caller in the queue.
 #[derive(Debug)]
-pub(crate) struct Turn {
-    slot: Option<Arc<Slot>>,
+pub(crate) struct LocalPermit {
+    local_lock: Option<Arc<LocalLock>>,
     pub(crate) contention: Option<Box<Contention>>,
     granted_at: Option<Moment>,
 }
 
-impl Turn {
-    fn new(slot: Arc<Slot>) -> Self {
-        let contention = slot.engine.fairness.contention(&slot.key);
-        Self { slot: Some(slot), contention, granted_at: None }
+impl LocalPermit {
+    fn new(local_lock: Arc<LocalLock>) -> Self {
+        let contention = local_lock.engine.fairness.contention(&local_lock.key);
+        Self { local_lock: Some(local_lock), contention, granted_at: None }
     }
 
-    pub(crate) fn slot(&self) -> &Arc<Slot> {
-        self.slot.as_ref().expect("a turn has its slot until it is dropped")
+    pub(crate) fn local_lock(&self) -> &Arc<LocalLock> {
+        self.local_lock.as_ref().expect("a permit has its local lock until it is dropped")
+    }
+
+    pub(crate) fn for_release(self) -> Box<dyn PassedOnAfterRelease> {
+        Box::new(self)
     }
 
     /// Records that the store has granted the claim of this permit.
     pub(crate) fn taken(&mut self, now: Moment) {
         self.granted_at = Some(now);
-        if let (Some(slot), Some(contention)) = (&self.slot, &mut self.contention) {
-            slot.engine.fairness.on_grant(contention);
+        if let (Some(local_lock), Some(contention)) = (&self.local_lock, &mut self.contention) {
+            local_lock.engine.fairness.on_grant(contention);
         }
         if mutated(Mutant::HeldSlotEvicted) {
-            let slot = self.slot();
-            slot.engine.slots().evict(&slot.key);
+            let local_lock = self.local_lock();
+            local_lock.table.evict(&local_lock.key);
         }
     }
 }
 
-impl Drop for Turn {
+impl PassedOnAfterRelease for LocalPermit {
+    fn record_error(&self, error: &BackendError) {
+        self.local_lock().failed(error);
+    }
+}
+
+impl Drop for LocalPermit {
     fn drop(&mut self) {
-        if let Some(slot) = self.slot.take() {
+        if let Some(local_lock) = self.local_lock.take() {
             if let (Some(granted_at), Some(contention)) = (self.granted_at, &self.contention) {
-                slot.engine.fairness.on_release(&slot.key, **contention, granted_at);
+                local_lock.engine.fairness.on_release(&local_lock.key, **contention, granted_at);
             }
-            slot.pass_on();
+            local_lock.pass_on();
         }
     }
 }
 
 /// A place in the wait queue. Dropping it leaves the queue; an entry that was already sent passes
 /// to the next waiter.
-struct Waiting<'a> {
-    slot: &'a Slot,
+struct WaiterGuard<'a> {
+    local_lock: &'a LocalLock,
     /// `None` once the waiter is not in the queue any more.
     ticket: Option<u64>,
     delivery: Arc<Delivery>,
 }
 
-impl Drop for Waiting<'_> {
+impl Drop for WaiterGuard<'_> {
     fn drop(&mut self) {
         if let Some(ticket) = self.ticket {
-            let waiter = self.slot.line().remove(ticket);
+            let waiter = self.local_lock.wait_queue().remove(ticket);
             drop(waiter);
             self.delivery.leave();
         }

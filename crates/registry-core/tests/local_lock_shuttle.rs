@@ -1,7 +1,7 @@
 //! The local half of a lock under a model checker. One local lock exists per key, whenever handles
 //! are obtained and dropped. One caller at a time has the local permit, and every waiter gets it.
 //!
-//! `RUSTFLAGS="--cfg shuttle" cargo test -p registry-core --test slots_shuttle`
+//! `RUSTFLAGS="--cfg shuttle" cargo test -p registry-core --test local_lock_shuttle`
 //!
 //! The code under test is the engine's own. At each [point](../src/interleave.rs), the checker
 //! chooses the thread that continues. The store grants every claim, so that only the local locks
@@ -46,7 +46,7 @@ fn check_in(scene: impl Fn(&Registry, &Arc<Runtime>) + Send + Sync + 'static, ha
         let backend = Arc::new(PassThroughBackend::new());
         let registry = Registry::builder(backend).handoff(handoff).build().unwrap();
         scene(&registry, &runtime);
-        assert_eq!(registry.slots(), 0, "a slot is left");
+        assert_eq!(registry.local_locks(), 0, "a local lock is left");
         assert_eq!(registry.held(), 0, "a claim is left");
     };
     shuttle::Runner::new(RandomScheduler::new(SCHEDULES), config.clone()).run(run.clone());
@@ -62,7 +62,7 @@ struct Room(AtomicBool);
 
 impl Room {
     fn visit(&self) {
-        assert!(!self.0.swap(true, Ordering::SeqCst), "two callers have their turn at once");
+        assert!(!self.0.swap(true, Ordering::SeqCst), "two callers have the local permit at once");
         thread::yield_now();
         self.0.store(false, Ordering::SeqCst);
     }
@@ -95,7 +95,7 @@ fn lock(lock: &DistributedLock) -> Lock {
 
 /// Threads that obtain and drop handles of one key at random share one local lock at any time.
 #[test]
-fn handles_that_come_and_go_never_make_two_slots() {
+fn handles_that_come_and_go_never_create_two_local_locks() {
     check(
         |registry| {
             let room = Arc::new(Room::default());
@@ -121,7 +121,7 @@ fn handles_that_come_and_go_never_make_two_slots() {
 
 /// A guard keeps the local lock alive when all handles are dropped.
 #[test]
-fn a_held_slot_is_found_by_whoever_comes_next() {
+fn a_held_local_lock_is_found_by_the_next_caller() {
     check(
         |registry| {
             let room = Arc::new(Room::default());
@@ -138,7 +138,7 @@ fn a_held_slot_is_found_by_whoever_comes_next() {
     );
 }
 
-fn leave_the_line(registry: &Registry) {
+fn leave_the_queue(registry: &Registry) {
     let room = Arc::new(Room::default());
     let stay = (0..2).map(|_| {
         let (lock, room) = (registry.obtain("k"), Arc::clone(&room));
@@ -163,19 +163,19 @@ fn leave_the_line(registry: &Registry) {
 /// The local permit skips callers that have left the queue, whenever they leave, and reaches those
 /// that remain.
 #[test]
-fn callers_who_leave_the_line_take_no_turn_along() {
-    check(leave_the_line, 0);
+fn callers_that_leave_the_queue_lose_no_permit() {
+    check(leave_the_queue, 0);
 }
 
 /// A claim that was handed over to a caller that has left passes to the next caller, or is released
 /// in the store.
 #[test]
-fn callers_who_leave_the_line_take_no_claim_along() {
+fn callers_that_leave_the_queue_lose_no_claim() {
     check_in(
         |registry, runtime| {
             let over = Arc::new(AtomicBool::new(false));
             // Drives the background releaser, which releases a guard that no caller received.
-            let janitor = {
+            let background = {
                 let (runtime, over) = (Arc::clone(runtime), Arc::clone(&over));
                 thread::spawn(move || {
                     while !over.load(Ordering::SeqCst) {
@@ -184,13 +184,13 @@ fn callers_who_leave_the_line_take_no_claim_along() {
                     }
                 })
             };
-            leave_the_line(registry);
+            leave_the_queue(registry);
             while registry.held() > 0 {
                 thread::yield_now();
             }
             block_on(registry.idle());
             over.store(true, Ordering::SeqCst);
-            janitor.join().unwrap();
+            background.join().unwrap();
         },
         32,
     );
@@ -198,7 +198,7 @@ fn callers_who_leave_the_line_take_no_claim_along() {
 
 /// Callers get the local permit in the order of their arrival.
 #[test]
-fn turns_come_in_the_order_of_arrival() {
+fn permits_are_given_in_the_order_of_arrival() {
     for handoff in [0, 32] {
         check(
             |registry| {
@@ -218,7 +218,7 @@ fn turns_come_in_the_order_of_arrival() {
                             let guard = block_on(entering).unwrap();
                             let mut arrived = arrived.lock().unwrap();
                             arrived.1 += 1;
-                            assert_eq!(arrived.1, place, "somebody was overtaken");
+                            assert_eq!(arrived.1, place, "a waiter was overtaken");
                             drop(arrived);
                             block_on(guard.unlock()).unwrap();
                         })
@@ -281,7 +281,7 @@ fn an_owner_never_waits_for_itself() {
 
 /// Several callers of one owner may wait for another owner's lock; all of them get a guard.
 #[test]
-fn callers_of_one_owner_all_get_in() {
+fn all_callers_of_one_owner_reenter() {
     for handoff in [0, 32] {
         check(
             |registry| {
@@ -309,7 +309,7 @@ fn callers_of_one_owner_all_get_in() {
 /// Without points in the table of local locks, the tests above would run each caller to its end
 /// before the next one.
 #[test]
-fn the_checker_sees_into_the_slot_table() {
+fn the_model_checker_reaches_the_table_of_local_locks() {
     check(
         |registry| {
             let before = shuttle::current::context_switches();

@@ -14,56 +14,60 @@ use futures_util::future::{FutureExt as _, poll_fn};
 use futures_util::stream::{FuturesUnordered, Stream as _};
 use tokio::sync::mpsc;
 
+use crate::active_count::ActiveCount;
 use crate::contained::{contain, discard};
-use crate::gauge::Gauge;
 use crate::watch::Watch;
 
 /// A future that must complete even if its caller is gone.
 pub(crate) type Job = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 #[derive(Clone)]
-pub(crate) struct Janitor(Arc<Desk>);
+pub(crate) struct BackgroundReleaser(Arc<ReleaserQueue>);
 
-struct Desk {
-    jobs: mpsc::UnboundedSender<Counted>,
-    pending: Arc<Gauge>,
+struct ReleaserQueue {
+    jobs: mpsc::UnboundedSender<CountedJob>,
+    pending: Arc<ActiveCount>,
     /// The number of `pending` jobs that release a claim.
-    claims: Arc<Gauge>,
+    claims: Arc<ActiveCount>,
     watch: Watch,
 }
 
-impl Drop for Desk {
+impl Drop for ReleaserQueue {
     fn drop(&mut self) {
         self.watch.stop();
     }
 }
 
-impl Janitor {
+impl BackgroundReleaser {
     /// Returns a background releaser and its task, which runs until the releaser is dropped and all
     /// jobs are done.
     pub(crate) fn new() -> (Self, impl Future<Output = ()> + Send) {
-        let (jobs, inbox) = mpsc::unbounded_channel();
-        let desk =
-            Desk { jobs, pending: Arc::default(), claims: Arc::default(), watch: Watch::default() };
-        (Self(Arc::new(desk)), work(inbox))
+        let (jobs, receiver) = mpsc::unbounded_channel();
+        let queue = ReleaserQueue {
+            jobs,
+            pending: Arc::default(),
+            claims: Arc::default(),
+            watch: Watch::default(),
+        };
+        (Self(Arc::new(queue)), work(receiver))
     }
 
     /// Submits `job`, which releases a claim.
-    pub(crate) fn hand_over(&self, job: Job) {
+    pub(crate) fn submit_release(&self, job: Job) {
         self.0.claims.enter();
-        self.take_over(job, Some(Arc::clone(&self.0.claims)));
+        self.submit(job, Some(Arc::clone(&self.0.claims)));
     }
 
     /// Submits a call to the store whose caller is gone. Another job releases the claim that it may
     /// concern.
     pub(crate) fn finish(&self, call: Job) {
-        self.take_over(call, None);
+        self.submit(call, None);
     }
 
-    fn take_over(&self, job: Job, claims: Option<Arc<Gauge>>) {
+    fn submit(&self, job: Job, claims: Option<Arc<ActiveCount>>) {
         self.0.pending.enter();
         // Without a runtime, the send fails and the job is dropped here.
-        let _ = self.0.jobs.send(Counted { job, pending: Arc::clone(&self.0.pending), claims });
+        let _ = self.0.jobs.send(CountedJob { job, pending: Arc::clone(&self.0.pending), claims });
     }
 
     /// Returns the watch that checks futures that are not polled. It submits their state to this
@@ -83,25 +87,25 @@ impl Janitor {
     }
 
     /// Waits until no job is pending.
-    pub(crate) async fn idle(&self) {
+    pub(crate) async fn drained(&self) {
         self.0.pending.none_left().await;
     }
 }
 
 /// A job that is counted from its submission until its drop, done or not.
-struct Counted {
+struct CountedJob {
     job: Job,
-    pending: Arc<Gauge>,
-    claims: Option<Arc<Gauge>>,
+    pending: Arc<ActiveCount>,
+    claims: Option<Arc<ActiveCount>>,
 }
 
-impl std::fmt::Debug for Counted {
+impl std::fmt::Debug for CountedJob {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Counted").finish_non_exhaustive()
     }
 }
 
-impl Future for Counted {
+impl Future for CountedJob {
     type Output = ();
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut std::task::Context<'_>) -> std::task::Poll<()> {
@@ -109,7 +113,7 @@ impl Future for Counted {
     }
 }
 
-impl Drop for Counted {
+impl Drop for CountedJob {
     fn drop(&mut self) {
         // The job is dropped, with all that it holds, before `idle` sees it as done.
         let job = std::mem::replace(&mut self.job, Box::pin(std::future::ready(())));
@@ -121,13 +125,13 @@ impl Drop for Counted {
     }
 }
 
-async fn work(mut inbox: mpsc::UnboundedReceiver<Counted>) {
+async fn work(mut receiver: mpsc::UnboundedReceiver<CountedJob>) {
     let mut jobs = FuturesUnordered::new();
     let mut open = true;
     while open || !jobs.is_empty() {
         tokio::select! {
             biased;
-            job = inbox.recv(), if open => match job {
+            job = receiver.recv(), if open => match job {
                 // If the backend panics, only this job ends.
                 Some(job) => {
                     let job = AssertUnwindSafe(job).catch_unwind();

@@ -11,7 +11,7 @@ use tokio::sync::Notify;
 use crate::contained::shielded;
 
 #[derive(Debug, Default)]
-pub(crate) struct Gauge {
+pub(crate) struct ActiveCount {
     alive: AtomicUsize,
     /// A task waits, or has waited. Never reset, because that happens only when a registry is
     /// closed or idle.
@@ -19,7 +19,7 @@ pub(crate) struct Gauge {
     none_left: Notify,
 }
 
-impl Gauge {
+impl ActiveCount {
     pub(crate) fn enter(&self) {
         self.alive.fetch_add(1, Ordering::SeqCst);
     }

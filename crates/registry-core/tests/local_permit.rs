@@ -23,7 +23,7 @@ fn key() -> Key {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_holder_hands_its_claim_over_to_no_caller_that_wants_a_turn_alone() {
+async fn a_claim_is_not_handed_over_to_a_caller_that_waits_for_a_bare_permit() {
     let (backend, registry) = store();
     let lock = registry.obtain("k");
     let first = lock.lock().await.unwrap();
@@ -34,18 +34,18 @@ async fn a_holder_hands_its_claim_over_to_no_caller_that_wants_a_turn_alone() {
         assert!(matches!(attempt, Attempt::Granted(_)), "{attempt:?}");
         backend.release(&claim).await.unwrap();
     };
-    let mut turn = pin!(registry.in_local_turn(&key, Duration::MAX, attempt));
-    assert!(poll!(turn.as_mut()).is_pending(), "another caller is in front");
+    let mut permit = pin!(registry.in_local_turn(&key, Duration::MAX, attempt));
+    assert!(poll!(permit.as_mut()).is_pending(), "another caller is in front");
     let mut behind = pin!(lock.lock());
     assert!(poll!(behind.as_mut()).is_pending(), "two guards of one key");
     first.unlock().await.unwrap();
     assert!(poll!(behind.as_mut()).is_pending(), "it passed the caller in front of it");
-    turn.await;
+    permit.await;
     behind.await.unwrap().unlock().await.unwrap();
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_turn_that_does_not_come_in_time_or_at_all_is_done_without() {
+async fn attempts_run_without_a_permit_that_does_not_come_in_time() {
     let (_backend, registry) = store();
     let guard = registry.obtain("k").lock().await.unwrap();
     let began = Instant::now();
@@ -61,26 +61,26 @@ async fn a_turn_that_does_not_come_in_time_or_at_all_is_done_without() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_turn_is_over_after_a_lease_polled_or_not() {
+async fn a_bare_permit_ends_after_a_lease_polled_or_not() {
     for is_polled in [true, false] {
         let (_backend, registry) = store();
         let key = key();
-        let mut turn = pin!(registry.in_local_turn(&key, Duration::MAX, pending::<()>()));
-        assert!(poll!(turn.as_mut()).is_pending());
+        let mut permit = pin!(registry.in_local_turn(&key, Duration::MAX, pending::<()>()));
+        assert!(poll!(permit.as_mut()).is_pending());
         let lock = registry.obtain("k");
         let behind = timeout(LEASE * 2, lock.lock());
         let guard = if is_polled {
             tokio::select! {
                 guard = behind => guard,
-                () = turn.as_mut() => panic!("the attempts have no end"),
+                () = permit.as_mut() => panic!("the attempts have no end"),
             }
         } else {
             behind.await
         };
-        let guard = guard.expect("the turn goes to the next caller").unwrap();
-        // The caller that lost its turn waits for the next one, and blocks no other caller until
+        let guard = guard.expect("the permit goes to the next caller").unwrap();
+        // The caller that lost its permit waits for the next one, and blocks no other caller until
         // then.
-        assert!(poll!(turn.as_mut()).is_pending());
+        assert!(poll!(permit.as_mut()).is_pending());
         guard.unlock().await.unwrap();
     }
 }

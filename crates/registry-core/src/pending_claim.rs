@@ -1,7 +1,7 @@
 //! The remote half of an acquisition: a claim that the store may or may not know yet, and its
 //! clean-up.
 //!
-//! The clean-up is armed before the first request is sent. If a [`Contender`] is dropped while a
+//! The clean-up is armed before the first request is sent. If a [`PendingClaim`] is dropped while a
 //! request is in flight, the background releaser completes the request and releases the claim.
 //! Called by `acquire`.
 
@@ -20,69 +20,66 @@ use crate::contained::{contain, discard};
 use crate::engine::Engine;
 use crate::error::{BackendError, BackendErrorKind};
 use crate::fairness::Contention;
-use crate::held::HeldClaim;
-use crate::invalidation::NewsMark;
+use crate::grant::{ActiveGrant, ClaimParts};
+use crate::invalidation::Epoch;
+use crate::local_lock::{LocalLock, LocalPermit};
 use crate::mutant::{Mutant, mutated};
 use crate::options::Terms;
-use crate::release::{GivingBack, give_back, give_back_in_background};
-use crate::slot::{Slot, Turn};
+use crate::release::{PendingRelease, release_claim, release_in_background};
 use crate::watch::{Parked, Suspended, Suspension};
-
-/// The state of an acquisition that passes to the active grant.
-pub(crate) type Parts = (Turn, Claim, Arc<Terms>);
 
 type AttemptCall = Call<Result<Attempt, BackendError>>;
 
 /// The result of one attempt.
 #[derive(Debug)]
-pub(crate) enum Answer {
+pub(crate) enum AttemptOutcome {
     /// The store responded to a request that was sent at this time.
-    Answered(Moment, Result<Attempt, BackendError>),
+    Responded(Moment, Result<Attempt, BackendError>),
     /// The store did not respond in time. The outcome is unknown.
-    Unanswered,
+    Unknown,
 }
 
 /// The one caller of this process that competes for a key in the store.
 #[derive(Debug)]
-pub(crate) struct Contender {
+pub(crate) struct PendingClaim {
     /// Present until a grant is taken or the contender is dropped.
-    parts: Option<Parts>,
+    parts: Option<ClaimParts>,
     in_flight: Option<AttemptCall>,
     /// When the last attempt was sent.
     sent_at: Moment,
     /// The invalidation epoch of the key when the last attempt was sent.
-    news_then: NewsMark,
+    epoch_at_send: Epoch,
     /// The number of attempts of this claim with an unknown outcome.
-    stray_attempts: u32,
+    unknown_attempts: u32,
     /// The claim may be in the store's queue.
     queued: bool,
 }
 
-impl Contender {
-    pub(crate) fn new(turn: Turn, claim: Claim, terms: Arc<Terms>) -> Self {
-        turn.slot().engine().contending.enter();
+impl PendingClaim {
+    pub(crate) fn new(permit: LocalPermit, claim: Claim, terms: Arc<Terms>) -> Self {
+        permit.local_lock().engine().pending_claims.enter();
         Self {
             sent_at: Moment::PAST,
-            news_then: NewsMark::default(),
-            parts: Some((turn, claim, terms)),
+            epoch_at_send: Epoch::default(),
+            parts: Some((permit, claim, terms)),
             in_flight: None,
-            stray_attempts: 0,
+            unknown_attempts: 0,
             queued: false,
         }
     }
 
-    fn slot(&self) -> &Arc<Slot> {
-        self.parts.as_ref().expect("the turn is here until a grant is taken").0.slot()
+    fn local_lock(&self) -> &Arc<LocalLock> {
+        self.parts.as_ref().expect("the permit is here until a grant is taken").0.local_lock()
     }
 
     fn engine(&self) -> &Arc<Engine> {
-        self.slot().engine()
+        self.local_lock().engine()
     }
 
     /// Returns the contention between this process and others for the key. `None` if the store needs
     /// no fairness between processes.
     pub(crate) fn contention(&mut self) -> Option<&mut Contention> {
-        let parts = self.parts.as_mut().expect("the turn is here until a grant is taken");
+        let parts = self.parts.as_mut().expect("the permit is here until a grant is taken");
         parts.0.contention.as_deref_mut()
     }
 
@@ -97,23 +94,23 @@ impl Contender {
     ///
     /// The backend itself must not repeat an attempt. The first request may still reach the store
     /// after the release of the second one's grant, and only a counted attempt is released again.
-    pub(crate) async fn send(&mut self, engine: &Engine) -> Option<Answer> {
+    pub(crate) async fn send(&mut self, engine: &Engine) -> Option<AttemptOutcome> {
         // Taken before the request leaves. The store's lease starts at an unknown moment between
         // send and reply; counting from the reply would let us trust a lease that is already over.
         self.sent_at = Moment::now();
-        self.news_then = self.slot().news();
+        self.epoch_at_send = self.local_lock().epoch();
         // Counts the attempt in case the backend panics here, before the request is recorded as in
         // flight.
-        self.stray_attempts += 1;
+        self.unknown_attempts += 1;
         let first = match engine.backend.acquire_at_once(self.claim()) {
             Some(answer) => Ok(answer),
             None => first_poll(engine.acquiring(self.claim())).await,
         };
-        self.stray_attempts -= 1;
+        self.unknown_attempts -= 1;
         match first {
             Ok(answer) => Some(self.answered(answer)),
             Err(request) => {
-                self.in_flight = Some(Call::polled(&engine.janitor, request));
+                self.in_flight = Some(Call::polled(&engine.background, request));
                 None
             }
         }
@@ -127,57 +124,57 @@ impl Contender {
     /// Dropping the future drops the contender, and the background releaser completes the request.
     pub(crate) async fn answer(
         mut self,
-        sent: Option<Answer>,
+        sent: Option<AttemptOutcome>,
         engine: &Engine,
         suspension: &mut Suspension<'_, Self>,
-    ) -> Result<(Self, Answer), Abandoned> {
+    ) -> Result<(Self, AttemptOutcome), Abandoned> {
         let first;
-        (self, first) = self.one_answer(sent, engine, suspension).await?;
+        (self, first) = self.response(sent, engine, suspension).await?;
         match first {
-            Answer::Answered(_, Err(error)) if error.is_stale_connection() => {
+            AttemptOutcome::Responded(_, Err(error)) if error.is_stale_connection() => {
                 let sent = self.send(engine).await;
-                self.one_answer(sent, engine, suspension).await
+                self.response(sent, engine, suspension).await
             }
             answer => Ok((self, answer)),
         }
     }
 
-    async fn one_answer(
+    async fn response(
         self,
-        sent: Option<Answer>,
+        sent: Option<AttemptOutcome>,
         engine: &Engine,
         suspension: &mut Suspension<'_, Self>,
-    ) -> Result<(Self, Answer), Abandoned> {
+    ) -> Result<(Self, AttemptOutcome), Abandoned> {
         if let Some(answer) = sent {
             return Ok((self, answer));
         }
         let mut end = pin!(sleep(engine.defaults.answer_limit));
-        let answered = suspension.run(self, |contender, cx| {
-            if let Some(call) = contender.in_flight.as_mut()
+        let answered = suspension.run(self, |pending, cx| {
+            if let Some(call) = pending.in_flight.as_mut()
                 && let Poll::Ready(answer) = Pin::new(call).poll(cx)
             {
                 return Poll::Ready(Some(answer));
             }
             end.as_mut().poll(cx).map(|()| None)
         });
-        let (mut contender, answer) = answered.await?;
+        let (mut pending, answer) = answered.await?;
         let answer = match answer {
-            Some(answer) => contender.answered(answer),
-            None => Answer::Unanswered,
+            Some(answer) => pending.answered(answer),
+            None => AttemptOutcome::Unknown,
         };
-        Ok((contender, answer))
+        Ok((pending, answer))
     }
 
     /// Records a response, and counts the attempt if its outcome is unknown.
-    fn answered(&mut self, answer: Result<Attempt, BackendError>) -> Answer {
+    fn answered(&mut self, answer: Result<Attempt, BackendError>) -> AttemptOutcome {
         self.in_flight = None;
         match &answer {
             Ok(Attempt::Granted(_)) => {}
             Ok(Attempt::Busy(_)) => self.queued |= self.claim().queue(),
             Err(error) if error.refused() => {}
-            Err(_) => self.stray_attempts += 1,
+            Err(_) => self.unknown_attempts += 1,
         }
-        Answer::Answered(self.sent_at, answer)
+        AttemptOutcome::Responded(self.sent_at, answer)
     }
 
     /// Takes a grant. If its lease was over before it arrived, the claim is released in the
@@ -186,95 +183,95 @@ impl Contender {
         mut self,
         grant: Grant,
         sent_at: Moment,
-    ) -> Result<Arc<HeldClaim>, Box<Self>> {
-        let (turn, claim, terms) =
+    ) -> Result<Arc<ActiveGrant>, Box<Self>> {
+        let (permit, claim, terms) =
             self.parts.take().expect("the claim is here until a grant is taken");
-        let taken = HeldClaim::take(
-            turn,
+        let taken = ActiveGrant::take(
+            permit,
             claim,
             terms,
             grant,
             sent_at,
-            self.news_then,
-            self.stray_attempts,
+            self.epoch_at_send,
+            self.unknown_attempts,
         );
         let taken = taken.map_err(|late| {
-            let (turn, claim, terms) = *late;
-            let engine = Arc::clone(turn.slot().engine());
+            let (permit, claim, terms) = *late;
+            let engine = Arc::clone(permit.local_lock().engine());
             let fresh = claim.clone().with_id(crate::ClaimId::random());
-            give_back_in_background(GivingBack {
+            release_in_background(PendingRelease {
                 engine,
                 lease: claim.lease(),
                 claim,
-                turn: None,
-                stray_attempts: self.stray_attempts + 1,
-                under_way: None,
+                permit: None,
+                unknown_attempts: self.unknown_attempts + 1,
+                in_flight: None,
                 blocked: None,
             });
-            Box::new(Self::new(turn, fresh, terms))
+            Box::new(Self::new(permit, fresh, terms))
         });
         // After the new state is counted, so that closing always counts this caller at least once.
         match &taken {
-            Ok(held) => held.engine().contending.leave(),
-            Err(late) => late.engine().contending.leave(),
+            Ok(held) => held.engine().pending_claims.leave(),
+            Err(late) => late.engine().pending_claims.leave(),
         }
         taken
     }
 
     /// Leaves a claim whose request has no response to the background releaser, and continues with
     /// a new one. Only an answered request can be repeated safely with the same id.
-    pub(crate) fn replace_unanswered(&mut self, fresh: impl FnOnce() -> Claim) {
+    pub(crate) fn replace_unresolved(&mut self, fresh: impl FnOnce() -> Claim) {
         if self.in_flight.is_none() {
             return;
         }
-        let Some((turn, claim, terms)) = self.parts.take() else {
+        let Some((permit, claim, terms)) = self.parts.take() else {
             return;
         };
-        let engine = Arc::clone(turn.slot().engine());
-        self.leave_behind(Arc::clone(&engine), claim, None);
-        *self = Self::new(turn, fresh(), terms);
-        engine.contending.leave();
+        let engine = Arc::clone(permit.local_lock().engine());
+        self.abandon_claim(Arc::clone(&engine), claim, None);
+        *self = Self::new(permit, fresh(), terms);
+        engine.pending_claims.leave();
     }
 
-    fn leave_behind(&mut self, engine: Arc<Engine>, claim: Claim, turn: Option<Turn>) {
+    fn abandon_claim(&mut self, engine: Arc<Engine>, claim: Claim, permit: Option<LocalPermit>) {
         let in_flight = self.in_flight.take().and_then(|mut call| call.take());
-        let stray_attempts = self.stray_attempts;
+        let unknown_attempts = self.unknown_attempts;
         if mutated(Mutant::CancelledAcquireLeaks) {
             return;
         }
         if let Some(call) = in_flight {
-            let janitor = engine.janitor.clone();
+            let background = engine.background.clone();
             let queued = self.queued || claim.queue();
-            let giving = GivingBack {
+            let pending_release = PendingRelease {
                 engine,
                 lease: claim.lease(),
                 claim,
-                turn,
-                stray_attempts,
-                under_way: None,
+                permit: permit.map(LocalPermit::for_release),
+                unknown_attempts,
+                in_flight: None,
                 blocked: None,
             };
-            janitor.hand_over(Box::pin(finish_and_give_back(call, giving, queued)));
-        } else if stray_attempts > 0 || self.queued {
-            give_back_in_background(GivingBack {
+            background.submit_release(Box::pin(finish_and_release(call, pending_release, queued)));
+        } else if unknown_attempts > 0 || self.queued {
+            release_in_background(PendingRelease {
                 engine,
                 lease: claim.lease(),
                 claim,
-                turn,
-                stray_attempts,
-                under_way: None,
+                permit: permit.map(LocalPermit::for_release),
+                unknown_attempts,
+                in_flight: None,
                 blocked: None,
             });
         }
     }
 }
 
-impl Drop for Contender {
+impl Drop for PendingClaim {
     fn drop(&mut self) {
-        if let Some((turn, claim, _)) = self.parts.take() {
-            let engine = Arc::clone(turn.slot().engine());
-            self.leave_behind(Arc::clone(&engine), claim, Some(turn));
-            engine.contending.leave();
+        if let Some((permit, claim, _)) = self.parts.take() {
+            let engine = Arc::clone(permit.local_lock().engine());
+            self.abandon_claim(Arc::clone(&engine), claim, Some(permit));
+            engine.pending_claims.leave();
         }
     }
 }
@@ -284,8 +281,8 @@ impl Drop for Contender {
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Abandoned;
 
-impl Parked for Contender {
-    type Left = Abandoned;
+impl Parked for PendingClaim {
+    type Replacement = Abandoned;
 
     fn abandon(self, cell: &Arc<Suspended<Self>>) {
         contain(|| drop(self));
@@ -294,12 +291,12 @@ impl Parked for Contender {
 }
 
 /// Waits for the outcome of a request whose caller is gone, and releases what it was granted.
-async fn finish_and_give_back(
+async fn finish_and_release(
     call: CallFuture<Result<Attempt, BackendError>>,
-    mut giving: GivingBack,
+    mut pending_release: PendingRelease,
     queued: bool,
 ) {
-    let limit = giving.engine.defaults.answer_limit;
+    let limit = pending_release.engine.defaults.answer_limit;
     // If the backend panicked while its caller polled it, it panics here again. The outcome is then
     // unknown.
     let call = AssertUnwindSafe(call).catch_unwind();
@@ -309,7 +306,7 @@ async fn finish_and_give_back(
         Err(_) => {
             // If the store does not respond, the next local caller must learn this from its own
             // request.
-            giving.turn = None;
+            pending_release.permit = None;
             call.await
         }
     };
@@ -319,12 +316,14 @@ async fn finish_and_give_back(
     };
     match answer.unwrap_or_else(panicked) {
         // There is nothing to release unless an earlier attempt was granted.
-        Ok(Attempt::Busy(_)) if giving.stray_attempts == 0 && !queued => return,
-        Err(error) if error.refused() && giving.stray_attempts == 0 && !queued => return,
+        Ok(Attempt::Busy(_)) if pending_release.unknown_attempts == 0 && !queued => return,
+        Err(error) if error.refused() && pending_release.unknown_attempts == 0 && !queued => return,
         // Each attempt may have caused a grant of its own, one after the release of the other.
-        Ok(Attempt::Granted(_)) if giving.stray_attempts > 0 => giving.stray_attempts += 1,
+        Ok(Attempt::Granted(_)) if pending_release.unknown_attempts > 0 => {
+            pending_release.unknown_attempts += 1
+        }
         Ok(_) => {}
-        Err(_) => giving.stray_attempts += 1,
+        Err(_) => pending_release.unknown_attempts += 1,
     }
-    give_back(giving).await;
+    release_claim(pending_release).await;
 }

@@ -1,0 +1,270 @@
+//! The lease renewer: renews the held claims of a registry and ends those whose lease runs out.
+//! Time arithmetic is in `lease`.
+//!
+//! A registry has one task and one schedule. Claims that are due together are renewed in batches
+//! per shard. Each batch is a separate call, so that no shard waits for another. Started by
+//! [`RegistryBuilder::build`](crate::RegistryBuilder::build).
+
+use std::collections::BTreeMap;
+use std::future::Future;
+use std::panic::AssertUnwindSafe;
+use std::pin::Pin;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use crate::backend::{Claim, LockBackend, Renewal};
+use crate::clock::Moment;
+use crate::contained::{contain, discard};
+use crate::error::{BackendError, LostReason};
+use crate::invalidation::{Invalidated, InvalidationQueue};
+use crate::local_lock::LocalLocks;
+use crate::schedule::{Renewable, RenewerAction, Schedule};
+use futures_util::future::{FutureExt as _, poll_fn};
+use futures_util::stream::{FuturesUnordered, Stream as _};
+
+/// The task of one registry.
+pub(crate) struct LeaseRenewer {
+    pub(crate) backend: Arc<dyn LockBackend>,
+    pub(crate) schedule: Arc<Schedule>,
+    pub(crate) invalidations: Arc<InvalidationQueue>,
+    pub(crate) local_locks: Arc<LocalLocks>,
+}
+
+impl LeaseRenewer {
+    /// Renews and ends grants until the schedule is stopped.
+    pub(crate) async fn run(self) {
+        let Self { backend, schedule, invalidations, .. } = &self;
+        let mut calls: FuturesUnordered<BatchCall> = FuturesUnordered::new();
+        loop {
+            let now = Moment::now();
+            let invalidated = self.invalidate(now);
+            let Some(due) = schedule.due(now) else {
+                break;
+            };
+            let mut renewals: BTreeMap<u32, Batches> = BTreeMap::new();
+            let batch_max = renewals_max(&**backend);
+            let mut is_due = false;
+            for (timer, held) in due {
+                match Arc::clone(&held).next_action(timer, now) {
+                    RenewerAction::Nothing => {}
+                    RenewerAction::Lose(reason) => _ = held.lose(reason),
+                    RenewerAction::Renew { requested, is_verification, unanswered } => {
+                        if unanswered {
+                            held.renewal_unanswered(now);
+                        }
+                        is_due |= !is_verification;
+                        let batches = renewals.entry(shard(&**backend, held.claim())).or_default();
+                        batches.add(&held, requested, batch_max);
+                    }
+                }
+            }
+            if is_due {
+                let together = renews_together(&**backend);
+                let room = renewals.values().map(|batches| batches.room(batch_max));
+                let room = room.fold(0, usize::saturating_add);
+                for held in schedule.next_renewals(room) {
+                    let batches = renewals.get_mut(&shard(&**backend, held.claim()));
+                    if let Some(batches) = batches.filter(|batches| batches.room(batch_max) > 0)
+                        && let Some(requested) = Arc::clone(&held).join(now, together)
+                    {
+                        batches.add(&held, requested, batch_max);
+                    }
+                }
+            }
+            for batch in renewals.into_values().flat_map(|batches| batches.0) {
+                calls.push(renew(Arc::clone(backend), batch, now));
+            }
+            if invalidated {
+                // Other tasks of this thread must run even if invalidations arrive without a pause.
+                tokio::task::yield_now().await;
+            }
+            let wakes_at = schedule.wakes_at();
+            let sleep = async {
+                match wakes_at {
+                    Some(at) => tokio::time::sleep(at.since(Moment::now())).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                biased;
+                batch = poll_fn(|cx| Pin::new(&mut calls).poll_next(cx)), if !calls.is_empty() => {
+                    if let Some(batch) = batch {
+                        settle(batch);
+                    }
+                }
+                () = schedule.changed.notified() => {}
+                () = invalidations.changed.notified() => {}
+                () = sleep => {}
+            }
+        }
+        // Calls in flight are completed: the backend contract does not allow dropping them.
+        while poll_fn(|cx| Pin::new(&mut calls).poll_next(cx)).await.is_some() {}
+    }
+    /// Passes queued invalidations to their claims. Returns false if there were none.
+    fn invalidate(&self, now: Moment) -> bool {
+        let about = match self.invalidations.take() {
+            Invalidated::None => return false,
+            Invalidated::Of(keys) => {
+                let mut about = Vec::new();
+                for key in keys {
+                    if let Some(local_lock) = self.local_locks.get(key.as_str()) {
+                        // Before the lookup: a claim that is not in the schedule yet compares the
+                        // epoch when it is added.
+                        local_lock.invalidate();
+                        about.extend(self.schedule.find(&local_lock.timer));
+                    }
+                }
+                about
+            }
+            Invalidated::OfAll => {
+                // Before the lookup, for the same reason.
+                self.invalidations.invalidate_all();
+                self.schedule.all()
+            }
+        };
+        for held in about {
+            held.invalidate(now);
+        }
+        true
+    }
+}
+
+impl Drop for LeaseRenewer {
+    fn drop(&mut self) {
+        // Also reached when the runtime shuts down and drops the task.
+        self.invalidations.close();
+    }
+}
+
+/// The renewals of one shard, grouped into calls.
+#[derive(Default)]
+struct Batches(Vec<Vec<(Weak<dyn Renewable>, Claim)>>);
+
+impl Batches {
+    fn add(&mut self, held: &Arc<dyn Renewable>, requested: Duration, batch_max: usize) {
+        let claim = (Arc::downgrade(held), held.claim().clone().with_lease(requested));
+        match self.0.last_mut().filter(|last| last.len() < batch_max) {
+            Some(last) => last.push(claim),
+            None => self.0.push(vec![claim]),
+        }
+    }
+
+    /// Returns how many more claims the last call can include.
+    fn room(&self, batch_max: usize) -> usize {
+        self.0.last().map_or(0, |last| batch_max.saturating_sub(last.len()))
+    }
+}
+
+/// One renewal call, its claims and its results.
+struct Batch {
+    /// Weak, so that a claim that ends during the call does not keep its local lock alive.
+    grants: Vec<Weak<dyn Renewable>>,
+    sent_at: Moment,
+    answers: Vec<Result<Renewal, BackendError>>,
+}
+
+type BatchCall = Pin<Box<dyn Future<Output = Batch> + Send>>;
+
+fn renew(
+    backend: Arc<dyn LockBackend>,
+    batch: Vec<(Weak<dyn Renewable>, Claim)>,
+    sent_at: Moment,
+) -> BatchCall {
+    let (grants, claims): (Vec<_>, Vec<_>) = batch.into_iter().unzip();
+    // If the backend panics, only this batch fails, not the lease renewer's task.
+    let call = AssertUnwindSafe(async move { backend.renew(&claims).await }).catch_unwind();
+    Box::pin(call.map(move |answers| Batch {
+        grants,
+        sent_at,
+        answers: answers.map_err(discard).unwrap_or_default(),
+    }))
+}
+
+fn renews_together(backend: &dyn LockBackend) -> bool {
+    contain(|| backend.renews_together()).unwrap_or_default()
+}
+
+fn shard(backend: &dyn LockBackend, claim: &Claim) -> u32 {
+    contain(|| backend.shard(claim)).unwrap_or_default()
+}
+
+fn renewals_max(backend: &dyn LockBackend) -> usize {
+    contain(|| backend.renewals_max()).unwrap_or_default().max(1)
+}
+
+fn settle(batch: Batch) {
+    let mut answers = batch.answers.into_iter();
+    for held in batch.grants {
+        let answer = answers.next().unwrap_or_else(|| Err(BackendError::missing_renewal()));
+        let Some(held) = held.upgrade() else { continue };
+        match answer {
+            Ok(Renewal::Renewed(granted)) => held.confirmed(batch.sent_at, granted),
+            Ok(Renewal::Gone) => _ = held.lose(LostReason::Gone),
+            Err(error) => held.renewal_failed(batch.sent_at, &error),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use async_trait::async_trait;
+
+    use super::*;
+    use crate::{Attempt, Capabilities, LockRegistry as _, PassThroughBackend, Registry, Release};
+
+    /// Requests a verification of each lock that is held for more than 25 ms.
+    #[derive(Debug)]
+    struct VerifyingBackend(PassThroughBackend);
+
+    #[async_trait]
+    impl LockBackend for VerifyingBackend {
+        fn capabilities(&self) -> Capabilities {
+            self.0.capabilities()
+        }
+
+        async fn try_acquire(&self, claim: &Claim) -> Result<Attempt, BackendError> {
+            self.0.try_acquire(claim).await
+        }
+
+        async fn renew(&self, claims: &[Claim]) -> Vec<Result<Renewal, BackendError>> {
+            self.0.renew(claims).await
+        }
+
+        async fn release(&self, claim: &Claim) -> Result<Release, BackendError> {
+            self.0.release(claim).await
+        }
+
+        fn verify_after(&self) -> Option<Duration> {
+            Some(Duration::from_millis(25))
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn locks_that_are_held_for_a_moment_wake_the_renewer_once() {
+        let registry = Registry::builder(Arc::new(VerifyingBackend(PassThroughBackend::new())))
+            .build()
+            .unwrap();
+        let lock = registry.obtain("orders/42");
+        // First with an otherwise empty schedule, then next to a lock that is held throughout.
+        for beside_another in [false, true] {
+            let other = if beside_another {
+                Some(registry.obtain("orders/43").lock().await.unwrap())
+            } else {
+                None
+            };
+            // Longer than any timer that the other lock or earlier locks have set.
+            tokio::time::sleep(Duration::from_millis(2_500)).await;
+            let began = Moment::now();
+            for millis in 0..20 {
+                let guard = lock.lock().await.unwrap();
+                let schedule = Arc::clone(&guard.hold().held().engine().schedule);
+                guard.unlock().await.unwrap();
+                // Paused time advances only when all tasks are idle.
+                tokio::time::sleep(Duration::from_millis(1)).await;
+                let planned = Some(began.after(Duration::from_millis(25)));
+                assert_eq!(schedule.wakes_at(), planned, "after {millis} ms");
+            }
+            drop(other);
+        }
+    }
+}
